@@ -1,0 +1,45 @@
+# One line per target; `make` alone prints them.
+.DEFAULT_GOAL := help
+.PHONY: help setup train check test test-ranks bench tensorboard clean
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(READY) ## make the virtual environment
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)
+
+train: setup ## train the built-in example (ARGS='data=countdown' passes settings on)
+	$(BIN)/python train.py $(ARGS)
+
+check: setup ## lint, format, types and who-imports-whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_conf.py
+
+test: setup ## all tests
+	$(BIN)/python -m pytest $(ARGS)
+
+test-ranks: setup ## only the tests that start several processes
+	$(BIN)/python -m pytest -m ranks $(ARGS)
+
+bench: setup ## measure the planner and the update step (SMALL=1 for a quick look)
+	$(BIN)/python benchmarks/planner.py $(if $(SMALL),--small)
+	$(BIN)/python benchmarks/update.py $(if $(SMALL),--small)
+
+tensorboard: setup ## look at the curves of every run
+	$(BIN)/tensorboard --logdir outputs
+
+clean: ## remove the environment and caches, never your runs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info

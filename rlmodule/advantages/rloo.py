@@ -1,0 +1,31 @@
+"""Reward against the mean of the other answers to the same prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlmodule.advantages import ADVANTAGES
+from rlmodule.core.types import AdvantageInputs
+from rlmodule.ops.masked import group_statistics
+
+
+@ADVANTAGES.register
+@dataclass(frozen=True)
+class RLOO:
+    """Leave-one-out baseline, n/(n-1) * (reward - group mean) (arXiv:2402.14740).
+
+    Flat groups and groups of one give exactly 0; unscored responses leave the statistics and get 0.
+    """
+
+    needs_group: ClassVar[bool] = True
+
+    def __call__(self, x: AdvantageInputs) -> Tensor:
+        """[B] rewards of the whole iteration -> [B] float64 advantages."""
+        is_scored = torch.isfinite(x.reward)
+        group = group_statistics(x.reward, x.group, is_scored)
+        leave_one_out = group.count / (group.count - 1).clamp(min=1) * (x.reward.double() - group.mean)
+        return torch.where(is_scored & ~group.is_flat, leave_one_out, 0.0)

@@ -1,0 +1,57 @@
+"""Planners with equal counts: the classic one by largest differencing, and micro-batches of a fixed number of samples."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rlmodule.batching.packing import Packing, packing_of
+from rlmodule.batching.partition import Ints, balanced_counts, by_falling_cost, karmarkar_karp
+from rlmodule.batching.workload import Floats
+
+
+def plan_classic(cost: Floats, length: Ints, dp_size: int, token_budget: int, multiple_of: int) -> Packing:
+    """Part the mini-batch over ranks in equal counts, then every rank's share into micro-batches by itself.
+
+    Args:
+        cost, length: [n] cost and tokens of each sample; no sample is longer than the budget.
+        dp_size: data ranks.
+        token_budget: most tokens of one micro-batch.
+        multiple_of: the number of micro-steps is a multiple of this.
+
+    Returns:
+        The packing; all ranks take as many micro-batches as the one that needs most.
+    """
+    shares = [np.array(share, np.int64) for share in balanced_counts(cost, dp_size)]
+    num_steps = max(-(-int(length[share].sum()) // token_budget) for share in shares)
+    num_steps = max(1, num_steps)
+    while True:
+        num_steps += -num_steps % multiple_of
+        cut = [karmarkar_karp(cost[share], num_steps) for share in shares]  # [rank][step] by falling cost
+        dearest = max((length[share[part]].sum() for share, parts in zip(shares, cut, strict=True) for part in parts))
+        # Ends: with as many micro-batches as samples every sample is alone.
+        if dearest <= token_budget:
+            break
+        num_steps += 1
+    return packing_of(
+        [[share[parts[step]].tolist() for share, parts in zip(shares, cut, strict=True)] for step in range(num_steps)]
+    )
+
+
+def plan_fixed_size(cost: Floats, dp_size: int, micro_batch_size: int) -> Packing:
+    """Micro-batches of ``micro_batch_size`` samples: samples alike in cost share a micro-step, evened over its ranks.
+
+    Neighbours in sorted order meet in one micro-step, so its micro-batches differ little however they are filled; what
+    does not fill a micro-step is dealt out in counts that differ by at most one.
+    """
+    order = by_falling_cost(cost)
+    per_step = dp_size * micro_batch_size
+    steps = [order[start : start + per_step] for start in range(0, len(order), per_step)]
+    return packing_of([[step[part].tolist() for part in balanced_counts(cost[step], dp_size)] for step in steps])
+
+
+def plan_fixed_size_classic(cost: Floats, dp_size: int, micro_batch_size: int) -> Packing:
+    """Part the mini-batch over ranks in equal counts; every rank cuts its share, dearest first."""
+    shares = [np.array(share, np.int64) for share in balanced_counts(cost, dp_size)]
+    shares = [share[by_falling_cost(cost[share])] for share in shares]
+    starts = range(0, max(map(len, shares)), micro_batch_size)
+    return packing_of([[share[start : start + micro_batch_size].tolist() for share in shares] for start in starts])

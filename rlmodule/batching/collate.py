@@ -1,0 +1,147 @@
+"""Samples -> packed micro-batches: laid end to end, no padding, labels shifted before anything is cut.
+
+Leaves out which samples go together (``sampler.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlmodule.batching.sampler import RankShare
+from rlmodule.core.types import ExperienceRow, MicroBatch, MiniBatch, Prompt, Sample, StepTotals
+
+IGNORED_LABEL = -100  # what torch's cross entropy ignores by default
+
+
+@dataclass(frozen=True)
+class DynamicCollator:
+    """Builds this rank's MiniBatch from the rows its plan names.
+
+    Args:
+        pad_token_id: id of the tokens in fillers, dummies and the padding segment.
+        sp_size: sequence ranks; the packed row is made a multiple of it by a segment of its own.
+        sp_rank: which slice of the row this process keeps.
+    """
+
+    pad_token_id: int = 0
+    sp_size: int = 1
+    sp_rank: int = 0
+
+    def __call__(self, fetched: tuple[RankShare, Sequence[Sequence[ExperienceRow]]]) -> MiniBatch:
+        """(share, its rows by micro-batch) -> MiniBatch."""
+        share, rows = fetched
+        micro_batches = [
+            self.pack(part, share.totals, positions) for part, positions in zip(rows, share.micro_batches, strict=True)
+        ]
+        return MiniBatch(tuple(micro_batches), share.totals, share.metrics)
+
+    def pack(self, rows: Sequence[ExperienceRow], totals: StepTotals, positions: tuple[int, ...] = ()) -> MicroBatch:
+        """Lay ``rows`` end to end; no rows give a dummy: two tokens, no loss."""
+        packed = pack_rows(rows or [filler_row(self.pad_token_id)], totals, positions)
+        packed = pad_to_multiple(packed, self.sp_size, self.pad_token_id)
+        return cut_for_rank(packed, self.sp_rank, self.sp_size)
+
+
+def pack_rows(rows: Sequence[ExperienceRow], totals: StepTotals, positions: tuple[int, ...] = ()) -> MicroBatch:
+    """Rows laid end to end; [T] positions restart per sample, loss tokens are listed by the position that predicts them."""
+    samples = [row.sample for row in rows]
+    prompt_len = np.array([len(s.prompt.ids) for s in samples])
+    assert (prompt_len > 0).all(), "a response token is predicted by the token before it: prompts must not be empty"
+    lengths = prompt_len + np.array([len(s.response_ids) for s in samples])
+    starts = np.concatenate([[0], lengths.cumsum()])
+    masks = [s.loss_mask for s in samples]
+    loss_tokens = torch.tensor([int(mask.sum()) for mask in masks])
+    return MicroBatch(
+        input_ids=torch.cat([part for s in samples for part in (torch.tensor(s.prompt.ids), s.response_ids)]),
+        position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),
+        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+        # Response token t sits at start + prompt_len + t and is predicted one place earlier.
+        loss_positions=torch.cat(
+            [mask.nonzero().squeeze(-1) + int(at) for mask, at in zip(masks, starts[:-1] + prompt_len - 1, strict=True)]
+        ),
+        labels=torch.cat([s.response_ids[s.loss_mask] for s in samples]),
+        sequence=torch.arange(len(rows)).repeat_interleave(loss_tokens),
+        loss_tokens=loss_tokens,
+        group_tokens=torch.tensor([totals.group_tokens.get(s.group_id, 0) for s in samples]),
+        old_logprob=_loss_tokens_of([row.old_logprob for row in rows], masks),
+        ref_logprob=_loss_tokens_of([row.ref_logprob for row in rows], masks),
+        advantage=_loss_tokens_of([row.advantage for row in rows], masks),
+        max_length=int(lengths.max()),
+        positions=positions,
+    )
+
+
+def _loss_tokens_of(values: Sequence[Tensor | None], masks: Sequence[Tensor]) -> Tensor | None:
+    """[R] per row -> [N]; rows without the value (fillers) must have no loss tokens."""
+    if all(value is None for value in values):
+        return None
+    parts = [torch.zeros(0) if v is None else v[m] for v, m in zip(values, masks, strict=True)]
+    assert all(len(p) == int(m.sum()) for p, m in zip(parts, masks, strict=True)), (
+        "a row with loss tokens lacks a value"
+    )
+    return torch.cat(parts).float()
+
+
+def pad_to_multiple(batch: MicroBatch, multiple: int, pad_token_id: int) -> MicroBatch:
+    """Make T a multiple by one more segment without loss tokens, so that no sample attends to padding."""
+    missing = -len(batch.input_ids) % multiple
+    if missing == 0:
+        return batch
+    end = int(batch.cu_seqlens[-1]) + missing
+    zero = torch.zeros(1, dtype=torch.int64)
+    return replace(
+        batch,
+        input_ids=torch.cat([batch.input_ids, torch.full((missing,), pad_token_id)]),
+        position_ids=torch.cat([batch.position_ids, torch.arange(missing)]),
+        cu_seqlens=torch.cat([batch.cu_seqlens, torch.tensor([end], dtype=torch.int32)]),
+        loss_tokens=torch.cat([batch.loss_tokens, zero]),
+        group_tokens=torch.cat([batch.group_tokens, zero]),
+        max_length=max(batch.max_length, missing),
+    )
+
+
+def shifted_labels(batch: MicroBatch) -> Tensor:
+    """[T] int64: the token each position must predict, ``IGNORED_LABEL`` where it carries no loss."""
+    labels = torch.full_like(batch.input_ids, IGNORED_LABEL)
+    labels[batch.loss_positions] = batch.labels
+    return labels
+
+
+def cut_for_rank(batch: MicroBatch, sp_rank: int, sp_size: int) -> MicroBatch:
+    """The ``sp_rank``-th of ``sp_size`` equal slices; cu_seqlens and max_length stay those of the whole row."""
+    if sp_size == 1:
+        return batch
+    width, rest = divmod(len(batch.input_ids), sp_size)
+    assert rest == 0, f"{len(batch.input_ids)} positions do not split over {sp_size} sequence ranks"
+    first = sp_rank * width
+    mine = (batch.loss_positions >= first) & (batch.loss_positions < first + width)
+    return replace(
+        batch,
+        input_ids=batch.input_ids[first : first + width],
+        position_ids=batch.position_ids[first : first + width],
+        loss_positions=batch.loss_positions[mine] - first,
+        labels=batch.labels[mine],
+        sequence=batch.sequence[mine],
+        old_logprob=None if batch.old_logprob is None else batch.old_logprob[mine],
+        ref_logprob=None if batch.ref_logprob is None else batch.ref_logprob[mine],
+        advantage=None if batch.advantage is None else batch.advantage[mine],
+    )
+
+
+def filler_row(token_id: int, sample_id: int = -1) -> ExperienceRow:
+    """A row of two tokens without loss; it counts nowhere."""
+    prompt = Prompt(row=-1, ids=(token_id,), text="")
+    sample = Sample(
+        sample_id=sample_id,
+        group_id=-1,
+        prompt=prompt,
+        response_ids=torch.tensor([token_id]),
+        loss_mask=torch.tensor([False]),
+        is_padding=True,
+    )
+    return ExperienceRow(sample)

@@ -1,0 +1,82 @@
+"""Where every sample of a mini-batch sits: the form in which planners answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlmodule.batching.partition import Ints
+from rlmodule.batching.workload import Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Samples in cells; the cells of one micro-step lie next to each other, one per data rank.
+
+    Args:
+        cell: [n] int64, cell of each sample: ``micro-step * dp_size + rank``.
+        num_steps: micro-steps, those without samples included.
+        dp_size: data ranks.
+    """
+
+    cell: Ints
+    num_steps: int
+    dp_size: int
+
+    def __post_init__(self) -> None:
+        assert len(self.cell) == 0 or 0 <= self.cell.min() <= self.cell.max() < self.num_cells, "a sample lies outside"
+
+    @property
+    def num_cells(self) -> int:
+        """Micro-batches of all ranks together."""
+        return self.num_steps * self.dp_size
+
+    def sums(self, values: Floats) -> Floats:
+        """[n] a number per sample -> [num_steps, dp_size] its sum over each micro-batch."""
+        total = np.bincount(self.cell, weights=values, minlength=self.num_cells)
+        return total.reshape(self.num_steps, self.dp_size)
+
+    def lockstep_cost(self, cost: Floats) -> float:
+        """Sum over micro-steps of the dearest micro-batch."""
+        return float(self.sums(cost).max(axis=1).sum())
+
+    def in_order(self, steps: Ints) -> Packing:
+        """The same with ``steps[i]`` as micro-step i."""
+        place = np.empty(self.num_steps, np.int64)
+        place[steps] = np.arange(self.num_steps)
+        return replace(self, cell=place[self.cell // self.dp_size] * self.dp_size + self.cell % self.dp_size)
+
+    def with_ranks_evened(self, cost: Floats) -> Packing:
+        """The same with each micro-step's cells dealt to the ranks: the dearest to the rank with least work so far."""
+        work = np.zeros(self.dp_size)
+        rank_of = np.empty((self.num_steps, self.dp_size), np.int64)  # [step, cell of the step] -> rank
+        for step, sums in enumerate(self.sums(cost)):
+            dearest_first = np.argsort(-sums, kind="stable")
+            idlest_first = np.argsort(work, kind="stable")
+            rank_of[step, dearest_first] = idlest_first
+            work[idlest_first] += sums[dearest_first]
+        step = self.cell // self.dp_size
+        return replace(self, cell=step * self.dp_size + rank_of[step, self.cell % self.dp_size])
+
+    def with_steps_multiple_of(self, multiple: int) -> Packing:
+        """The same with empty micro-steps added at the end."""
+        return replace(self, num_steps=self.num_steps + -self.num_steps % multiple)
+
+    def members(self, names: Ints) -> list[list[tuple[int, ...]]]:
+        """[n] ascending name of each sample -> [step][rank] names in each micro-batch, ascending."""
+        by_cell = np.argsort(self.cell, kind="stable")
+        ends = np.cumsum(np.bincount(self.cell, minlength=self.num_cells)).tolist()
+        listed = names[by_cell].tolist()
+        cells = [tuple(listed[start:end]) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+        return [cells[start : start + self.dp_size] for start in range(0, self.num_cells, self.dp_size)]
+
+
+def packing_of(cells: list[list[list[int]]]) -> Packing:
+    """[step][rank][sample] -> the packing; every micro-step has one (possibly empty) list per rank."""
+    dp_size = len(cells[0])
+    flat = [samples for step in cells for samples in step]
+    cell = np.empty(sum(map(len, flat)), np.int64)
+    for number, samples in enumerate(flat):
+        cell[samples] = number
+    return Packing(cell, len(cells), dp_size)

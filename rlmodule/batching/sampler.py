@@ -1,0 +1,178 @@
+"""Which samples this data rank runs, mini-batch by mini-batch: shuffles with a seed, plans, hands out this rank's share.
+
+Leaves out how a plan is made (``plan.py``) and how samples become tensors (``collate.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from torch.utils.data import Sampler
+
+from rlmodule.batching.plan import ORDERS, PLANNERS, MiniBatchPlan, plan_batch, required_multiple, top_up
+from rlmodule.batching.workload import Workload
+from rlmodule.core.config import at_least, one_of
+from rlmodule.core.contract import Layout
+from rlmodule.core.errors import ConfigError
+from rlmodule.core.types import SampleMeta, StepTotals
+
+
+@dataclass(frozen=True)
+class BatchingConfig:
+    """How an iteration's samples become optimizer steps and micro-batches."""
+
+    mini_batch_size: int = 128  # samples of one optimizer step, over all ranks
+    use_dynamic_bsz: bool = True  # True: micro-batches by token budget; False: by number of samples
+    max_token_len_per_gpu: int = 16384  # tokens of one micro-batch on one device
+    micro_batch_size_per_gpu: int | None = None  # samples of one micro-batch, with use_dynamic_bsz=false
+    planner: str = "joint"  # joint, joint_free or karmarkar_karp
+    order: str = "largest_first"  # order of micro-steps: largest_first or balanced_ends
+    shuffle: bool = True  # draw mini-batches from a seeded shuffle of the iteration's samples
+    equal_counts: bool = False  # top mini-batches up with filler samples until every rank has the same number
+
+    def __post_init__(self) -> None:
+        at_least("mini_batch_size", self.mini_batch_size, 1)
+        at_least("max_token_len_per_gpu", self.max_token_len_per_gpu, 2)
+        one_of("planner", self.planner, PLANNERS)
+        one_of("order", self.order, ORDERS)
+        if not self.use_dynamic_bsz and self.micro_batch_size_per_gpu is None:
+            raise ConfigError(
+                key="micro_batch_size_per_gpu",
+                got=None,
+                because="use_dynamic_bsz=false needs the number of samples of a micro-batch",
+                fix="Set batching.micro_batch_size_per_gpu=8, or batching.use_dynamic_bsz=true",
+            )
+        if self.micro_batch_size_per_gpu is not None:
+            at_least("micro_batch_size_per_gpu", self.micro_batch_size_per_gpu, 1)
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one data rank runs of one mini-batch.
+
+    Args:
+        micro_batches: positions into the experience; an empty tuple is a zero-weight dummy.
+        totals: counts of the whole mini-batch.
+        metrics: facts of the plan, the same on every rank.
+    """
+
+    micro_batches: tuple[tuple[int, ...], ...]
+    totals: StepTotals
+    metrics: Mapping[str, float]
+
+
+class BalancedSampler(Sampler[RankShare]):
+    """Mini-batches of one iteration, ``epochs`` times over, each time in a new order.
+
+    The order is a function of (seed, iteration, epoch) and the number of samples alone, so it is the same on any number
+    of ranks. Positions at or past ``len(metas)`` are fillers of equal-count mode.
+
+    Args:
+        metas: every sample of the iteration, the same list on every rank.
+        config: sizes and planner.
+        layout: where this process sits.
+        seed, iteration: key the order.
+        epochs: passes over the samples.
+        cost: cost model; None for the default of a 7B model.
+    """
+
+    def __init__(
+        self,
+        metas: Sequence[SampleMeta],
+        config: BatchingConfig,
+        layout: Layout,
+        *,
+        seed: int,
+        iteration: int,
+        epochs: int = 1,
+        cost: Workload | None = None,
+    ) -> None:
+        self.metas = list(metas)
+        self.config = config
+        self.layout = layout
+        self.seed = seed
+        self.iteration = iteration
+        self.consumed = 0  # mini-batches handed out, over all epochs
+        self._plans = tuple(self._plan(epoch, cost) for epoch in range(epochs))
+
+    def _plan(self, epoch: int, cost: Workload | None) -> tuple[MiniBatchPlan, ...]:
+        config, layout = self.config, self.layout
+        order = sample_order(len(self.metas), self.seed, self.iteration, epoch, shuffle=config.shuffle)
+        metas = [self.metas[i] for i in order]
+        places = order
+        if config.equal_counts:
+            metas = top_up(metas, required_multiple(layout.dp_size, config.mini_batch_size), config.mini_batch_size)
+            real, filler = iter(order), iter(range(len(order), len(metas)))
+            places = [next(filler) if meta.is_padding else next(real) for meta in metas]
+        plans = plan_batch(
+            metas,
+            mini_batch_size=config.mini_batch_size,
+            dp_size=layout.dp_size,
+            token_budget=config.max_token_len_per_gpu * layout.sp_size,
+            cost=cost,
+            planner=config.planner,
+            seed=self.seed + self.iteration,
+            sp_size=layout.sp_size,
+            micro_batch_size=None if config.use_dynamic_bsz else config.micro_batch_size_per_gpu,
+            order=config.order,
+        )
+        return tuple(replace(plan, micro_batches=_renumber(plan.micro_batches, places)) for plan in plans)
+
+    @property
+    def plans(self) -> tuple[MiniBatchPlan, ...]:
+        """Every mini-batch of every epoch, in the order they run."""
+        return tuple(plan for epoch in self._plans for plan in epoch)
+
+    @property
+    def first_epoch(self) -> tuple[MiniBatchPlan, ...]:
+        """Plans of the first pass; inference over them gives the same forward shapes as the first update."""
+        return self._plans[0]
+
+    def owners(self, plans: Sequence[MiniBatchPlan]) -> dict[int, set[int]]:
+        """Position -> data ranks that run it in ``plans``."""
+        owners: dict[int, set[int]] = {}
+        for plan in plans:
+            for rank, steps in enumerate(plan.micro_batches):
+                for position in (p for step in steps for p in step):
+                    owners.setdefault(position, set()).add(rank)
+        return owners
+
+    def shares(self, plans: Sequence[MiniBatchPlan]) -> list[RankShare]:
+        """This data rank's share of each plan."""
+        return [RankShare(plan.micro_batches[self.layout.dp_rank], plan.totals, plan.metrics) for plan in plans]
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def __iter__(self) -> Iterator[RankShare]:
+        if self.consumed >= len(self):
+            self.consumed = 0
+        for share in self.shares(self.plans)[self.consumed :]:
+            self.consumed += 1
+            yield share
+
+    def state_dict(self) -> dict[str, int]:
+        """Iteration and mini-batches handed out so far."""
+        return {"iteration": self.iteration, "consumed": self.consumed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on after the mini-batches that ``state`` had handed out of the same iteration."""
+        assert state["iteration"] == self.iteration, f"state of iteration {state['iteration']}, not {self.iteration}"
+        self.consumed = state["consumed"]
+
+
+def _renumber(
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...], places: Sequence[int]
+) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Positions of the shuffled list -> positions of the original one."""
+    return tuple(tuple(tuple(places[p] for p in step) for step in steps) for steps in micro_batches)
+
+
+def sample_order(count: int, seed: int, iteration: int, epoch: int, *, shuffle: bool = True) -> list[int]:
+    """Order of ``count`` samples; a function of its arguments alone, on any machine and any number of ranks."""
+    if not shuffle:
+        return list(range(count))
+    key = np.random.SeedSequence([seed & 0xFFFFFFFF, iteration, epoch])
+    return [int(i) for i in np.random.Generator(np.random.Philox(key)).permutation(count)]

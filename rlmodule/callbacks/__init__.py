@@ -1,0 +1,22 @@
+"""What watches a run: one file each, the file's name is the callback's name. Leaves out what trains (``module.py``)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from rlmodule.core.registry import Registry
+
+if TYPE_CHECKING:  # torch's event writer and lightning take seconds to import
+    from lightning import Callback
+
+    from rlmodule.run_context import RunContext
+
+
+class CallbackSettings(Protocol):
+    """Settings of a callback: a frozen dataclass whose fields are its config keys."""
+
+    def connect(self, context: RunContext) -> Callback:
+        """The callback for one run."""
+
+
+CALLBACKS: Registry[CallbackSettings] = Registry("callback", "rlmodule.callbacks")

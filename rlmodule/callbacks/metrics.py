@@ -1,0 +1,178 @@
+"""Every number of the run, to TensorBoard and to ``metrics.jsonl``: per optimizer step, per iteration, per validation.
+
+Numbers arrive merged over ranks; the first process writes them. Leaves out how they are made (``update.py``,
+``summary.py``).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import lightning as L
+import torch
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from rlmodule.callbacks import CALLBACKS
+from rlmodule.experience import Iteration
+from rlmodule.journal import Record, RecordFile, rewind
+from rlmodule.run_context import RunContext, Running
+from rlmodule.summary import Tally, is_scored, iteration_metrics, scored_advantages, without_padding
+
+FILE_NAME = "metrics.jsonl"
+FINAL_METRICS = ("val/accuracy", "reward/mean")  # columns of the HPARAMS tab; it shows the last value of each curve
+
+# Tags are regular expressions. One card each in the CUSTOM SCALARS tab.
+CHARTS = {
+    "reward": [r"reward/mean", r"val/accuracy"],
+    "policy health": [r"actor/entropy", r"actor/ppo_kl", r"actor/clip_frac$", r"actor/grad_norm"],
+    "time": [r"timing_s/.*"],
+}
+
+
+@CALLBACKS.register
+@dataclass(frozen=True)
+class MetricsSettings:
+    """What is written beside the curves."""
+
+    histograms: bool = True  # rewards, response lengths and advantages of every iteration, in TensorBoard
+
+    def connect(self, context: RunContext) -> WriteMetrics:
+        """The callback for one run."""
+        return WriteMetrics(self, context)
+
+
+class WriteMetrics(L.Callback):
+    """Takes the numbers of every step and iteration to the journal, and the journal to disk.
+
+    Args:
+        settings: what else to write.
+        context: names the directory and holds the journal.
+    """
+
+    def __init__(self, settings: MetricsSettings, context: RunContext) -> None:
+        self.settings = settings
+        self.context = context
+        self.tally = Tally()
+        self._file: RecordFile | None = None
+        self._named: set[str] = set()  # metrics that a warning has already called NaN
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Open the files; what a resumed run will log again is taken out of them."""
+        context = self.context
+        if not context.is_first:
+            return
+        path = context.run_dir / FILE_NAME
+        context.journal.records[:0] = rewind(path, context.resumed_step)
+        self._file = RecordFile(path)
+        tensorboard = Running.of(trainer).tensorboard
+        if tensorboard is not None:
+            write_frame(tensorboard, context.hparams)
+        context.journal.listen(on_record=lambda record: self._write(record, tensorboard))
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The responses are in; training on them begins."""
+        assert self.context.journal.iteration, "give RLDataModule start=context.journal.begin_iteration"
+        self.context.journal.enter("update")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """One optimizer step was taken, or skipped."""
+        report = Running.of(trainer).module.last_step
+        assert report is not None, "a training step leaves a report"
+        self.context.journal.add(Record("step", report.step, self.context.journal.iteration, report.metrics))
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """One iteration is over; its numbers stand at the step it reached."""
+        running, journal = Running.of(trainer), self.context.journal
+        iteration = running.data.iteration
+        assert iteration is not None, "an epoch has trained on an iteration"
+        self.tally = self.tally.after(journal.iteration, iteration.facts)
+        metrics = iteration_metrics(iteration, running.data.watch.seconds, journal.clock.read(), self.tally)
+        journal.add(Record("iteration", running.step, journal.iteration, metrics))
+        if self.context.is_first and self.settings.histograms and running.tensorboard is not None:
+            write_histograms(running.tensorboard, iteration, running.step)
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Close the file."""
+        self._close()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Close the file; Lightning closes TensorBoard's."""
+        self._close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Samples and tokens so far."""
+        return asdict(self.tally)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on counting."""
+        self.tally = Tally(**state_dict)
+
+    def _write(self, record: Record, tensorboard: SummaryWriter | None) -> None:
+        assert self._file is not None, "records are written between the start and the end of a fit"
+        self._file.write(record)
+        if tensorboard is not None:
+            write_scalars(tensorboard, record)
+        self._name_nan(record)
+
+    def _name_nan(self, record: Record) -> None:
+        new = sorted(name for name, value in record.metrics.items() if math.isnan(value) and name not in self._named)
+        self._named.update(new)
+        if new:
+            warnings.warn(
+                f"NaN at step {record.step} ({record.kind}): {', '.join(new)}. Logged as NaN; not named again",
+                stacklevel=2,
+            )
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def purge_step(resumed_step: int | None) -> int | None:
+    """First step a resumed run writes again; for ``SummaryWriter(purge_step=...)``, so that no step shows twice."""
+    return None if resumed_step is None else resumed_step + 1
+
+
+def write_scalars(tensorboard: SummaryWriter, record: Record) -> None:
+    """One point on the curve of each metric; whole iterations are flushed, so that a running TensorBoard sees them."""
+    for name, value in record.metrics.items():
+        tensorboard.add_scalar(name, value, record.step)
+    if record.kind != "step":
+        tensorboard.flush()
+
+
+def write_histograms(tensorboard: SummaryWriter, iteration: Iteration, step: int) -> None:
+    """How rewards, response lengths and advantages of one iteration are spread; an empty one is left out."""
+    facts = without_padding(iteration.facts)
+    values = {
+        "reward": [f.reward for f in facts if is_scored(f)],
+        "response_length": [float(f.meta.response_len) for f in facts],
+        "advantage": scored_advantages(iteration),
+    }
+    for name, numbers in values.items():
+        if numbers:
+            tensorboard.add_histogram(f"distribution/{name}", torch.tensor(numbers, dtype=torch.float64), step)
+
+
+def write_frame(tensorboard: SummaryWriter, settings: Mapping[str, object]) -> None:
+    """What stands around the curves: the settings of the run, with its final metrics, and three ready-made charts.
+
+    The HPARAMS tab reads the final metrics off the curves themselves, so no curve gets a second point for it.
+    """
+    plain = {key: value if _is_number(value) else str(value) for key, value in settings.items()}
+    make, writer = cast(Any, hparams), cast(Any, tensorboard)  # torch gives neither a type
+    for summary in make(plain, dict.fromkeys(FINAL_METRICS, 0.0)):
+        writer._get_file_writer().add_summary(summary)
+    tensorboard.add_custom_scalars({"run": {title: ["Multiline", tags] for title, tags in CHARTS.items()}})
+    tensorboard.flush()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

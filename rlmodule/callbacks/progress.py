@@ -1,0 +1,230 @@
+"""Where the run is: redrawn in place on a terminal, one line per iteration elsewhere; ``train.log`` has the lines too.
+
+Stands in for Lightning's progress bar. Leaves out everything but looking: what it shows comes from the journal.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import lightning as L
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from rlmodule.callbacks import CALLBACKS
+from rlmodule.core.config import more_than
+from rlmodule.journal import Record
+from rlmodule.run_context import RunContext, Running
+
+LOG_NAME = "train.log"
+BAR_WIDTH = 16  # characters; the facts beside it need the rest of 80 columns
+
+# metric -> how it is worded. Demonstrations have a loss to show instead of a reward.
+REWARD, LOSS = ("reward/mean", "reward {:.3f}"), ("actor/loss", "loss {:.4f}")
+ON_THE_BAR = (("val/accuracy", "val {:.3f}"), ("perf/tokens_per_s", "{:,.0f} tokens/s"))
+IN_A_LINE = (
+    ("val/accuracy", "val {:.3f}"),
+    ("actor/entropy", "entropy {:.3f}"),
+    ("response_length/mean", "length {:.1f}"),
+    ("perf/tokens_per_s", "{:,.0f} tokens/s"),
+    ("timing_s/iteration", "{:.1f} s"),
+)
+
+
+@CALLBACKS.register
+@dataclass(frozen=True)
+class ProgressSettings:
+    """How progress is shown."""
+
+    live: bool = True  # redraw in place when the output is a terminal; false prints lines there too
+    refresh_per_second: float = 4.0  # redraws per second
+
+    def __post_init__(self) -> None:
+        more_than("refresh_per_second", self.refresh_per_second, 0)
+
+    def connect(self, context: RunContext) -> ShowProgress:
+        """The callback for one run."""
+        return ShowProgress(self, context, Console(file=sys.stdout))
+
+
+class ShowProgress(L.Callback):
+    """Listens to the journal and shows what it hears; silent on all processes but the first.
+
+    Args:
+        settings: how.
+        context: the run.
+        console: where people look.
+    """
+
+    def __init__(self, settings: ProgressSettings, context: RunContext, console: Console) -> None:
+        self.settings = settings
+        self.context = context
+        self.console = console
+        self.state = State(context.max_iterations)
+        self._live: Live | None = None
+        self._sink: Callable[[str], None] = lambda line: None
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Begin to listen; the first responses are sampled right after."""
+        if not self.context.is_first:
+            return
+        running = Running.of(trainer)
+        self.state.is_sampled = running.rollouts is not None
+        self.state.collecting = lambda: running.data.watch.seconds
+        self.context.journal.listen(self.on_record, self.on_phase)
+        log = self.context.run_dir / LOG_NAME
+        is_drawn = self.settings.live and self.console.is_terminal
+        self._sink = lambda line: self._append(log, line, echo=not is_drawn)
+        if self.context.resumed_step is not None:
+            self._sink(f"resumed at step {self.context.resumed_step}")
+        if is_drawn:
+            self._live = Live(self.state, console=self.console, refresh_per_second=self.settings.refresh_per_second)
+            self._live.start()
+
+    def on_phase(self, phase: str) -> None:
+        """The run went on to another phase."""
+        self.state.enter(phase, self.context.journal.iteration)
+
+    def on_record(self, record: Record) -> None:
+        """Numbers are in; an iteration and a validation are worth a line."""
+        self.state.take(record)
+        if record.kind == "iteration":
+            self._sink(self.state.iteration_line(record))
+        elif record.kind == "validation":
+            self._sink(validation_line(record, len(self.context.val_prompts)))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave the last state on the screen."""
+        self.state.phase = "done"
+        self._stop()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Give the terminal back."""
+        self.state.phase = "stopped"
+        self._stop()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Give the terminal back also where there was nothing left to train."""
+        self._stop()
+
+    def _append(self, log: Path, line: str, *, echo: bool) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+        if echo:
+            print(line, file=self.console.file, flush=True)
+
+    def _stop(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+@dataclass
+class State:
+    """What the display knows; rich draws it from a thread of its own.
+
+    Args:
+        max_iterations: of the whole run.
+        is_sampled: whether the policy makes the samples.
+        collecting: seconds by finished phase of the collecting that goes on.
+        phase: of the run.
+        iteration, done: iterations begun and finished, those before a resume included.
+        latest: last value of every metric.
+    """
+
+    max_iterations: int
+    is_sampled: bool = True
+    collecting: Callable[[], Mapping[str, float]] = dict
+    phase: str = "start"
+    iteration: int = 0
+    done: int = 0
+    latest: dict[str, float] = field(default_factory=dict)
+    _began: tuple[float, int] | None = None  # clock and iterations done when this process began
+    _spinner: Spinner = field(default_factory=lambda: Spinner("dots"))
+
+    def enter(self, phase: str, iteration: int) -> None:
+        """The run is in ``phase`` of its ``iteration``-th iteration."""
+        self.phase, self.iteration = phase, iteration
+        self.done = max(self.done, iteration - 1)
+        if self._began is None:
+            self._began = (perf_counter(), self.done)
+
+    def take(self, record: Record) -> None:
+        """Remember the newest numbers."""
+        self.latest.update(record.metrics)
+        if record.kind == "iteration":
+            self.done = record.iteration
+
+    @property
+    def activity(self) -> str:
+        """The phase in a person's words: rollout, reward, score, update or validate."""
+        return finest_phase(self.collecting()) if self.phase == "collect" else self.phase
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the pace of this process so far, validations included; None before its first iteration is over."""
+        if self._began is None or self.done == self._began[1]:
+            return None
+        pace = (perf_counter() - self._began[0]) / (self.done - self._began[1])
+        return pace * max(0, self.max_iterations - self.done)
+
+    def facts(self, shown: Iterable[tuple[str, str]]) -> list[str]:
+        """The newest value of each of these metrics that was ever seen, in words."""
+        wanted = (REWARD if self.is_sampled else LOSS, *shown)
+        return [words.format(self.latest[name]) for name, words in wanted if name in self.latest]
+
+    def iteration_line(self, record: Record) -> str:
+        """The iteration that has just been taken in, in a line."""
+        left = self.seconds_left
+        place = f"iteration {record.iteration:{len(str(self.max_iterations))}}/{self.max_iterations}"
+        eta = f"ETA {'-' if left is None else clock(left)}"
+        return "  ".join([place, f"step {record.step}", *self.facts(IN_A_LINE), eta])
+
+    def __rich__(self) -> Table:
+        """The same as a bar, for a terminal."""
+        has_ended = self.phase in ("done", "stopped")
+        left = self.seconds_left
+        grid = Table.grid(padding=(0, 1))
+        for _ in range(6):
+            grid.add_column(no_wrap=True)
+        grid.add_row(
+            Text("*") if has_ended else self._spinner,
+            Text(f"{self.activity:8}", style="bold cyan"),
+            ProgressBar(total=max(1, self.max_iterations), completed=self.done, width=BAR_WIDTH),
+            Text(f"{self.iteration}/{self.max_iterations}"),
+            Text(" ".join(self.facts(ON_THE_BAR)), style="green"),
+            Text("" if has_ended or left is None else f"ETA {clock(left)}", style="dim"),
+        )
+        return grid
+
+
+def finest_phase(finished: Mapping[str, float]) -> str:
+    """What collecting is at, from the phases it has behind it."""
+    if "reward" in finished:
+        return "score"
+    return "reward" if "rollout" in finished else "rollout"
+
+
+def validation_line(record: Record, num_prompts: int) -> str:
+    """One validation in a line."""
+    metrics = record.metrics
+    return (
+        f"validation  step {record.step}  accuracy {metrics['val/accuracy']:.3f} of {num_prompts} prompts  "
+        f"length {metrics['val/response_length']:.1f}  {metrics['timing_s/validation']:.1f} s"
+    )
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 1:02:03 or 2:03."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

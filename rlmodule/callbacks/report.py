@@ -1,0 +1,261 @@
+"""What the run came to: ``summary.json``, ``curves.png`` and a table, at the end and also when it is cut short.
+
+Leaves out the numbers themselves: they are read from the journal (``summary.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter, process_time
+
+import lightning as L
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+from rich.console import Console
+from rich.table import Table
+
+import rlmodule
+from rlmodule.callbacks import CALLBACKS
+from rlmodule.core.config import at_least
+from rlmodule.journal import Record, whole_file
+from rlmodule.run_context import RunContext, Running
+from rlmodule.run_directory import RunDirectory
+from rlmodule.summary import Change, changes, run_totals, running_mean, series
+
+CURVES = "curves.png"
+
+
+@CALLBACKS.register
+@dataclass(frozen=True)
+class ReportSettings:
+    """What is made at the end beside ``summary.json`` and the table."""
+
+    curves: bool = True  # draw curves.png
+    dpi: int = 120  # dots per inch of curves.png, which is 12 by 8 inches
+
+    def __post_init__(self) -> None:
+        at_least("dpi", self.dpi, 1)
+
+    def connect(self, context: RunContext) -> WriteReport:
+        """The callback for one run."""
+        return WriteReport(self, context, Console(file=sys.stdout))
+
+
+class WriteReport(L.Callback):
+    """Writes and prints once, on the first process.
+
+    Args:
+        settings: what to make.
+        context: the run and its journal.
+        console: where people look.
+    """
+
+    def __init__(self, settings: ReportSettings, context: RunContext, console: Console) -> None:
+        self.settings = settings
+        self.context = context
+        self.console = console
+        self.is_due = context.is_first
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """A summary from before a resume no longer holds."""
+        if self.context.is_first:
+            RunDirectory(self.context.run_dir).summary.unlink(missing_ok=True)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The run is over, and whatever else it leaves behind is there."""
+        self._report(trainer, finished=True)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """An error or Ctrl-C: say how far it got."""
+        self._report(trainer, finished=False)
+
+    def _report(self, trainer: L.Trainer, *, finished: bool) -> None:
+        records = self.context.journal.records
+        if not self.is_due or not records:
+            return
+        self.is_due = False
+        directory = RunDirectory(self.context.run_dir)
+        curves = directory.root / CURVES
+        if self.settings.curves:
+            with whole_file(curves) as aside:
+                draw_curves(records, aside, self.settings.dpi)
+        summary = {"finished": finished, **run_totals(records), **self._facts(Running.of(trainer), directory)}
+        with whole_file(directory.summary) as aside:
+            aside.write_text(json.dumps(without_nan(summary), indent=2) + "\n", encoding="utf-8")
+        self.console.print(table(changes(records), "run finished" if finished else "run stopped before its end"))
+        for label, place in places(directory):
+            self.console.print(f"{label:<12} {place}", soft_wrap=True, highlight=False, markup=False)
+
+    def _facts(self, running: Running, directory: RunDirectory) -> dict[str, object]:
+        counters = running.module.counters
+        return {
+            "steps": counters.steps,
+            "optimizer_steps": counters.optimizer_steps,
+            "skipped_steps": counters.skipped,
+            "empty_steps": counters.empty,
+            "process": {"wall_seconds": perf_counter() - self.context.started, "cpu_seconds": process_time()},
+            "seed": self.context.hparams.get("seed"),
+            "layout": asdict(running.strategy.layout) | {"dp_size": running.strategy.layout.dp_size},
+            "plan": dict(self.context.describe),
+            "versions": versions(),
+            "paths": dict(places(directory)),
+        }
+
+
+def places(directory: RunDirectory) -> list[tuple[str, str]]:
+    """(what, where) of everything the run has left behind, and how to look at the curves."""
+    root = directory.root
+    checkpoints = sorted(directory.checkpoints.glob("iteration_??????"))
+    found = {
+        "run": root,
+        "metrics": root / "metrics.jsonl",
+        "curves": root / CURVES,
+        "log": root / "train.log",
+        "rollouts": root / "rollouts",
+        "checkpoint": checkpoints[-1] if checkpoints else directory.checkpoints,
+        "policy": directory.policy,
+        "tensorboard": root / "tensorboard",
+    }
+    there = [(label, str(path)) for label, path in found.items() if path.exists()]
+    look = [("look", f"tensorboard --logdir {root}")] if found["tensorboard"].exists() else []
+    return there + look
+
+
+def versions() -> dict[str, str]:
+    """What the run ran on."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": L.__version__,
+        "transformers": version("transformers"),
+        "rlmodule": rlmodule.__version__,
+    }
+
+
+def without_nan(value: object) -> object:
+    """The same with null for numbers that JSON cannot write."""
+    if isinstance(value, dict):
+        return {key: without_nan(inner) for key, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def table(lines: Iterable[Change], title: str) -> Table:
+    """start -> end of the metrics a person asks about."""
+    grid = Table(title=title, title_justify="left", title_style="bold")
+    grid.add_column("")
+    for name in ("start", "end"):
+        grid.add_column(name, justify="right")
+    for line in lines:
+        grid.add_row(line.label, *(f"{value:,.4g}" for value in (line.start, line.end) if value is not None))
+    return grid
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One metric in a panel; ``on_right`` measures it on an axis of its own."""
+
+    metric: str
+    label: str
+    colour: str
+    on_right: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One of the four pictures; ``left`` and ``right`` say what the axes measure, in which unit."""
+
+    title: str
+    left: str
+    curves: tuple[Curve, ...]
+    right: str = ""
+
+
+# Colours that people who see few colours can tell apart (Okabe and Ito, Color universal design, 2008).
+BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
+
+PANELS = (
+    Panel(
+        "Reward",
+        "mean reward",
+        (Curve("reward/mean", "training samples", BLUE), Curve("val/accuracy", "held-out prompts, greedy", ORANGE)),
+    ),
+    Panel(
+        "Loss and distance from the sampling policy",
+        "loss; KL in nats per token",
+        (
+            Curve("actor/pg_loss", "policy loss", BLUE),
+            Curve("actor/ppo_kl", "KL", ORANGE),
+            Curve("actor/clip_frac", "clipped tokens (right)", GREEN, on_right=True),
+        ),
+        right="share of loss tokens clipped",
+    ),
+    Panel(
+        "Entropy and gradient",
+        "entropy, nats per token",
+        (Curve("actor/entropy", "entropy", BLUE), Curve("actor/grad_norm", "gradient norm (right)", ORANGE, on_right=True)),
+        right="gradient norm before clipping",
+    ),
+    Panel(
+        "Length and time",
+        "response length, tokens",
+        (
+            Curve("response_length/mean", "response length", BLUE),
+            Curve("timing_s/iteration", "time per iteration (right)", ORANGE, on_right=True),
+        ),
+        right="time per iteration, seconds",
+    ),
+)
+
+NOISY_FROM = 40  # points from which a curve is drawn faint, with a running mean over it
+SMOOTHED_SHARE = 20  # the running mean spans one point in this many
+
+
+def draw_curves(records: Sequence[Record], path: Path, dpi: int) -> None:
+    """Four panels over optimizer steps; a metric that was never logged is left out."""
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    end = max(1, *(record.step for record in records))
+    for axes, panel in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+        axes.set_xlim(-0.02 * end, 1.02 * end)
+        draw_panel(axes, panel, records)
+    figure.savefig(path, dpi=dpi)
+
+
+def draw_panel(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
+    """One panel: title, legend, curves, what the axes measure."""
+    axes.set_title(panel.title, loc="left", fontweight="bold", pad=26)  # points; the legend goes between
+    axes.set_xlabel("optimizer steps")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.grid(alpha=0.25)
+    drawn = [curve for curve in panel.curves if series(records, curve.metric)[0]]
+    measured = [curve for curve in drawn if curve.on_right]
+    sides = {False: axes, True: axes.twinx() if measured else axes}
+    sides[True].set_ylabel(panel.right)
+    axes.set_ylabel(panel.left)
+    for side in sides.values():
+        side.spines[["top"] if measured else ["top", "right"]].set_visible(False)
+    lines = [line for curve in drawn for line in _draw_curve(sides[curve.on_right], curve, records)]
+    if lines:
+        axes.legend(handles=lines, loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=3, frameon=False)
+
+
+def _draw_curve(axes: Axes, curve: Curve, records: Sequence[Record]) -> list[Line2D]:
+    """The handle for the legend, in a list as matplotlib gives it."""
+    steps, values = series(records, curve.metric)
+    is_noisy = len(values) >= NOISY_FROM
+    if is_noisy:
+        axes.plot(steps, values, color=curve.colour, alpha=0.18, linewidth=0.8)
+        values = running_mean(values, len(values) // SMOOTHED_SHARE)
+    marker = "" if is_noisy else "o"
+    return axes.plot(steps, values, color=curve.colour, linewidth=1.6, marker=marker, markersize=3, label=curve.label)

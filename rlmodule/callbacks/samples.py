@@ -1,0 +1,142 @@
+"""Every response with its reward, to read: ``rollouts/iteration_000001.jsonl``, and a few of them in TensorBoard.
+
+The file is the same on any number of ranks. Leaves out scores made for training (old and reference log-probabilities).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from transformers import PreTrainedTokenizerBase
+
+from rlmodule.callbacks import CALLBACKS
+from rlmodule.core.config import at_least
+from rlmodule.core.types import ScoredSample
+from rlmodule.journal import whole_file
+from rlmodule.run_context import RunContext, Running
+
+FOLDER = "rollouts"
+PANEL = "samples/train"
+PANEL_COLUMNS = ("prompt", "response", "answer", "reward", "finish")
+
+# What markdown or HTML would take for its own is written by number.
+_IN_A_CELL = str.maketrans({sign: f"&#{ord(sign)};" for sign in "&<>|`*_~\\[]"} | {"\n": "<br>", "\r": ""})
+
+Row = Mapping[str, Any]
+
+
+@CALLBACKS.register
+@dataclass(frozen=True)
+class SamplesSettings:
+    """Which iterations to write, and how much of them to show."""
+
+    every_n_iterations: int = 1  # write the responses of every n-th iteration
+    text_rows: int = 8  # responses in TensorBoard's text panel, spread over the iteration; 0 for no panel
+
+    def __post_init__(self) -> None:
+        at_least("every_n_iterations", self.every_n_iterations, 1)
+        at_least("text_rows", self.text_rows, 0)
+
+    def connect(self, context: RunContext) -> WriteSamples:
+        """The callback for one run."""
+        return WriteSamples(self, context)
+
+
+class WriteSamples(L.Callback):
+    """Writes responses as soon as they are there, so that they can be read if training on them fails.
+
+    Args:
+        settings: which.
+        context: names the directory.
+    """
+
+    def __init__(self, settings: SamplesSettings, context: RunContext) -> None:
+        self.settings = settings
+        self.context = context
+        self._shown: Sequence[Row] = ()  # waits for the step that the iteration will reach
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Every rank gives its responses, the first writes them all."""
+        running, iteration = Running.of(trainer), self.context.journal.iteration
+        if running.rollouts is None or iteration % self.settings.every_n_iterations:
+            return
+        mine = [to_row(scored, iteration, self.context.tokenizer) for scored in running.data.collected]
+        everyone = running.strategy.collectives.gather_objects(mine)
+        if self.context.is_first:
+            rows = in_order(everyone)
+            write_rows(self.context.run_dir / FOLDER / f"iteration_{iteration:06d}.jsonl", rows)
+            self._shown = spread(rows, self.settings.text_rows)
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The panel stands at the step where the metrics of the iteration stand."""
+        running = Running.of(trainer)
+        if self._shown and running.tensorboard is not None:
+            running.tensorboard.add_text(PANEL, markdown_table(self._shown), running.step)
+        self._shown = ()
+
+
+def to_row(scored: ScoredSample, iteration: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """One response as plain values.
+
+    ``logprobs`` are the sampler's, in nats, rounded to float32; ``loss_mask`` is there only where some token is not
+    trained on; ``reward`` is null where the response could not be scored.
+    """
+    sample, prompt = scored.sample, scored.sample.prompt
+    row: dict[str, Any] = {
+        "iteration": iteration,
+        "sample_id": sample.sample_id,
+        "group_id": sample.group_id,
+        "source": prompt.source,
+        "prompt": prompt.text or tokenizer.decode(list(prompt.ids)),
+        "response": sample.text or tokenizer.decode(sample.response_ids, skip_special_tokens=True),
+        "answer": prompt.answer,
+        "reward": _finite_or_none(scored.score.value),
+        "reward_parts": {name: _finite_or_none(value) for name, value in sorted(scored.score.parts.items())},
+        "finish": sample.finish,
+        "prompt_ids": list(prompt.ids),
+        "response_ids": sample.response_ids.tolist(),
+        "logprobs": None if sample.sampler_logprob is None else sample.sampler_logprob.float().tolist(),
+    }
+    if not bool(sample.loss_mask.all()):
+        row["loss_mask"] = sample.loss_mask.int().tolist()
+    return row
+
+
+def in_order(parts: Iterable[Iterable[Row]]) -> list[Row]:
+    """The rows of all ranks by sample id, which no rank has a say in."""
+    return sorted((row for part in parts for row in part), key=lambda row: int(row["sample_id"]))
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """One JSON object per line; a reader sees the whole file or none."""
+    # A lone surrogate has no UTF-8 form; its backslash escape is what JSON writes for it.
+    with whole_file(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def spread(rows: Sequence[Row], count: int) -> list[Row]:
+    """``count`` rows at equal distances, so that they come from many groups."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
+def markdown_table(rows: Iterable[Row]) -> str:
+    """The rows as TensorBoard's text panel shows them."""
+    header = [f"| {' | '.join(PANEL_COLUMNS)} |", "|" + " --- |" * len(PANEL_COLUMNS)]
+    return "\n".join(header + [f"| {' | '.join(_cell(row[name]) for name in PANEL_COLUMNS)} |" for row in rows])
+
+
+def _finite_or_none(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return "" if value is None else str(value).strip().translate(_IN_A_CELL)

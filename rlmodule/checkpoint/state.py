@@ -1,0 +1,148 @@
+"""Checkpoint folders: written aside, flushed to disk, described by a manifest, then renamed into place.
+
+A folder counts only when its manifest is there and every file has the size and the checksum it lists. Leaves out what
+goes into a checkpoint (``callbacks/checkpoint.py``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmodule.core.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+STATE_FILE = "state.ckpt"
+_UNFINISHED = ".writing"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint folder must hold.
+
+    Args:
+        files: name -> (bytes, SHA-256).
+        facts: step, iteration, layout and whatever else a reader wants to know before loading.
+    """
+
+    files: Mapping[str, tuple[int, str]]
+    facts: Mapping[str, Any]
+
+
+def write_folder(folder: Path, write: Callable[[Path], None], facts: Mapping[str, Any]) -> Manifest:
+    """Let ``write`` fill a folder aside, then put it in the place of ``folder`` in one rename.
+
+    Raises:
+        OSError: the disk is full or the place cannot be written; ``folder`` is untouched and nothing is left behind.
+    """
+    aside = folder.with_name(folder.name + _UNFINISHED)
+    shutil.rmtree(aside, ignore_errors=True)
+    try:
+        aside.mkdir(parents=True)
+        write(aside)
+        files = {str(p.relative_to(aside)): (p.stat().st_size, _checksum(p)) for p in sorted(aside.rglob("*")) if p.is_file()}
+        manifest = Manifest(files, dict(facts))
+        (aside / MANIFEST).write_text(json.dumps({"files": files, "facts": manifest.facts}, indent=1))
+        for path in aside.rglob("*"):
+            _flush(path)
+        _flush(aside)
+        _replace(aside, folder)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return manifest
+
+
+def _replace(aside: Path, folder: Path) -> None:
+    """A folder cannot be renamed over another: the old one steps aside first, and a reader never sees half of either."""
+    old = folder.with_name(folder.name + ".old" + _UNFINISHED)
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    _flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def verify(folder: Path) -> Manifest:
+    """The manifest of a whole checkpoint.
+
+    Raises:
+        CheckpointError: names the first thing that is missing or damaged.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: there is no such checkpoint folder. Give a run directory or one of its checkpoints")
+    try:
+        read = json.loads((folder / MANIFEST).read_text())
+        manifest = Manifest({name: (int(size), str(digest)) for name, (size, digest) in read["files"].items()}, read["facts"])
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: {MANIFEST} is missing, so the checkpoint was never finished. Use an earlier one") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: {MANIFEST} cannot be read ({error}). Use an earlier one") from None
+    for name, (size, digest) in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{folder}: {name} is missing. Use an earlier checkpoint")
+        if path.stat().st_size != size:
+            raise CheckpointError(f"{folder}: {name} has {path.stat().st_size} bytes instead of {size}. Use an earlier checkpoint")
+        if _checksum(path) != digest:
+            raise CheckpointError(f"{folder}: {name} is damaged (its checksum differs). Use an earlier checkpoint")
+    return manifest
+
+
+def folder_of(root: Path, iteration: int) -> Path:
+    """Where the checkpoint of the first ``iteration`` iterations lives."""
+    return root / f"iteration_{iteration:06d}"
+
+
+def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
+    """(newest whole checkpoint or None, a line for each newer one that was passed over)."""
+    passed_over: list[str] = []
+    for folder in sorted(root.glob("iteration_*"), key=_iteration, reverse=True):
+        if folder.name.endswith(_UNFINISHED):
+            continue
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            passed_over.append(f"passed over {error}")
+        else:
+            return folder, passed_over
+    return None, passed_over
+
+
+def prune(root: Path, keep: int, newest: Path) -> None:
+    """Remove all but the last ``keep`` checkpoints up to ``newest``, and what interrupted writes left behind.
+
+    Later ones, which a run resumed from an earlier checkpoint has yet to reach again, are left alone and not counted.
+    """
+    known = (f for f in root.glob("iteration_*") if not f.name.endswith(_UNFINISHED))
+    finished = sorted((f for f in known if _iteration(f) <= _iteration(newest)), key=_iteration)
+    for folder in [*finished[:-keep], *root.glob(f"*{_UNFINISHED}")]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _iteration(folder: Path) -> int:
+    digits = folder.name.removeprefix("iteration_").split(".")[0]
+    return int(digits) if digits.isdigit() else -1
+
+
+def _checksum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,105 @@
+"""Hydra node -> frozen dataclass, with errors that carry the full key. The only place that knows OmegaConf.
+
+Leaves out what a value means: each dataclass checks its own fields in ``__post_init__`` and raises ConfigError with a
+bare field name; the full dotted key is put in front of it here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+from rlmodule.core.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+def convert(cls: type[T], node: DictConfig | Mapping[str, Any], key: str, *, ignore: Iterable[str] = ()) -> T:
+    """Build the frozen dataclass ``cls`` from a config node.
+
+    Args:
+        cls: dataclass whose fields are the allowed keys.
+        node: mapping with the values; interpolations are resolved.
+        key: dotted key of the node, put in front of field names in errors.
+        ignore: keys of the node that belong to someone else (``name`` of a component).
+
+    Raises:
+        ConfigError: unknown key, missing key, value of the wrong type, or a value that ``cls`` refuses.
+    """
+    given = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
+    assert isinstance(given, dict), f"{key} is not a mapping"
+    given = {str(name): value for name, value in given.items() if name not in set(ignore)}
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    for name in given:
+        if name not in fields:
+            raise ConfigError(
+                key=f"{key}.{name}", got=given[name], because=f"{key} has no such key", fix=did_you_mean(name, fields)
+            )
+    for name, field in fields.items():
+        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if not optional and given.get(name, "???") == "???":
+            raise ConfigError(key=f"{key}.{name}", got="???", because="this key has no default", fix=f"Set {key}.{name}=...")
+    schema = OmegaConf.structured(cls)
+    OmegaConf.set_readonly(schema, False)  # frozen dataclasses make read-only nodes
+    for name, value in given.items():
+        _assign(schema, cls, name, value, key)
+    try:
+        return OmegaConf.to_object(schema)  # type: ignore[return-value]
+    except ConfigError as error:
+        raise ConfigError(key=f"{key}.{error.key}", got=error.got, because=error.because, fix=error.fix) from None
+
+
+def _assign(schema: DictConfig, cls: type, name: str, value: object, key: str) -> None:
+    try:
+        OmegaConf.update(schema, name, value, merge=True)
+    except ConfigKeyError as error:
+        raise ConfigError(
+            key=f"{key}.{error.full_key or name}", got=value, because=f"{key}.{name} has no such key", fix="Check the spelling"
+        ) from None
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(
+            key=f"{key}.{error.full_key or name}", got=value, because=reason, fix=f"Give a value of type {_type_name(cls, name)}"
+        ) from None
+
+
+def _type_name(cls: type, name: str) -> str:
+    """How the field is declared, in words a user types."""
+    declared = {f.name: f.type for f in dataclasses.fields(cls)}[name]
+    text = declared if isinstance(declared, str) else getattr(declared, "__name__", str(declared))
+    return text.replace("None", "null").replace(" | ", " or ")
+
+
+def one_of(field: str, got: str, known: Iterable[str]) -> None:
+    """Refuse a word that is not on the list; for the fields OmegaConf cannot type (it knows no ``Literal``).
+
+    Raises:
+        ConfigError: lists the words and the nearest.
+    """
+    names = list(known)
+    if got not in names:
+        raise ConfigError(key=field, got=got, because="not one of the known words", fix=did_you_mean(str(got), names))
+
+
+def at_least(field: str, got: float, least: float) -> None:
+    """Refuse a number below ``least``.
+
+    Raises:
+        ConfigError: names the field, the value and the limit.
+    """
+    if not got >= least:
+        raise ConfigError(key=field, got=got, because=f"must be at least {least}", fix=f"Use {field}={least} or more")
+
+
+def more_than(field: str, got: float, limit: float) -> None:
+    """Refuse a number that is not above ``limit``.
+
+    Raises:
+        ConfigError: names the field, the value and the limit.
+    """
+    if not got > limit:
+        raise ConfigError(key=field, got=got, because=f"must be greater than {limit}", fix=f"Use a larger {field}")

@@ -1,0 +1,169 @@
+"""What the engine asks of its plug-ins. ``strategies/`` implements Strategy; ``rlmodule`` never imports ``strategies``.
+
+Leaves out every implementation, and everything that is not asked across a package border.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rlmodule.core.types import AdvantageInputs, LossInputs, Prompt, Sample, Score, TokenLoss
+
+Item = TypeVar("Item")
+
+@dataclass(frozen=True)
+class Layout:
+    """Where this process sits: tensor-parallel ranks are nearest, then sequence, then data."""
+
+    world_size: int = 1
+    rank: int = 0
+    tp_size: int = 1
+    sp_size: int = 1
+
+    def __post_init__(self) -> None:
+        assert self.world_size % (self.tp_size * self.sp_size) == 0, f"{self} does not tile"
+        assert 0 <= self.rank < self.world_size, f"{self} is outside its world"
+
+    @property
+    def dp_size(self) -> int:
+        """Data ranks: processes that train on different samples."""
+        return self.world_size // (self.tp_size * self.sp_size)
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's data rank."""
+        return self.rank // (self.tp_size * self.sp_size)
+
+    @property
+    def sp_rank(self) -> int:
+        """This process's place in its sequence-parallel group."""
+        return self.rank // self.tp_size % self.sp_size
+
+    @property
+    def tp_rank(self) -> int:
+        """This process's place in its tensor-parallel group."""
+        return self.rank % self.tp_size
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether this process speaks for its data rank: sequence and tensor replicas count once."""
+        return self.sp_rank == 0 and self.tp_rank == 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes files and talks to the user."""
+        return self.rank == 0
+
+class Collectives(Protocol):
+    """The few exchanges between data ranks that the engine makes; a world of one answers without communication."""
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """[K, C] float64 with the same K on every data rank -> [dp, K, C]; one collective."""
+
+    def gather_objects(self, item: Item) -> list[Item]:
+        """One picklable object per data rank -> all of them, in rank order."""
+
+    def exchange(self, outgoing: Sequence[Item]) -> list[Item]:
+        """``outgoing[r]`` goes to data rank r; returns what every data rank sent here, in rank order."""
+
+    def broadcast(self, item: Item) -> Item:
+        """Data rank 0's picklable object on every rank."""
+
+class Strategy(Protocol):
+    """How models are spread over processes. One class per backend in ``strategies/``, on top of a Lightning strategy.
+
+    It wraps the INNER models, never the LightningModule: every micro-batch is one call of a wrapped model's own forward.
+    """
+
+    layout: Layout
+    collectives: Collectives
+
+    def shard(self, models: Mapping[str, nn.Module]) -> None:
+        """Take over the models: move, wrap and shard them; frozen ones too, without gradients."""
+
+    def wrapped(self, name: str) -> nn.Module:
+        """The module to call for model ``name``."""
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Encloses forward AND backward of one micro-batch; gradients need to be in sync only after the last."""
+
+    def clip_and_step(self, optimizer: Optimizer, max_norm: float) -> float:
+        """Clip by the global norm and step; returns the norm before clipping.
+
+        A norm that is not finite skips the step on every rank: no parameter and no moment changes.
+        """
+
+    def full_weights(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of model ``name``, one at a time, the same stream on every rank."""
+
+    def train_mode(self, name: str) -> AbstractContextManager[None]:
+        """Parameters and optimizer state on the device, module in train mode; undone on exit, also on error."""
+
+    def eval_mode(self, name: str) -> AbstractContextManager[None]:
+        """Parameters on the device, module in eval mode, no gradients; undone on exit, also on error."""
+
+class Loss(Protocol):
+    """A policy loss: loss tokens in, per-token loss out. Frozen dataclass whose fields are its config keys.
+
+    ``needs`` names the optional fields of LossInputs that the loss reads; whoever calls it provides them.
+    """
+
+    needs: ClassVar[frozenset[str]]
+
+    def __call__(self, x: LossInputs) -> TokenLoss:
+        """[N] loss tokens -> [N] losses and metrics; no reduction, no ``.item()``."""
+
+class Advantage(Protocol):
+    """A sequence-level advantage estimator. Frozen dataclass whose fields are its config keys."""
+
+    needs_group: ClassVar[bool]
+
+    def __call__(self, x: AdvantageInputs) -> Tensor:
+        """[B] rewards of the whole iteration -> [B] float64 advantages; 0 for unscored responses."""
+
+class Reward(Protocol):
+    """A judge of responses. Frozen dataclass whose fields are its config keys."""
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        """One verdict per sample, in order."""
+
+class Task(Protocol):
+    """A built-in verifiable task: makes its own prompts, knows its answers, can show how a beginner answers."""
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        """Rows with ``prompt`` and ``answer`` of ``train`` or ``test``; the two never share a prompt."""
+
+    def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
+        """(prompt, response) pairs for a warm start; prompts come from the training split's side."""
+
+class RolloutEngine(Protocol):
+    """Samples responses. Sampling is keyed by sample id, so who samples what does not matter."""
+
+    def generate(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> list[Sample]:
+        """One response per request, in order."""
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One response to draw.
+
+    Args:
+        prompt: index into the prompts given alongside.
+        sample_id, group_id: carried to the Sample; ``sample_id`` and ``seed`` key the random numbers.
+        seed: seed of the run.
+        greedy: take the likeliest token instead of drawing.
+    """
+
+    prompt: int
+    sample_id: int
+    group_id: int
+    seed: int = 0
+    greedy: bool = False
+
+Clock = Callable[[], float]

@@ -1,0 +1,74 @@
+"""The error tree: what a user did (no traceback, exit code 2) apart from what we did (traceback kept).
+
+    RLModuleError
+    +-- ConfigError        a key of the configuration has a value that cannot work
+    +-- DataError          a row of a file cannot be used
+    +-- CheckpointError    a checkpoint asked for is damaged or missing
+    +-- DependencyError    an optional package is not installed
+    +-- TrainingError      the run cannot go on (too many skipped steps, every reward failed, a process died)
+
+Bugs of our own are ``assert`` or whatever Python raises; nothing here catches them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class RLModuleError(Exception):
+    """Base of every error that is written for the user; printed without a traceback, exit code 2."""
+
+
+class ConfigError(RLModuleError):
+    """A configuration key whose value cannot work.
+
+    Args:
+        key: full dotted key as typed on the command line, e.g. ``batching.max_token_len_per_gpu``.
+        got: the value found.
+        because: why it cannot work.
+        fix: what to type instead.
+    """
+
+    def __init__(self, *, key: str, got: object, because: str, fix: str) -> None:
+        self.key, self.got, self.because, self.fix = key, got, because, fix
+        super().__init__(f"{key}={got}: {because}. {fix}")
+
+
+class DataError(RLModuleError):
+    """A row of a data file that cannot be used.
+
+    Args:
+        place: ``file:line`` or ``file:row`` (one-based), or a file.
+        because: what is wrong with it, with the value.
+        fix: what to do about it.
+    """
+
+    def __init__(self, *, place: str | Path, because: str, fix: str) -> None:
+        self.place, self.because, self.fix = str(place), because, fix
+        super().__init__(f"{place}: {because}. {fix}")
+
+
+class CheckpointError(RLModuleError):
+    """A checkpoint that is missing, half written or damaged."""
+
+
+class DependencyError(RLModuleError):
+    """An optional package that a chosen component needs is not installed."""
+
+    def __init__(self, *, package: str, needed_by: str, extra: str) -> None:
+        super().__init__(f"{needed_by} needs the package '{package}'. Install it with: pip install 'rlmodule[{extra}]'")
+
+
+class TrainingError(RLModuleError):
+    """The run cannot go on, for a reason that lies in the data, the settings or the machine."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Sentence that lists the nearest known words, or all of them; empty when none are known."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    if near:
+        return f"Did you mean {' or '.join(near)}? Known: {', '.join(names)}"
+    return f"Known: {', '.join(names)}" if names else ""

@@ -1,0 +1,125 @@
+"""A logged number knows how it is merged: (value, weight, how). Never by its name, never a mean of means.
+
+Leaves out collectives and files: this is the arithmetic of merging over micro-batches, then over data ranks.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class How(enum.IntEnum):
+    """How two parts of one metric become one."""
+
+    SUM = 0  # parts were already divided by totals of the whole mini-batch: add
+    MEAN = 1  # sum of values over sum of weights
+    MIN = 2
+    MAX = 3
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One part of a metric.
+
+    Args:
+        value: numerator for MEAN, the share for SUM, the extremum for MIN and MAX; float or scalar tensor.
+        weight: denominator for MEAN; for the others any positive number when the part saw data, 0 when it saw none.
+        how: how parts merge.
+    """
+
+    value: float | Tensor
+    weight: float | Tensor = 1.0
+    how: How = How.MEAN
+
+    @property
+    def result(self) -> float:
+        """The number to log; NaN when nothing was seen (a SUM of nothing is 0)."""
+        value, weight = float(self.value), float(self.weight)
+        if self.how is How.SUM:
+            return value
+        if weight == 0:
+            return math.nan
+        return value / weight if self.how is How.MEAN else value
+
+
+Metrics = Mapping[str, Metric]
+
+
+def total(value: float | Tensor) -> Metric:
+    """A share that adds up to the logged number, e.g. a loss term divided by the totals of the step."""
+    return Metric(value, 1.0, How.SUM)
+
+
+def ratio(numerator: float | Tensor, denominator: float | Tensor) -> Metric:
+    """Sum of numerators over sum of denominators, e.g. clipped tokens over loss tokens."""
+    return Metric(numerator, denominator, How.MEAN)
+
+
+def mean_of(values: Tensor) -> Metric:
+    """Mean over the entries of ``values`` in every part together; empty tensors count nowhere."""
+    return Metric(values.detach().double().sum(), float(values.numel()), How.MEAN)
+
+
+def minimum_of(values: Tensor) -> Metric:
+    """Smallest entry over every part; empty parts are ignored."""
+    seen = values.numel()
+    return Metric(values.detach().double().min() if seen else math.inf, float(seen > 0), How.MIN)
+
+
+def maximum_of(values: Tensor) -> Metric:
+    """Largest entry over every part; empty parts are ignored."""
+    seen = values.numel()
+    return Metric(values.detach().double().max() if seen else -math.inf, float(seen > 0), How.MAX)
+
+
+def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
+    """Merge the metrics of several micro-batches or ranks; a key that some parts lack is merged over those that have it.
+
+    Raises:
+        ValueError: one key is merged in two ways.
+    """
+    merged: dict[str, Metric] = {}
+    for part in parts:
+        for name, metric in part.items():
+            known = merged.get(name)
+            if known is not None and known.how is not metric.how:
+                raise ValueError(f"metric {name} is merged as {known.how.name} and as {metric.how.name}")
+            merged[name] = metric if known is None else _merge_two(known, metric)
+    return merged
+
+
+def _merge_two(a: Metric, b: Metric) -> Metric:
+    if a.how in (How.SUM, How.MEAN):
+        return Metric(a.value + b.value, a.weight + b.weight, a.how)
+    pick = torch.minimum if a.how is How.MIN else torch.maximum
+    value = pick(torch.as_tensor(_seen_or_neutral(a)), torch.as_tensor(_seen_or_neutral(b)))
+    return Metric(value, a.weight + b.weight, a.how)
+
+
+def _seen_or_neutral(metric: Metric) -> float | Tensor:
+    """An extremum without data never wins, whatever number it carries."""
+    neutral = math.inf if metric.how is How.MIN else -math.inf
+    if isinstance(metric.weight, Tensor):
+        return torch.where(metric.weight > 0, torch.as_tensor(metric.value), neutral)
+    return metric.value if metric.weight > 0 else neutral
+
+
+def to_rows(metrics: Metrics) -> tuple[list[str], Tensor]:
+    """Names in sorted order and their [K, 3] float64 rows (value, weight, how); one host copy for all of them."""
+    names = sorted(metrics)
+    flat = [torch.as_tensor(x, dtype=torch.float64) for n in names for x in (metrics[n].value, metrics[n].weight, int(metrics[n].how))]
+    devices = [x.device for x in flat if x.device.type != "cpu"]
+    device = devices[0] if devices else torch.device("cpu")
+    rows = torch.stack([x.detach().to(device, non_blocking=True) for x in flat]).reshape(-1, 3) if flat else torch.zeros(0, 3, dtype=torch.float64)
+    return names, rows.cpu()
+
+
+def from_rows(names: Iterable[str], rows: Tensor) -> dict[str, Metric]:
+    """Inverse of ``to_rows``."""
+    return {name: Metric(value, weight, How(int(how))) for name, (value, weight, how) in zip(names, rows.tolist(), strict=True)}

@@ -1,0 +1,64 @@
+"""Menu of components: the name of a component is the name of its module, and nothing is imported until it is asked for.
+
+Leaves out strategies, whose key has four parts (``strategies/registry.py``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Generic, TypeVar
+
+from rlmodule.core.errors import ConfigError, did_you_mean
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Components of one kind, found by module name inside one package.
+
+    Args:
+        kind: singular word for messages, e.g. ``loss``; also the config group.
+        package: dotted package whose modules are the components.
+    """
+
+    def __init__(self, kind: str, package: str) -> None:
+        self.kind = kind
+        self.package = package
+        self._classes: dict[str, type[T]] = {}
+
+    def register(self, component: type[T]) -> type[T]:
+        """Class decorator: files the class under the last part of its module's name.
+
+        Raises:
+            ValueError: another class already has that name.
+        """
+        name = component.__module__.rsplit(".", 1)[-1]
+        taken = self._classes.get(name)
+        if taken is not None and (taken.__module__, taken.__qualname__) != (component.__module__, component.__qualname__):
+            raise ValueError(
+                f"{self.kind} '{name}' is already {taken.__module__}.{taken.__qualname__}; "
+                f"{component.__module__}.{component.__qualname__} cannot take its name"
+            )
+        self._classes[name] = component
+        return component
+
+    def names(self) -> list[str]:
+        """Every name on the menu, without importing any component."""
+        paths = importlib.import_module(self.package).__path__
+        return sorted({m.name for m in pkgutil.iter_modules(paths)} | set(self._classes))
+
+    def get(self, name: str) -> type[T]:
+        """The class called ``name``.
+
+        Raises:
+            ConfigError: no such component; lists the menu and the nearest names.
+        """
+        if name not in self._classes:
+            if name not in self.names():
+                raise ConfigError(
+                    key=self.kind, got=name, because=f"no {self.kind} has that name", fix=did_you_mean(name, self.names())
+                )
+            importlib.import_module(f"{self.package}.{name}")
+        assert name in self._classes, f"{self.package}.{name} does not register a {self.kind}"
+        return self._classes[name]

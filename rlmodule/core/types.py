@@ -1,0 +1,312 @@
+"""What flows from stage to stage. A stage says what it needs, and adds, by type.
+
+Shape legend, used in every docstring of the project:
+    ``B`` sequences of a micro-batch     ``T`` packed positions of a micro-batch
+    ``N`` loss tokens of a micro-batch   ``R`` response tokens of one sample, ``L`` its prompt + response tokens
+    ``V`` vocabulary                     ``H`` hidden size                     ``G`` groups
+Log-probabilities, entropies and KL are in nats; lengths in tokens; times in seconds.
+
+    Prompt -> Sample (rollout) -> ScoredSample (reward) -> ExperienceRow (log-probs, advantage) -> MicroBatch -> MiniBatch
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+M = TypeVar("M")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row to answer.
+
+    Args:
+        row: position of the row in its data set.
+        ids: prompt token ids, chat template applied.
+        text: the prompt as a person reads it; for rewards and logs only.
+        answer: ground truth for the reward, or None.
+        source: name of the task or data source the row came from.
+        meta: every other column of the row.
+    """
+
+    row: int
+    ids: tuple[int, ...]
+    text: str
+    answer: str | None = None
+    source: str = ""
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SampleMeta:
+    """All that planning needs of a sample; no token is read.
+
+    Args:
+        sample_id: unique within the run.
+        group_id: the prompt row and iteration this response was sampled for.
+        prompt_len, response_len: tokens.
+        loss_tokens: response tokens with loss mask 1.
+        is_padding: a filler that counts nowhere.
+    """
+
+    sample_id: int
+    group_id: int
+    prompt_len: int
+    response_len: int
+    loss_tokens: int
+    is_padding: bool = False
+
+    @property
+    def length(self) -> int:
+        """Prompt and response tokens together."""
+        return self.prompt_len + self.response_len
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One prompt with one response, ids exactly as sampled (text is never re-encoded).
+
+    Args:
+        sample_id, group_id: as in SampleMeta.
+        prompt: the row that was answered.
+        response_ids: [R] int64.
+        loss_mask: [R] bool, False on tool and observation tokens.
+        sampler_logprob: [R] float32 log-probability the sampler drew each token with, or None when it was not sampled.
+        finish: ``stop`` (ended by itself) or ``length`` (cut at the limit; nothing is appended).
+        text: the response decoded; for rewards and logs only.
+        is_padding: a filler that counts nowhere.
+    """
+
+    sample_id: int
+    group_id: int
+    prompt: Prompt
+    response_ids: Tensor
+    loss_mask: Tensor
+    sampler_logprob: Tensor | None = None
+    finish: str = "stop"
+    text: str = ""
+    is_padding: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.response_ids.shape == self.loss_mask.shape, "one mask entry per response token"
+        if self.sampler_logprob is not None:
+            assert self.sampler_logprob.shape == self.response_ids.shape, "one log-probability per response token"
+
+    @property
+    def meta(self) -> SampleMeta:
+        """Lengths and ids of this sample."""
+        return SampleMeta(
+            sample_id=self.sample_id,
+            group_id=self.group_id,
+            prompt_len=len(self.prompt.ids),
+            response_len=len(self.response_ids),
+            loss_tokens=int(self.loss_mask.sum()),
+            is_padding=self.is_padding,
+        )
+
+
+@dataclass(frozen=True)
+class Score:
+    """Verdict of a reward on one sample.
+
+    Args:
+        value: the reward, or None when the sample could not be scored (it then leaves statistics and loss).
+        parts: named components, logged as ``reward/<name>``.
+    """
+
+    value: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredSample:
+    """A sample and its verdict."""
+
+    sample: Sample
+    score: Score
+
+
+@dataclass(frozen=True, eq=False)
+class ExperienceRow:
+    """One sample ready to train on.
+
+    Args:
+        sample: ids and mask.
+        advantage: [R] float32, or None for losses that need none.
+        old_logprob: [R] float32 under the policy that starts the update, or None.
+        ref_logprob: [R] float32 under the frozen reference, or None.
+    """
+
+    sample: Sample
+    advantage: Tensor | None = None
+    old_logprob: Tensor | None = None
+    ref_logprob: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Counts of one mini-batch over all data ranks, known before its first forward pass.
+
+    Args:
+        tokens: loss tokens.
+        sequences: sequences with at least one loss token.
+        dp_size: data ranks the gradient is averaged over.
+        sp_size: sequence ranks the gradient is averaged over as well.
+        group_tokens: loss tokens of each group that has any.
+    """
+
+    tokens: int
+    sequences: int
+    dp_size: int = 1
+    sp_size: int = 1
+    group_tokens: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> int:
+        """Groups with at least one loss token."""
+        return len(self.group_tokens)
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks whose gradients are averaged; the loss is multiplied by it so that the average becomes the sum."""
+        return self.dp_size * self.sp_size
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Samples laid end to end in one row, without padding; everything about a loss token sits in an [N] tensor.
+
+    Args:
+        input_ids: [T] int64.
+        position_ids: [T] int64, restart at 0 for every sample.
+        cu_seqlens: [B+1] int32, first position of each sample and the end of the row.
+        loss_positions: [N] int64, position whose hidden state predicts the token (the one before it).
+        labels: [N] int64, the tokens to predict.
+        sequence: [N] int64, sample of each loss token, 0 to B-1.
+        loss_tokens: [B] int64, loss tokens of each whole sample.
+        group_tokens: [B] int64, loss tokens of the sample's whole group in the mini-batch.
+        old_logprob, ref_logprob, advantage: [N] float32, None where the algorithm does not need them.
+        max_length: tokens of the longest sample.
+        positions: place of each sample in the experience; shorter than B when fillers or padding segments are present.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    loss_positions: Tensor
+    labels: Tensor
+    sequence: Tensor
+    loss_tokens: Tensor
+    group_tokens: Tensor
+    max_length: int
+    old_logprob: Tensor | None = None
+    ref_logprob: Tensor | None = None
+    advantage: Tensor | None = None
+    positions: tuple[int, ...] = ()
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
+        """The same micro-batch with every tensor on ``device``."""
+        return _to_device(self, device, non_blocking)
+
+    def pin_memory(self) -> MicroBatch:
+        """The same micro-batch in page-locked host memory."""
+        return replace(self, **{k: v.pin_memory() for k, v in _tensors(self).items()})
+
+
+@dataclass(frozen=True, eq=False)
+class MiniBatch:
+    """This rank's share of one optimizer step.
+
+    Args:
+        micro_batches: in the order they run; every data rank has the same number.
+        totals: counts of the whole mini-batch over all data ranks.
+        metrics: facts of the plan to log with the step (``global_seqlen/*``, ``balance/*``), the same on every rank.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    totals: StepTotals
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> MiniBatch:
+        """The same mini-batch with every tensor on ``device``."""
+        return replace(self, micro_batches=tuple(m.to(device, non_blocking) for m in self.micro_batches))
+
+    def pin_memory(self) -> MiniBatch:
+        """The same mini-batch in page-locked host memory."""
+        return replace(self, micro_batches=tuple(m.pin_memory() for m in self.micro_batches))
+
+
+@dataclass(frozen=True, eq=False)
+class LossInputs:
+    """What a policy loss may look at: loss tokens only, flat. Prompt, tool and padding tokens never get here.
+
+    Args:
+        logprob: [N] float32 under the policy being trained, carries the gradient.
+        sequence: [N] int64, sample of each token within the micro-batch.
+        loss_tokens: [B] int64, loss tokens of each sample.
+        old_logprob: [N] float32 under the policy that started the update.
+        advantage: [N] float32.
+        ref_logprob: [N] float32 under the reference policy.
+    """
+
+    logprob: Tensor
+    sequence: Tensor
+    loss_tokens: Tensor
+    old_logprob: Tensor | None = None
+    advantage: Tensor | None = None
+    ref_logprob: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TokenLoss:
+    """A loss before anybody divides.
+
+    Args:
+        loss: [N] float32.
+        metrics: name -> [N] tensor, logged as its mean over the loss tokens of the whole mini-batch.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class AdvantageInputs:
+    """What a sequence-level advantage estimator may look at: one entry per response of the iteration, over all ranks.
+
+    Args:
+        reward: [B] float64, NaN where the response could not be scored.
+        group: [B] int64, equal values form one group.
+        loss_tokens: [B] int64.
+    """
+
+    reward: Tensor
+    group: Tensor
+    loss_tokens: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class TokenOutputs:
+    """What one forward pass of a policy says about the loss tokens of a micro-batch.
+
+    Args:
+        logprob: [N] float32.
+        entropy: [N] float32 entropy of the distribution each token was drawn from, or None when not asked for.
+    """
+
+    logprob: Tensor
+    entropy: Tensor | None = None
+
+
+def _tensors(batch: object) -> dict[str, Tensor]:
+    named = {f.name: getattr(batch, f.name) for f in fields(batch)}  # type: ignore[arg-type]
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def _to_device(batch: M, device: torch.device | str, non_blocking: bool) -> M:
+    return replace(batch, **{k: v.to(device, non_blocking=non_blocking) for k, v in _tensors(batch).items()})  # type: ignore[type-var]

@@ -1,0 +1,102 @@
+"""Demonstrated responses -> samples for supervised training. Leaves out responses sampled by a model.
+
+The prompt is what comes before the first assistant turn. The loss mask is True on everything an assistant said, the
+token that ends its turn included, and False on the tool and user turns in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rlmodule.core.contract import Task
+from rlmodule.core.errors import DataError
+from rlmodule.core.types import Prompt, Sample
+from rlmodule.data.chat import ChatError, ChatFormat, Segment, as_turns, join, prompt_text
+from rlmodule.data.files import BATCH_ROWS
+from rlmodule.data.formats import Row
+from rlmodule.data.prompts import DataConfig, keep_by_length, open_rows
+
+
+def task_demonstrations(
+    task: Task, count: int, seed: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+) -> list[Sample]:
+    """Warm-start samples of a built-in task; none of them shows a test prompt.
+
+    Args:
+        task: who demonstrates.
+        count: samples, before prompts that are too long are filtered out.
+        seed: of the demonstrations.
+        config: limits, and how prompts become tokens.
+        tokenizer: of the model.
+
+    Raises:
+        DataError: a prompt is longer than the limit, see ``overlong_prompt``.
+    """
+    pairs = task.demonstrations(count, seed)
+    rows = [Row(prompt=prompt, completion=response, source=config.task or "") for prompt, response in pairs]
+    return _samples(rows, config, tokenizer, lambda row: f"demonstration {row + 1} of task {config.task}")
+
+
+def file_demonstrations(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Sample]:
+    """Samples of files with a prompt and a completion, or with whole conversations.
+
+    Args:
+        config: where they are, limits, and how prompts become tokens.
+        tokenizer: of the model.
+        split: ``train`` or ``test``; the rows of the latter come from ``val_files``.
+
+    Raises:
+        ConfigError: a file is missing, or the tokenizer has no chat template.
+        DataError: a row has no response or cannot be used; the message has ``file:line``.
+    """
+    source = open_rows(config, split)
+    firsts = range(0, len(source), BATCH_ROWS)
+    rows = [row for first in firsts for row in source.select(range(first, min(first + BATCH_ROWS, len(source))))]
+    return _samples(rows, config, tokenizer, source.place)
+
+
+def _samples(
+    rows: Sequence[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase, place: Callable[[int], str]
+) -> list[Sample]:
+    chat = config.chat_format(tokenizer)
+    segments = [_encode(row, chat, place(number)) for number, row in enumerate(rows)]
+    lengths = np.array([len(prompt.ids) for prompt, *_ in segments], dtype=np.int32)
+    return [
+        _sample(number, rows[number], segments[number], tokenizer, config.max_prompt_length)
+        for number in map(int, keep_by_length(lengths, config, place))
+    ]
+
+
+def _encode(row: Row, chat: ChatFormat, place: str) -> list[Segment]:
+    try:
+        if isinstance(row.completion, str):
+            return chat.encode_demonstration(row.prompt, row.completion)
+        return chat.encode_conversation([*as_turns(row.prompt), *(row.completion or ())])
+    except ChatError as error:
+        raise DataError(place=place, because=str(error), fix="Fix or delete the row") from error
+
+
+def _sample(
+    number: int, row: Row, segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase, max_prompt_length: int
+) -> Sample:
+    prompt, *rest = segments
+    ids, mask = join(rest)
+    return Sample(
+        sample_id=number,
+        group_id=number,
+        prompt=Prompt(
+            row=number,
+            ids=prompt.ids[-max_prompt_length:],
+            text=prompt_text(row.prompt),
+            answer=row.answer,
+            source=row.source,
+            meta=row.meta,
+        ),
+        response_ids=torch.tensor(ids, dtype=torch.int64),
+        loss_mask=torch.tensor(mask, dtype=torch.bool),
+        text=str(tokenizer.decode(ids, skip_special_tokens=True)),
+    )

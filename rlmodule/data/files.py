@@ -1,0 +1,241 @@
+"""Local files -> raw rows by position: .jsonl, .json, .parquet. Nothing is decoded that is not asked for.
+
+A table answers with plain dicts and knows where each row stands, so that an error can say so. Leaves out what columns
+mean (``formats.py``) and everything that is not on a local disk.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+from rlmodule.core.errors import ConfigError, DataError
+
+RawRow = dict[str, Any]
+
+BATCH_ROWS = 128  # rows turned into Python objects and tokens at a time; a token costs about 100 bytes while encoding
+UTF8_MARK = b"\xef\xbb\xbf"
+
+
+class RowTable(ABC):
+    """Raw rows of one source, read when asked for.
+
+    Args:
+        name: the file, or what stands for it in errors.
+        columns: every column that some row has.
+    """
+
+    name: str
+    columns: tuple[str, ...]
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Rows."""
+
+    @abstractmethod
+    def place(self, row: int) -> str:
+        """Where row ``row`` (from 0) stands, for errors: ``file:line``, or ``file:row`` where there are no lines."""
+
+    @abstractmethod
+    def select(self, rows: Sequence[int]) -> list[RawRow]:
+        """The rows asked for, in the order asked for."""
+
+    def batches(self, columns: Sequence[str]) -> Iterator[list[RawRow]]:
+        """All rows in order, a batch at a time; other columns than ``columns`` may be missing from them."""
+        for first in range(0, len(self), BATCH_ROWS):
+            yield self.select(range(first, min(first + BATCH_ROWS, len(self))))
+
+
+class MemoryTable(RowTable):
+    """Rows already in memory: a built-in task, or a .json file, which cannot be read in part."""
+
+    def __init__(self, name: str, rows: Sequence[RawRow]) -> None:
+        self.name = name
+        self.columns = tuple(dict.fromkeys(column for row in rows for column in row))
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def place(self, row: int) -> str:
+        return f"{self.name}:{row + 1}"
+
+    def select(self, rows: Sequence[int]) -> list[RawRow]:
+        return [self._rows[row] for row in rows]
+
+
+class JsonLinesTable(RowTable):
+    """One JSON object a line. Opening it reads every line once and keeps only where each begins.
+
+    A byte order mark, CRLF, blank lines and a missing last line break are fine.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+        starts, numbers, columns = [], [], dict[str, None]()
+        start = 0
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                begin = start + (len(UTF8_MARK) if number == 1 and line.startswith(UTF8_MARK) else 0)
+                start += len(line)
+                text = line.removeprefix(UTF8_MARK) if number == 1 else line
+                if not text.strip():
+                    continue
+                columns.update(dict.fromkeys(_parse_object(text, f"{path}:{number}")))
+                starts.append(begin)
+                numbers.append(number)
+        self.columns = tuple(columns)
+        self._starts = np.array(starts, dtype=np.int64)  # bytes
+        self._numbers = np.array(numbers, dtype=np.int64)  # lines, from 1, blank ones counted
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def place(self, row: int) -> str:
+        return f"{self.name}:{self._numbers[row]}"
+
+    def select(self, rows: Sequence[int]) -> list[RawRow]:
+        found = []
+        with self._path.open("rb") as file:
+            for row in rows:
+                file.seek(int(self._starts[row]))
+                found.append(_parse_object(file.readline(), self.place(row)))
+        return found
+
+
+class ParquetTable(RowTable):
+    """A parquet file, one row group in memory at a time, as Arrow; Python objects are made of single batches and rows.
+
+    Random access reads a whole row group, so a file for shuffled training is best written in groups of a few MB.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        try:
+            # Without threads of Arrow's own: ranks may be forked after this.
+            self._file = pq.ParquetFile(path, memory_map=True, pre_buffer=False)
+        except pa.ArrowException as error:
+            raise DataError(
+                place=path, because=f"not a readable parquet file: {error}", fix="Write the file again"
+            ) from None
+        self.columns = tuple(self._file.schema_arrow.names)
+        groups = range(self._file.metadata.num_row_groups)
+        sizes = [self._file.metadata.row_group(group).num_rows for group in groups]
+        self._first = np.cumsum([0, *sizes])  # first row of each group, and the number of rows
+        self._cached: tuple[int, pa.Table] | None = None
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def place(self, row: int) -> str:
+        return f"{self.name}:{row + 1}"
+
+    def select(self, rows: Sequence[int]) -> list[RawRow]:
+        groups = np.searchsorted(self._first, np.asarray(rows), side="right") - 1
+        found: list[RawRow] = [{}] * len(rows)
+        for index in np.argsort(groups, kind="stable"):  # each group is read once
+            group = int(groups[index])
+            table = self._group(group)
+            [found[index]] = table.slice(rows[index] - int(self._first[group]), 1).to_pylist()
+        return found
+
+    def batches(self, columns: Sequence[str]) -> Iterator[list[RawRow]]:
+        for batch in self._file.iter_batches(batch_size=BATCH_ROWS, columns=list(columns), use_threads=False):
+            yield batch.to_pylist()
+
+    def _group(self, group: int) -> pa.Table:
+        if self._cached is None or self._cached[0] != group:
+            self._cached = None  # let go of one before the next is read
+            self._cached = group, self._file.read_row_group(group, use_threads=False)
+        return self._cached[1]
+
+
+def open_files(paths: Sequence[str], key: str) -> list[RowTable]:
+    """Open every file of ``paths``, folders standing for the data files in them, by name.
+
+    Args:
+        paths: files and folders on a local disk.
+        key: the configuration key they come from, for errors.
+
+    Raises:
+        ConfigError: a path does not exist, or is of no known kind.
+        DataError: a file holds no rows, or a line of it is not a row.
+    """
+    return [_open_file(path, key) for given in paths for path in _expand(given, key)]
+
+
+def _open_file(path: Path, key: str) -> RowTable:
+    if path.suffix not in _OPENERS:
+        raise ConfigError(
+            key=key,
+            got=path,
+            because=f"'{path.suffix}' is no known kind of data file",
+            fix=f"Known: {', '.join(_OPENERS)}",
+        )
+    table = _OPENERS[path.suffix](path)
+    if len(table) == 0:
+        raise DataError(place=path, because="the file holds no rows", fix=f"Take it out of {key}, or write it again")
+    return table
+
+
+def _expand(given: str, key: str) -> list[Path]:
+    path = Path(given).expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in _OPENERS)
+        if not files:
+            raise ConfigError(
+                key=key, got=given, because="the folder holds no data file", fix=f"Known kinds: {', '.join(_OPENERS)}"
+            )
+        return files
+    if not path.is_file():
+        raise ConfigError(key=key, got=given, because="no such file or folder here", fix="Give a path on a local disk")
+    return [path]
+
+
+def _open_json(path: Path) -> RowTable:
+    content = path.read_bytes().removeprefix(UTF8_MARK)
+    if not content.lstrip().startswith(b"["):
+        return JsonLinesTable(path)  # many tools write lines under this name as well
+    rows = _parse(content, str(path))
+    for number, row in enumerate(rows, start=1):
+        _check_object(row, f"{path}:{number}")
+    return MemoryTable(str(path), rows)
+
+
+_OPENERS = {".jsonl": JsonLinesTable, ".json": _open_json, ".parquet": ParquetTable}
+
+
+def _parse_object(line: bytes, place: str) -> RawRow:
+    row = _parse(line, place)
+    _check_object(row, place)
+    return row  # type: ignore[no-any-return]
+
+
+def _check_object(row: object, place: str) -> None:
+    if not isinstance(row, dict):
+        raise DataError(
+            place=place, because=f"a row must be a JSON object, this is of type {type(row).__name__}", fix="Fix it"
+        )
+
+
+def _parse(content: bytes, place: str) -> Any:
+    try:
+        return json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        because = f"byte {error.start + 1} (0x{content[error.start]:02x}) is not valid UTF-8"
+        raise DataError(place=place, because=because, fix="Save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
+        raise DataError(
+            place=place, because=f"not valid JSON: {error.msg} at {where}", fix="Fix or delete it"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nesting just as deep
+        raise DataError(place=place, because=f"JSON that cannot be read: {error}", fix="Fix or delete it") from None

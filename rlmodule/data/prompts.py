@@ -1,0 +1,307 @@
+"""Rows of a task or of files -> prompts with token ids, checked before anything else is loaded.
+
+Every row is read and measured once at the start; after that a prompt is made when it is asked for, so memory holds
+lengths, not texts. Leaves out the order they come in (``stream.py``) and responses (``demonstrations.py``).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from rlmodule.core.config import at_least, one_of
+from rlmodule.core.contract import Task
+from rlmodule.core.errors import ConfigError, DataError
+from rlmodule.core.types import Prompt
+from rlmodule.data.chat import ChatError, ChatFormat, Turns, prompt_text
+from rlmodule.data.files import MemoryTable, RowTable, open_files
+from rlmodule.data.formats import FORMATS, ColumnKeys, Row, choose_columns, read_row, top_level
+
+SPLITS = ("train", "test")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where prompts come from, and what is refused."""
+
+    task: str | None = None  # a built-in task (rlmodule/tasks/), or None to read files
+    task_args: dict[str, Any] = field(default_factory=dict)  # the task's own keys
+    train_files: list[str] = field(default_factory=list)  # local .jsonl, .json, .parquet files, or folders of them
+    val_files: list[str] = field(default_factory=list)  # likewise; none: no evaluation
+    format: str = "auto"  # column names of: rlmodule, verl, trl, openrlhf, verifiers; auto judges file by file
+    prompt_key: str = ""  # column of the prompt (a text or turns); empty: as the format says. a.b reaches into a
+    answer_key: str = ""  # column of the ground truth
+    source_key: str = ""  # column of the data source's name
+    completion_key: str = ""  # column of the demonstrated response, for supervised training
+    apply_chat_template: bool = True  # False: prompts are raw text
+    chat_template_args: dict[str, Any] = field(default_factory=dict)  # variables for the template
+    system_prompt: str = ""  # put in front of conversations that have no system turn; empty: none
+    max_prompt_length: int = 1024  # tokens, chat template included
+    max_response_length: int = 1024  # tokens; what rollout.max_response_length is unless it is set itself
+    warm_start_steps: int = 0  # what warm_start.steps is unless it is set itself
+    overlong_prompt: str = "error"  # what becomes of longer ones: error, filter, truncate_left
+    val_max_rows: int | None = None  # rows of the validation set to use, the first ones; None: all
+    shuffle: bool = True  # a new order in every pass; False: the order of the files
+
+    def __post_init__(self) -> None:
+        one_of("format", self.format, ["auto", *FORMATS])
+        one_of("overlong_prompt", self.overlong_prompt, ["error", "filter", "truncate_left"])
+        at_least("max_prompt_length", self.max_prompt_length, 1)
+        at_least("max_response_length", self.max_response_length, 1)
+        at_least("warm_start_steps", self.warm_start_steps, 0)
+        if self.val_max_rows is not None:
+            at_least("val_max_rows", self.val_max_rows, 1)
+        if self.task is not None and self.train_files:
+            raise ConfigError(
+                key="task",
+                got=self.task,
+                because="train_files is set too, and prompts come from one or the other",
+                fix="Use data.task=null, or data.train_files=[]",
+            )
+        if self.task is None and not self.train_files:
+            raise ConfigError(
+                key="train_files", got=[], because="there is no task either", fix="Name a file, or use data.task=sort"
+            )
+        if self.system_prompt and not self.apply_chat_template:
+            raise ConfigError(
+                key="system_prompt",
+                got=self.system_prompt,
+                because="apply_chat_template is false, and raw text has no system turn",
+                fix="Use data.system_prompt='', or data.apply_chat_template=true",
+            )
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there are rows to evaluate on."""
+        return self.task is not None or bool(self.val_files)
+
+    def chat_format(self, tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
+        """How prompts become tokens."""
+        return ChatFormat(tokenizer, self.apply_chat_template, self.chat_template_args, self.system_prompt)
+
+
+class RowSource:
+    """The rows of one split in our own words, over all its files; columns are checked when it is made.
+
+    Args:
+        tables: one per file.
+        format: a name in FORMATS, or ``auto``.
+        keys: columns named by the user.
+        limit: use no more than the first rows; None uses all.
+
+    Raises:
+        DataError: a file lacks a column.
+    """
+
+    def __init__(self, tables: Sequence[RowTable], format: str, keys: ColumnKeys, limit: int | None = None) -> None:
+        self.name = ", ".join(table.name for table in tables)
+        self._tables = tuple(tables)
+        self._columns = tuple(choose_columns(table, format, keys) for table in tables)
+        self._ends = list(accumulate(len(table) for table in tables))
+        self._size = min(self._ends[-1], limit or self._ends[-1])
+
+    def __len__(self) -> int:
+        return self._size
+
+    def place(self, row: int) -> str:
+        """``file:line`` of a row."""
+        table, inside = self._locate(row)
+        return self._tables[table].place(inside)
+
+    def select(self, rows: Sequence[int]) -> list[Row]:
+        """The rows asked for, in the order asked for; each file is visited once."""
+        located = [self._locate(row) for row in rows]
+        found: dict[int, Row] = {}
+        for index, (table, columns) in enumerate(zip(self._tables, self._columns, strict=True)):
+            wanted = [position for position, (holder, _) in enumerate(located) if holder == index]
+            raw_rows = table.select([located[position][1] for position in wanted]) if wanted else []
+            for position, raw in zip(wanted, raw_rows, strict=True):
+                found[position] = read_row(raw, columns, table.place(located[position][1]))
+        return [found[position] for position in range(len(rows))]
+
+    def prompts(self) -> Iterator[list[Turns]]:
+        """The prompts of all rows in order, a batch at a time; reads no more columns than it must."""
+        left = len(self)
+        for table, columns in zip(self._tables, self._columns, strict=True):
+            inside = 0
+            for batch in table.batches(sorted({top_level(column) for column in columns.required})):
+                kept = batch[:left]
+                yield [read_row(raw, columns, table.place(inside + i)).prompt for i, raw in enumerate(kept)]
+                inside += len(kept)
+                left -= len(kept)
+                if not left:
+                    return
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        table = bisect.bisect_right(self._ends, row)
+        return table, row - (self._ends[table - 1] if table else 0)
+
+
+def open_rows(config: DataConfig, split: str, task: Task | None = None) -> RowSource:
+    """The rows of ``split`` with their columns checked; needs no tokenizer.
+
+    Args:
+        config: where to look.
+        split: ``train`` or ``test``; the rows of the latter come from ``val_files``.
+        task: the task called ``config.task``, when that is set.
+
+    Raises:
+        ConfigError: a file is missing.
+        DataError: a file has no rows, a bad line, or lacks a column.
+    """
+    assert split in SPLITS, f"no split is called {split}"
+    assert (task is None) == (config.task is None), "the task object goes with data.task"
+    limit = config.val_max_rows if split == "test" else None
+    if task is not None:
+        table = MemoryTable(f"task {config.task} ({split})", task.rows(split))
+        return RowSource([table], "rlmodule", ColumnKeys(), limit)
+    keys = ColumnKeys(config.prompt_key, config.answer_key, config.source_key, config.completion_key)
+    files, key = (config.train_files, "data.train_files") if split == "train" else (config.val_files, "data.val_files")
+    assert files, f"{key} is empty; ask has_validation first"
+    return RowSource(open_files(files, key), config.format, keys, limit)
+
+
+class PromptTable(Sequence[Prompt]):
+    """Prompts by position, encoded when asked for.
+
+    Args:
+        rows: where they come from.
+        chat: how they become tokens.
+        kept: [P] int64, positions in ``rows`` of the prompts in use.
+        lengths: [P] int32, tokens of each, before truncation.
+        limit: prompts longer than this lose tokens on the left.
+    """
+
+    def __init__(
+        self, rows: RowSource, chat: ChatFormat, kept: NDArray[np.int64], lengths: NDArray[np.int32], limit: int
+    ) -> None:
+        self._rows, self._chat, self._kept, self._limit = rows, chat, kept, limit
+        self.lengths = np.minimum(lengths, limit)
+        self.num_filtered = len(rows) - len(kept)
+        self.num_truncated = int((lengths > limit).sum())
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
+        if isinstance(index, slice):
+            return self.select(range(*index.indices(len(self))))
+        return self.select([range(len(self))[index]])[0]
+
+    def select(self, indices: Sequence[int]) -> list[Prompt]:
+        """The prompts asked for, in the order asked for; cheaper than one by one.
+
+        ``Prompt.row`` is the position before filtering, over all files of the split: what ``place`` understands.
+        """
+        positions = [int(self._kept[index]) for index in indices]
+        rows = self._rows.select(positions)
+        ids = self._chat.encode_prompts([row.prompt for row in rows])
+        return [
+            Prompt(
+                row=position,
+                ids=ids_of_row[-self._limit :],
+                text=prompt_text(row.prompt),
+                answer=row.answer,
+                source=row.source,
+                meta=row.meta,
+            )
+            for position, row, ids_of_row in zip(positions, rows, ids, strict=True)
+        ]
+
+    def place(self, row: int) -> str:
+        """``file:line`` of ``Prompt.row``."""
+        return self._rows.place(row)
+
+    def describe(self) -> str:
+        """One line for the run's plan."""
+        text = f"{len(self)} prompts of {self._rows.name}, {self.lengths.min()} to {self.lengths.max()} tokens"
+        text += f" (mean {self.lengths.mean():.1f})"
+        if self.num_filtered:
+            text += f", {self.num_filtered} longer ones filtered out"
+        if self.num_truncated:
+            text += f", {self.num_truncated} cut on the left"
+        return text
+
+
+def load_prompts(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str, task: Task | None = None
+) -> PromptTable:
+    """Open, check and measure the prompts of ``split``.
+
+    Args:
+        config: where they are and what is refused.
+        tokenizer: of the model.
+        split: ``train`` or ``test``; the prompts of the latter come from ``val_files``.
+        task: the task called ``config.task``, when that is set.
+
+    Raises:
+        ConfigError: a file is missing, or the tokenizer has no chat template.
+        DataError: a row cannot be used, or none is left; the message has ``file:line``.
+    """
+    rows = open_rows(config, split, task)
+    chat = config.chat_format(tokenizer)
+    lengths = np.array(_measure(rows, chat), dtype=np.int32)
+    kept = keep_by_length(lengths, config, rows.place)
+    return PromptTable(rows, chat, kept, lengths[kept], config.max_prompt_length)
+
+
+def keep_by_length(lengths: NDArray[np.int32], config: DataConfig, place: Callable[[int], str]) -> NDArray[np.int64]:
+    """Which rows stay in use, given what ``overlong_prompt`` says of long prompts.
+
+    Args:
+        lengths: [rows] tokens of each prompt, chat template included.
+        config: the limit and the rule.
+        place: row -> ``file:line``.
+
+    Raises:
+        DataError: a prompt is too long and the rule is ``error``; or nothing is left.
+    """
+    limit = config.max_prompt_length
+    is_long = lengths > limit
+    if is_long.any() and config.overlong_prompt == "error":
+        first = int(is_long.argmax())
+        raise DataError(
+            place=place(first),
+            because=f"the prompt has {lengths[first]} tokens with the chat template, data.max_prompt_length is {limit} "
+            f"({is_long.sum()} of {len(lengths)} rows are longer)",
+            fix=f"Use data.max_prompt_length={lengths.max()}, or data.overlong_prompt=filter or truncate_left",
+        )
+    kept = np.flatnonzero(~is_long) if config.overlong_prompt == "filter" else np.arange(len(lengths))
+    if not len(kept):
+        raise DataError(
+            place=place(0),
+            because=f"this prompt and all others are longer than data.max_prompt_length={limit}; filtering leaves none",
+            fix=f"Use data.max_prompt_length={lengths.max()}",
+        )
+    return kept
+
+
+def _measure(rows: RowSource, chat: ChatFormat) -> list[int]:
+    lengths: list[int] = []
+    for batch in rows.prompts():
+        try:
+            lengths += [len(ids) for ids in chat.encode_prompts(batch)]
+        except ChatError:
+            lengths += [_length(chat, prompt, rows.place(len(lengths) + i)) for i, prompt in enumerate(batch)]
+    for row, length in enumerate(lengths):
+        if length == 0:
+            raise DataError(place=rows.place(row), because="the prompt is empty", fix="Fix or delete the row")
+    return lengths
+
+
+def _length(chat: ChatFormat, prompt: Turns, place: str) -> int:
+    try:
+        return len(chat.encode_prompts([prompt])[0])
+    except ChatError as error:
+        raise DataError(place=place, because=str(error), fix="Fix or delete the row") from error

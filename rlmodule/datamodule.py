@@ -1,0 +1,68 @@
+"""The LightningDataModule: one epoch is one iteration, so the train loader is made anew each epoch, from fresh samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning as L
+from torch.utils.data import DataLoader
+
+from rlmodule.core.types import MiniBatch, ScoredSample
+from rlmodule.data.stream import PromptStream
+from rlmodule.experience import ExperienceMaker, Iteration, Stopwatch
+from rlmodule.sources import Source
+
+
+class RLDataModule(L.LightningDataModule):
+    """Collects samples, makes experience of them, hands out mini-batches.
+
+    Args:
+        source: gives this rank's samples.
+        stream: the position in the prompts, saved with a checkpoint.
+        make: builds the experience maker for one iteration, once the strategy is set up.
+        start: called when an iteration begins, with its number; for progress displays.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        stream: PromptStream,
+        make: Callable[[int], ExperienceMaker],
+        *,
+        start: Callable[[int], None] = lambda iteration: None,
+    ) -> None:
+        super().__init__()
+        self.source = source
+        self.stream = stream
+        self.make = make
+        self.start = start
+        self.next_iteration = 0
+        self.watch = Stopwatch()
+        self.collected: list[ScoredSample] = []  # this rank's samples of the iteration, as sampled
+        self.iteration: Iteration | None = None
+
+    def train_dataloader(self) -> DataLoader[MiniBatch]:
+        """Samples of the next iteration, planned and scored."""
+        number = self.next_iteration
+        self.start(number)
+        self.watch = Stopwatch()
+        maker = self.make(number)
+        self.iteration = maker(lambda: self._collect(number), self.watch)
+        self.next_iteration = number + 1
+        return DataLoader(
+            self.iteration.experience, batch_sampler=self.iteration.sampler, collate_fn=maker.collator  # type: ignore[arg-type]
+        )
+
+    def _collect(self, number: int) -> list[ScoredSample]:
+        self.collected = self.source.collect(number, self.watch)
+        return self.collected
+
+    def state_dict(self) -> dict[str, Any]:
+        """Iteration to come and position in the prompts; whole iterations only."""
+        return {"next_iteration": self.next_iteration, "stream": self.stream.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the iteration after the saved one."""
+        self.next_iteration = state["next_iteration"]
+        self.stream.load_state_dict(state["stream"])

@@ -1,0 +1,21 @@
+"""Negative log-likelihood of the given tokens: supervised fine-tuning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rlmodule.core.types import LossInputs, TokenLoss
+from rlmodule.losses import LOSSES
+
+
+@LOSSES.register
+@dataclass(frozen=True)
+class SFT:
+    """Cross-entropy per token, in nats."""
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+
+    def __call__(self, x: LossInputs) -> TokenLoss:
+        """[N] loss tokens -> [N] losses."""
+        return TokenLoss(loss=-x.logprob)

@@ -1,0 +1,141 @@
+"""The project's attention, offered to transformers under one name; model code stays as its authors wrote it.
+
+A forward pass is either *packed* (training, scoring, prefill: samples end to end in one row) or *ragged* (decoding: one
+new token per row against a key-value buffer). Which one travels with the call as a keyword, never as global state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from rlmodule.ops.attention import SegmentBuckets, packed_attention, ragged_decode_attention
+
+ATTENTION = "rlmodule"
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    segments: SegmentBuckets | None = None,
+    key_lengths: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature: query [1 or B, heads, T or 1, D] -> [1 or B, T or 1, heads, D].
+
+    Dropout is ignored on purpose: the update pass must see the same network as the pass that gave the old log-probs.
+    """
+    assert attention_mask is None, "packed and ragged attention take no mask"
+    assert s_aux is None, "attention sinks are not supported"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if segments is not None:
+        limits = {"sliding_window": sliding_window, "softcap": softcap}
+        return packed_attention(query, key, value, segments.cu_seqlens, scale, buckets=segments, **limits), None
+    assert key_lengths is not None, "a forward pass says how its row is cut: segments= or key_lengths="
+    return ragged_decode_attention(query, key, value, key_lengths, scale, sliding_window=sliding_window, softcap=softcap), None
+
+
+AttentionInterface.register(ATTENTION, attention_forward)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Where packed positions go in the buffer: position t is entry ``place[t]`` of row ``row[t]``; both [T] int64."""
+
+    row: Tensor
+    place: Tensor
+
+
+class RaggedLayer(CacheLayerMixin):
+    """Keys and values of one layer, [B, heads, capacity, D], filled from the left; row b holds ``lengths[b]`` entries."""
+
+    def __init__(self, owner: RaggedCache) -> None:
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate the buffers at their full size."""
+        _, heads, _, width = key_states.shape
+        shape = (len(self.owner.lengths), heads, self.owner.capacity)
+        self.keys = key_states.new_zeros(*shape, width)
+        self.values = value_states.new_zeros(*shape, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store the new entries; packed prefill attends within its own row, decoding against the buffer."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        assert self.keys is not None and self.values is not None
+        where = self.owner.writing
+        if where is not None:
+            self.keys[where.row, :, where.place] = key_states[0].transpose(0, 1).to(self.keys.dtype)
+            self.values[where.row, :, where.place] = value_states[0].transpose(0, 1).to(self.values.dtype)
+            return key_states, value_states
+        rows = torch.arange(len(key_states), device=key_states.device)
+        self.keys[rows, :, self.owner.lengths] = key_states[:, :, 0].to(self.keys.dtype)
+        self.values[rows, :, self.owner.lengths] = value_states[:, :, 0].to(self.values.dtype)
+        used = self.owner.longest + 1
+        return self.keys[:, :, :used], self.values[:, :, :used]
+
+    def select(self, rows: Tensor) -> None:
+        """Keep (and repeat) the given rows."""
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Asked by transformers' mask builders, which this attention never uses."""
+        return self.owner.longest + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Entries of the longest row."""
+        return self.owner.longest if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        """Entries a row can hold."""
+        return self.owner.capacity
+
+
+class RaggedCache(Cache):
+    """Key-value cache whose rows have their own lengths: no padding token is ever computed.
+
+    Args:
+        lengths: [B] int64 entries of each row after the packed prefill.
+        capacity: entries a row can hold at most.
+    """
+
+    def __init__(self, lengths: Tensor, capacity: int) -> None:
+        self.capacity = capacity
+        self.lengths = lengths
+        self.longest = int(lengths.max())
+        self.writing: Rows | None = None
+        super().__init__(layers=[])
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store one layer's new entries; layers are made when first seen."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(RaggedLayer(self))
+        return self.layers[layer_idx].update(key_states, value_states)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep (and repeat) the given rows in every layer."""
+        for layer in self.layers:
+            layer.select(rows)
+        self.lengths = self.lengths.index_select(0, rows)
+        self.longest = int(self.lengths.max())
+
+    def advance(self) -> None:
+        """One token was added to every row."""
+        self.lengths = self.lengths + 1
+        self.longest += 1

@@ -1,0 +1,292 @@
+"""A policy: any Hugging Face causal LM that says log-probabilities of loss tokens, and next-token logits for sampling.
+
+Leaves out where the model sits (``strategies/``) and what is done with its answers (``objective.py``, ``rollout/``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from rlmodule.batching.workload import ModelShape
+from rlmodule.core.config import one_of
+from rlmodule.core.errors import ConfigError, did_you_mean
+from rlmodule.core.types import MicroBatch, TokenOutputs
+from rlmodule.models.attention import ATTENTION, RaggedCache, Rows
+from rlmodule.models.byte_tokenizer import byte_tokenizer
+from rlmodule.ops.attention import SegmentBuckets
+from rlmodule.ops.logprobs import linear_logprobs
+
+PRECISIONS: Mapping[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model to train: weights from ``path``, or a random one described by ``architecture``."""
+
+    path: str | None = None  # local folder or hub name of a causal LM
+    architecture: dict[str, Any] = field(default_factory=dict)  # model_type and config values of a random model
+    tokenizer: str | None = None  # folder, hub name or 'byte'; None takes the one beside the weights
+    precision: str = "32-true"  # 32-true, or bf16-mixed: fp32 weights, bf16 matmuls
+    trust_remote_code: bool = False  # run model code that comes with the weights
+
+    def __post_init__(self) -> None:
+        one_of("precision", self.precision, PRECISIONS)
+        if (self.path is None) == (not self.architecture):
+            raise ConfigError(
+                key="path",
+                got=self.path,
+                because="a model comes either from a path or from an architecture, and exactly one must be given",
+                fix="Set model.path=FOLDER, or choose model=tiny",
+            )
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model; ``byte`` is built in.
+
+    Raises:
+        ConfigError: no tokenizer can be read there.
+    """
+    if config.tokenizer == "byte" or (config.tokenizer is None and config.path is None):
+        return byte_tokenizer()
+    place = config.tokenizer or config.path
+    assert place is not None
+    try:
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            key="model.tokenizer" if config.tokenizer else "model.path",
+            got=place,
+            because=f"no tokenizer can be read there ({_first_line(error)})",
+            fix="Give a folder that holds tokenizer.json, or a name the hub cache knows",
+        ) from error
+
+
+def load_model_config(config: ModelConfig) -> PreTrainedConfig:
+    """The model's own description, read without its weights; for checks before anything big is loaded.
+
+    Raises:
+        ConfigError: nothing there, or an unknown architecture.
+    """
+    if config.path is not None:
+        try:
+            return AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                key="model.path",
+                got=config.path,
+                because=f"no model configuration can be read there ({_first_line(error)})",
+                fix="Give a folder that holds config.json and safetensors files, or a name the hub cache knows",
+            ) from error
+    values = dict(config.architecture)
+    model_type = str(values.pop("model_type", ""))
+    try:
+        made = AutoConfig.for_model(model_type, **values)
+    except ValueError:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        raise ConfigError(
+            key="model.architecture.model_type", got=model_type, because="transformers knows no such model", fix=did_you_mean(model_type, CONFIG_MAPPING)
+        ) from None
+    unknown = [name for name in values if not hasattr(type(made)(), name)]
+    if unknown:
+        raise ConfigError(
+            key=f"model.architecture.{unknown[0]}",
+            got=values[unknown[0]],
+            because=f"{model_type} has no such setting",
+            fix=did_you_mean(unknown[0], type(made)().to_dict()),
+        )
+    return made
+
+
+def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> PolicyModel:
+    """Load the weights in fp32, or draw random ones from ``seed`` without touching the global random state."""
+    hf_config = load_model_config(config)
+    options: dict[str, Any] = {"attn_implementation": ATTENTION, "dtype": torch.float32, "trust_remote_code": config.trust_remote_code}
+    try:
+        if config.path is not None:
+            lm = AutoModelForCausalLM.from_pretrained(config.path, **options)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                lm = AutoModelForCausalLM.from_config(hf_config, **options)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            key="model.path" if config.path else "model.architecture",
+            got=config.path or config.architecture.get("model_type"),
+            because=f"the model cannot be built ({_first_line(error)})",
+            fix="Choose a causal LM whose attention goes through transformers' attention interface",
+        ) from error
+    return PolicyModel(lm, temperature=temperature, compute_dtype=PRECISIONS[config.precision])
+
+
+@dataclass(frozen=True, eq=False)
+class PrefillBatch:
+    """Prompts end to end, to be read into an empty cache. ``input_ids`` [T], ``position_ids`` [T], ``last`` [B] positions."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    last: Tensor
+    cache: RaggedCache
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeBatch:
+    """One new token per row of a cache. ``input_ids`` [B]."""
+
+    input_ids: Tensor
+    cache: RaggedCache
+
+
+class PolicyModel(nn.Module):
+    """Wraps a causal LM; every use of its weights goes through ``forward`` so that any strategy can wrap it.
+
+    Args:
+        lm: causal LM in fp32, attention set to the project's own.
+        temperature: divides logits in scoring and sampling alike.
+        compute_dtype: matmuls run in it under autocast; None computes in the weights' own type.
+    """
+
+    def __init__(self, lm: nn.Module, *, temperature: float = 1.0, compute_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.lm = lm
+        self.temperature = temperature
+        self.compute_dtype = compute_dtype
+        self.head = HeadScaling.of(lm.config)
+        silence_dropout(lm)
+
+    def forward(self, batch: MicroBatch | PrefillBatch | DecodeBatch, *, with_entropy: bool = False) -> TokenOutputs | Tensor:
+        """MicroBatch -> TokenOutputs over its loss tokens; PrefillBatch, DecodeBatch -> [B, V] next-token logits."""
+        device = batch.input_ids.device.type
+        with torch.autocast(device, dtype=self.compute_dtype, enabled=self.compute_dtype is not None):
+            if isinstance(batch, MicroBatch):
+                return self._score(batch, with_entropy)
+            if isinstance(batch, PrefillBatch):
+                return self._prefill(batch)
+            return self._decode(batch)
+
+    def _score(self, batch: MicroBatch, with_entropy: bool) -> TokenOutputs:
+        segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)
+        hidden = self._hidden(batch.input_ids[None], batch.position_ids[None], segments=segments)[0]
+        head = self.lm.get_output_embeddings()
+        logprob, entropy = linear_logprobs(
+            hidden[batch.loss_positions] * self.head.scale,
+            head.weight,
+            batch.labels,
+            bias=head.bias,
+            temperature=self.temperature,
+            softcap=self.head.softcap,
+            with_entropy=with_entropy,
+        )
+        return TokenOutputs(logprob, entropy)
+
+    def _prefill(self, batch: PrefillBatch) -> Tensor:
+        segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)
+        lengths = batch.cu_seqlens.diff()
+        rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        batch.cache.writing = Rows(row=rows, place=batch.position_ids)
+        hidden = self._hidden(batch.input_ids[None], batch.position_ids[None], segments=segments, cache=batch.cache, use_cache=True)
+        batch.cache.writing = None
+        return self._logits(hidden[0, batch.last])
+
+    def _decode(self, batch: DecodeBatch) -> Tensor:
+        cache = batch.cache
+        hidden = self._hidden(
+            batch.input_ids[:, None], cache.lengths[:, None], key_lengths=cache.lengths + 1, cache=cache, use_cache=True
+        )
+        cache.advance()
+        return self._logits(hidden[:, 0])
+
+    def _hidden(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool = False, **kwargs: Any) -> Tensor:
+        # use_cache must be said: left out, transformers makes a cache and packed samples attend to each other.
+        return self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, **kwargs).last_hidden_state
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """[B, H] -> [B, V] fp32 logits, temperature applied."""
+        logits = self.lm.get_output_embeddings()(hidden * self.head.scale).float()
+        if self.head.softcap is not None:
+            logits = self.head.softcap * torch.tanh(logits / self.head.softcap)
+        return logits / self.temperature
+
+
+@dataclass(frozen=True)
+class HeadScaling:
+    """What some families do between the last hidden state and the softmax.
+
+    Args:
+        scale: factor on the logits.
+        softcap: logits become softcap * tanh(logits / softcap).
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> HeadScaling:
+        """Read it off a model's configuration (Gemma 2: softcap; Cohere: logit_scale; Granite: logits_scaling)."""
+        values = config.get_text_config().to_dict()
+        scale = float(values.get("logit_scale") or 1.0) / float(values.get("logits_scaling") or 1.0)
+        return cls(scale, values.get("final_logit_softcapping"))
+
+
+def silence_dropout(model: nn.Module) -> None:
+    """Set every dropout of ``model`` to 0, module or functional, and leave its configuration (and its export) as it is.
+
+    eval() would do too, but it also switches off activation checkpointing.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def shape_of(config: PreTrainedConfig) -> ModelShape:
+    """The sizes that decide what a token costs."""
+    text = config.get_text_config()
+    values = text.to_dict()
+    heads = int(values["num_attention_heads"])
+    hidden = int(values["hidden_size"])
+    layers = int(values["num_hidden_layers"])
+    kinds = values.get("layer_types") or []
+    window = values.get("sliding_window")
+    windowed = sum(kind == "sliding_attention" for kind in kinds) if kinds else (layers if window else 0)
+    experts = values.get("num_experts_per_tok")
+    inner = values.get("moe_intermediate_size") if experts else None
+    return ModelShape(
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=int(values.get("num_key_value_heads") or heads),
+        head_dim=int(values.get("head_dim") or hidden // heads),
+        intermediate_size=int(inner or values.get("intermediate_size") or 4 * hidden),
+        vocab_size=int(values["vocab_size"]),
+        num_experts_per_token=int(experts or 1),
+        sliding_window=int(window) if window and windowed else None,
+        num_windowed_layers=windowed if window else 0,
+    )
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Parameters of a model, tied ones once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def save_pretrained(folder: Path, lm: nn.Module, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads; ``weights`` replace the module's own."""
+    lm.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
+    tokenizer.save_pretrained(folder)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+

@@ -1,0 +1,150 @@
+"""The LightningModule: hooks only, each a few calls. What they do is in ``update.py`` and can be tested without Lightning."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from rlmodule.core.contract import Strategy
+from rlmodule.core.errors import TrainingError
+from rlmodule.core.types import MiniBatch
+from rlmodule.objective import Objective
+from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.reduction import reduce_metrics
+from rlmodule.update import StepResult, update
+
+
+@dataclass
+class Counters:
+    """Progress that is saved with a checkpoint.
+
+    Args:
+        steps: mini-batches seen; the x axis of every curve.
+        optimizer_steps: updates taken.
+        skipped: updates skipped for a norm that was not finite.
+        skipped_in_a_row: the same since the last update taken.
+        empty: mini-batches without a loss token.
+        tokens: prompt and response tokens trained on, over all ranks.
+    """
+
+    steps: int = 0
+    optimizer_steps: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    empty: int = 0
+    tokens: int = 0
+
+    def count(self, result: StepResult) -> None:
+        """Take note of one mini-batch."""
+        self.steps += 1
+        self.optimizer_steps += result.stepped
+        self.empty += result.empty
+        failed = not result.stepped and not result.empty
+        self.skipped += failed
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if failed else self.skipped_in_a_row * result.empty
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One mini-batch as it is logged: merged over data ranks, the same on every rank."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+class RLModule(L.LightningModule):
+    """Trains ``policy`` on mini-batches.
+
+    Args:
+        models: name -> inner model; ``policy`` trains, ``reference`` is frozen.
+        objective: what is minimised.
+        optimizer: AdamW and schedule settings.
+        run_steps: optimizer steps of the whole run, for the schedule.
+        max_skipped_in_a_row: give up after that many skipped steps.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        objective: Objective,
+        optimizer: OptimizerConfig,
+        *,
+        run_steps: int,
+        max_skipped_in_a_row: int,
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.models = nn.ModuleDict(models)
+        self.objective = objective
+        self.optimizer_config = optimizer
+        self.run_steps = run_steps
+        self.max_skipped_in_a_row = max_skipped_in_a_row
+        self.counters = Counters()
+        self.last_step: StepReport | None = None
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy in use, by the project's contract."""
+        return self.trainer.strategy  # type: ignore[return-value]
+
+    def inner_models(self) -> dict[str, nn.Module]:
+        """What a strategy wraps: each model by itself, never this module."""
+        return dict(self.models.items())
+
+    def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
+        """One optimizer for the policy, and its schedule."""
+        optimizer = build_optimizer(self.optimizer_config, self.models["policy"])
+        return [optimizer], [build_schedule(self.optimizer_config, optimizer, self.run_steps)]
+
+    def training_step(self, mini_batch: MiniBatch, batch_idx: int) -> None:
+        """One optimizer step."""
+        result = update(
+            mini_batch,
+            strategy=self.strategy,
+            objective=self.objective,
+            optimizer=self.optimizers(),
+            schedule=self.lr_schedulers(),
+            max_grad_norm=self.optimizer_config.max_grad_norm,
+            backward=self.manual_backward,
+        )
+        self.counters.count(result)
+        merged = reduce_metrics(result.metrics, self.strategy.layout, self.strategy.collectives)
+        self.last_step = self._report({name: m.result for name, m in merged.items()}, mini_batch)
+        self._watch(result)
+
+    def _report(self, metrics: Mapping[str, float], mini_batch: MiniBatch) -> StepReport:
+        counters = self.counters
+        counts = {
+            "train/optimizer_steps": float(counters.optimizer_steps),
+            "train/skipped_steps": float(counters.skipped),
+            "train/empty_steps": float(counters.empty),
+            "train/loss_tokens": float(mini_batch.totals.tokens),
+        }
+        return StepReport(counters.steps, {**metrics, **mini_batch.metrics, **counts})
+
+    def _watch(self, result: StepResult) -> None:
+        """Say so when a step did nothing; give up when that goes on."""
+        counters = self.counters
+        if result.empty and counters.empty == 1:
+            warnings.warn(f"step {counters.steps} has no loss token on any rank; it is skipped and counted", stacklevel=2)
+        if counters.skipped_in_a_row and counters.skipped_in_a_row >= self.max_skipped_in_a_row:
+            raise TrainingError(
+                f"the gradient norm was {result.grad_norm} in {counters.skipped_in_a_row} steps in a row "
+                f"(trainer.max_skipped_in_a_row={self.max_skipped_in_a_row}), last in step {counters.steps}. "
+                "Lower optimizer.lr, or look for rewards and advantages that are not finite"
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Keep the counters."""
+        checkpoint["rlmodule_counters"] = vars(self.counters).copy()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Bring the counters back."""
+        self.counters = Counters(**checkpoint["rlmodule_counters"])

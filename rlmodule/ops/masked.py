@@ -1,0 +1,120 @@
+"""Statistics over a part of a tensor: the entries under a mask, the members of a group.
+
+Entries that do not count are selected away, never multiplied by zero, so NaN and infinity among them are harmless.
+Leaves out sums over ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def select(x: Tensor, mask: Tensor) -> Tensor:
+    """The entries that count, flat: ``[B, R]`` values and mask give the ``[N]`` loss tokens.
+
+    Select before the maths: the gradient of what was dropped is exactly 0, but a function with an infinite slope at a
+    dropped value would still turn that 0 into NaN further up.
+
+    Args:
+        x: [B, R] of any dtype.
+        mask: [B, R] bool.
+
+    Returns:
+        [N] in row order, dtype of ``x``.
+    """
+    assert x.shape == mask.shape, f"a mask of shape {tuple(x.shape)} is expected, got {tuple(mask.shape)}"
+    assert mask.dtype == torch.bool, f"a mask is bool, got {mask.dtype}"
+    return x[mask]
+
+
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of the entries under the mask, over everything or along ``dim``; 0 when there is none."""
+    kept = torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of the entries under the mask, over everything or along ``dim``; 0 when there is none."""
+    count = mask.sum() if dim is None else mask.sum(dim)
+    return masked_sum(x, mask, dim) / count.clamp(min=1)
+
+
+def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """Mean 0 and variance 1 (unbiased) over the entries under the mask; other entries keep their value.
+
+    Args:
+        x: float tensor of any shape.
+        mask: bool, same shape.
+        eps: added to the variance; entries that are all alike become 0.
+
+    Returns:
+        Shape and dtype of ``x``; ``x`` itself when fewer than two entries are valid, since one value has no variance.
+    """
+    valid = select(x, mask).double()
+    if valid.numel() < 2:
+        return x
+    scale = (valid.var(unbiased=True) + eps).rsqrt()
+    return torch.where(mask, ((x.double() - valid.mean()) * scale).to(x.dtype), x)
+
+
+def place_at_end(score: Tensor, length: Tensor, width: int) -> Tensor:
+    """Token rewards with the score of each response on its last token; found by length, never by token values.
+
+    Args:
+        score: [B] float.
+        length: [B] int64, response tokens, at most ``width``; a response of no token has no place for its score.
+        width: R, columns of the result.
+
+    Returns:
+        [B, R], dtype of ``score``, zero elsewhere.
+    """
+    assert score.shape == length.shape, "one length per score"
+    assert bool((length <= width).all()), f"a response is longer than {width}"
+    is_last = torch.arange(width, device=length.device) == (length - 1).unsqueeze(1)  # [B, R]
+    return torch.where(is_last, score.unsqueeze(1), torch.zeros((), dtype=score.dtype, device=score.device))
+
+
+@dataclass(frozen=True, eq=False)
+class GroupStatistics:
+    """What the valid members of a group say, repeated for every member; float64.
+
+    Args:
+        count: [B] valid members of the group.
+        mean: [B] of the valid members; 0 when there is none.
+        std: [B] unbiased; 0 when fewer than two are valid.
+        is_flat: [B] bool, all valid members are equal (also when there are fewer than two).
+    """
+
+    count: Tensor
+    mean: Tensor
+    std: Tensor
+    is_flat: Tensor
+
+
+def group_statistics(value: Tensor, group: Tensor, valid: Tensor) -> GroupStatistics:
+    """Statistics of each group over its valid members, in two passes so that a large mean costs no digits.
+
+    Args:
+        value: [B] float; anything, NaN too, where not valid.
+        group: [B] int64, equal values form one group, in any order and with any numbering.
+        valid: [B] bool.
+    """
+    assert value.shape == group.shape == valid.shape, "one group and one flag per value"
+    kept = torch.where(valid, value.double(), 0.0)  # [B]
+    place = torch.unique(group, return_inverse=True)[1]  # [B], 0 to G-1
+    num_groups = int(place.max()) + 1 if len(place) else 0
+    zeros = torch.zeros(num_groups, dtype=torch.float64, device=value.device)  # [G]
+
+    count = zeros.index_add(0, place, valid.double())
+    mean = zeros.index_add(0, place, kept) / count.clamp(min=1)
+    deviation = torch.where(valid, kept - mean[place], 0.0)
+    std = (zeros.index_add(0, place, deviation.square()) / (count - 1).clamp(min=1)).sqrt()
+
+    # Largest against smallest is exact; a std of equal decimals such as 0.1 is rounding noise, not 0.
+    infinity = torch.full_like(zeros, torch.inf)
+    largest = (-infinity).scatter_reduce(0, place, torch.where(valid, kept, -torch.inf), "amax")
+    smallest = infinity.scatter_reduce(0, place, torch.where(valid, kept, torch.inf), "amin")
+    return GroupStatistics(count[place], mean[place], std[place], (largest <= smallest)[place])

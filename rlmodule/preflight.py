@@ -1,0 +1,140 @@
+"""Checks that need two sections or the model's shape, made before any weight is loaded; and the run's plan in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedConfig
+
+from rlmodule.batching.workload import Workload
+from rlmodule.core.contract import Layout
+from rlmodule.core.errors import ConfigError
+from rlmodule.core.types import Sample
+from rlmodule.models.policy import shape_of
+from rlmodule.settings import Settings
+
+
+def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> None:
+    """Refuse a run that cannot work.
+
+    Raises:
+        ConfigError: names both numbers and a fix.
+    """
+    _check_budget(settings, layout)
+    _check_groups(settings)
+    _check_equal_counts(settings, layout)
+    _check_positions(settings, hf_config)
+    if settings.rollout.temperature != 1.0 and settings.algorithm.source == "demonstrations":
+        raise ConfigError(
+            key="rollout.temperature", got=settings.rollout.temperature, because="demonstrations are imitated at temperature 1", fix="Use 1.0"
+        )
+
+
+def _check_budget(settings: Settings, layout: Layout) -> None:
+    """Nothing longer than a micro-batch may come up in the middle of a run."""
+    batching, data = settings.batching, settings.data
+    if not batching.use_dynamic_bsz or settings.algorithm.source == "demonstrations":
+        return
+    longest = data.max_prompt_length + settings.rollout.max_response_length
+    budget = batching.max_token_len_per_gpu * layout.sp_size
+    if longest > budget:
+        raise ConfigError(
+            key="batching.max_token_len_per_gpu",
+            got=batching.max_token_len_per_gpu,
+            because=f"a sample can have data.max_prompt_length={data.max_prompt_length} + rollout.max_response_length="
+            f"{settings.rollout.max_response_length} = {longest} tokens, and one micro-batch holds {budget}",
+            fix=f"Use batching.max_token_len_per_gpu={-(-longest // layout.sp_size)} or more, or lower one of the two lengths",
+        )
+
+
+def check_samples(samples: Sequence[Sample], settings: Settings, layout: Layout) -> None:
+    """The same for samples that are there already.
+
+    Raises:
+        ConfigError: names the first row that is too long.
+    """
+    budget = settings.batching.max_token_len_per_gpu * layout.sp_size
+    for sample in samples:
+        if settings.batching.use_dynamic_bsz and sample.meta.length > budget:
+            raise ConfigError(
+                key="batching.max_token_len_per_gpu",
+                got=settings.batching.max_token_len_per_gpu,
+                because=f"the demonstration in row {sample.prompt.row} has {sample.meta.length} tokens, and one micro-batch holds {budget}",
+                fix=f"Use batching.max_token_len_per_gpu={-(-sample.meta.length // layout.sp_size)} or more",
+            )
+
+
+def _check_groups(settings: Settings) -> None:
+    if settings.advantage is not None and settings.advantage.needs_group and settings.rollout.n == 1:
+        raise ConfigError(
+            key="rollout.n",
+            got=1,
+            because=f"{type(settings.advantage).__name__} compares the responses of a prompt with each other; one has nothing to compare",
+            fix="Use rollout.n=8",
+        )
+
+
+def _check_equal_counts(settings: Settings, layout: Layout) -> None:
+    batching = settings.batching
+    if batching.equal_counts and batching.mini_batch_size % layout.dp_size:
+        raise ConfigError(
+            key="batching.mini_batch_size",
+            got=batching.mini_batch_size,
+            because=f"equal counts on {layout.dp_size} data ranks need a multiple of {layout.dp_size}",
+            fix=f"Use batching.mini_batch_size={-(-batching.mini_batch_size // layout.dp_size) * layout.dp_size}, or batching.equal_counts=false",
+        )
+
+
+def _check_positions(settings: Settings, hf_config: PreTrainedConfig) -> None:
+    limit = hf_config.get_text_config().to_dict().get("max_position_embeddings")
+    longest = settings.data.max_prompt_length + settings.rollout.max_response_length
+    if limit is not None and longest > limit:
+        raise ConfigError(
+            key="rollout.max_response_length",
+            got=settings.rollout.max_response_length,
+            because=f"with data.max_prompt_length={settings.data.max_prompt_length} a sample can have {longest} tokens, and the model has {limit} positions",
+            fix=f"Lower one of the two so that they add up to {limit} at most",
+        )
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run will do, for people and for the summary."""
+
+    settings: Settings
+    layout: Layout
+    model_name: str
+    num_parameters: int
+    num_devices: str
+    prompts: str
+
+    def lines(self) -> dict[str, str]:
+        """Label -> text, in reading order."""
+        s = self.settings
+        per_iteration = s.algorithm.train_batch_size
+        imitates = s.algorithm.source == "demonstrations"
+        samples = f"{per_iteration} demonstrations" if imitates else (
+            f"{per_iteration} prompts x {s.rollout.n} responses = {per_iteration * s.rollout.n} samples"
+        )
+        micro = (
+            f"at most {s.batching.max_token_len_per_gpu:,} tokens per micro-batch and device ({s.batching.planner} planner)"
+            if s.batching.use_dynamic_bsz
+            else f"{s.batching.micro_batch_size_per_gpu} samples per micro-batch and device"
+        )
+        return {
+            "model": f"{self.model_name}, {self.num_parameters:,} parameters, {s.model.precision}",
+            "data": self.prompts,
+            "objective": f"{type(s.loss).__name__}, {s.algorithm.loss_agg_mode}"
+            + ("" if s.advantage is None else f", advantage {type(s.advantage).__name__}")
+            + (f", KL {s.algorithm.kl_loss_type} x {s.algorithm.kl_loss_coef}" if s.algorithm.use_kl_loss else ""),
+            "layout": f"{s.backend} on {self.num_devices}: {self.layout.dp_size} data x {self.layout.sp_size} sequence x {self.layout.tp_size} tensor",
+            "iteration": f"{samples}, {s.mini_batches_per_iteration} optimizer steps of {s.batching.mini_batch_size} samples",
+            "budget": micro,
+            "run": f"{s.trainer.max_epochs} iterations, {s.run_steps:,} optimizer steps, seed {s.run.seed}",
+        }
+
+
+def workload_of(hf_config: PreTrainedConfig) -> Workload:
+    """The cost model of the model being trained."""
+    return Workload(shape_of(hf_config))

@@ -1,0 +1,6 @@
+"""Judges of responses: one file each. Leaves out what is made of the scores (``experience.py``)."""
+
+from rlmodule.core.contract import Reward
+from rlmodule.core.registry import Registry
+
+REWARDS: Registry[Reward] = Registry("reward", "rlmodule.rewards")

@@ -1,0 +1,429 @@
+"""One run from settings to result: check, write down, warm start, build the parts, fit.
+
+Gets the strategy menu handed in, so that this package never imports ``strategies``. Leaves out the command line
+(``train.py``) and the start of ranks (``launch.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from omegaconf import DictConfig
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from rlmodule.batching.collate import DynamicCollator
+from rlmodule.batching.sampler import BalancedSampler
+from rlmodule.callbacks.metrics import purge_step
+from rlmodule.checkpoint.state import STATE_FILE, newest_whole, verify
+from rlmodule.core.config import convert
+from rlmodule.core.contract import Layout, RolloutEngine
+from rlmodule.core.errors import ConfigError
+from rlmodule.core.types import Prompt, Sample, SampleMeta
+from rlmodule.data.demonstrations import file_demonstrations, task_demonstrations
+from rlmodule.data.prompts import load_prompts
+from rlmodule.data.stream import PromptStream
+from rlmodule.datamodule import RLDataModule
+from rlmodule.experience import ExperienceMaker
+from rlmodule.launch import launched_from_outside
+from rlmodule.models.policy import build_policy, load_model_config, load_tokenizer, parameter_count
+from rlmodule.module import RLModule
+from rlmodule.objective import Objective
+from rlmodule.preflight import RunPlan, check, check_samples, workload_of
+from rlmodule.run_context import RunContext
+from rlmodule.run_directory import RunDirectory
+from rlmodule.settings import Settings
+from rlmodule.sources import DemonstrationSource, RolloutSource, Source
+
+AUTO_BACKEND = "auto"
+MODEL_TYPE = "language_model"
+DEMONSTRATIONS = 16384  # drawn from a built-in task that is asked to show how a beginner answers
+
+
+class StrategyMenu(Protocol):
+    """What is asked of the strategy registry."""
+
+    def lookup(self, model_type: str, backend: str, *, device: str | None = None, vendor: str | None = None) -> type:
+        """The class for this machine."""
+
+
+@dataclass
+class Session:
+    """One run.
+
+    Args:
+        settings: checked configuration.
+        run_dir: where it writes.
+        menu: strategies to choose from.
+        strategy_node: the strategy section as configured; its keys belong to the chosen strategy.
+        is_first: whether this process writes files and talks.
+    """
+
+    settings: Settings
+    run_dir: RunDirectory
+    menu: StrategyMenu
+    strategy_node: Mapping[str, Any] = field(default_factory=dict)
+    is_first: bool = True
+
+    @classmethod
+    def read(cls, config: DictConfig, run_dir: RunDirectory, menu: StrategyMenu) -> Session:
+        """Convert the configuration.
+
+        Raises:
+            ConfigError: the first thing that is wrong, with its full key.
+        """
+        settings = Settings.read(config)
+        session = cls(settings, run_dir, menu, config.strategy)
+        if settings.backend == AUTO_BACKEND:
+            session.settings = replace(settings, backend="single" if session.world_size == 1 else "ddp")
+        return session
+
+    # ---- what it runs on
+
+    @cached_property
+    def device(self) -> str:
+        """Kind of device: cpu, cuda, ..."""
+        wanted = {"gpu": "cuda"}.get(self.settings.trainer.accelerator, self.settings.trainer.accelerator)
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        here = "cpu" if found is None else found.type
+        if wanted not in ("auto", "cpu", here):
+            raise ConfigError(
+                key="trainer.accelerator", got=wanted, because=f"this machine has {here} only", fix="Use trainer.accelerator=auto"
+            )
+        return here if wanted == "auto" else wanted
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine."""
+        devices = self.settings.trainer.devices
+        here = torch.accelerator.device_count() if self.device != "cpu" else None
+        if devices == "auto":
+            return here or 1
+        if here is not None and int(devices) > here:
+            raise ConfigError(
+                key="trainer.devices", got=devices, because=f"this machine has {here} {self.device} devices", fix=f"Use trainer.devices={here}"
+            )
+        return int(devices)
+
+    @property
+    def world_size(self) -> int:
+        """Processes of the run over all machines."""
+        return self.num_processes * self.settings.trainer.num_nodes
+
+    @property
+    def needs_supervisor(self) -> bool:
+        """Whether the ranks of this run have yet to be started."""
+        return self.num_processes > 1 and not launched_from_outside()
+
+    @cached_property
+    def strategy_class(self) -> Any:
+        """The strategy chosen by name, for this machine."""
+        return self.menu.lookup(MODEL_TYPE, self.settings.backend, device=os.environ.get("RLMODULE_DEVICE", self.device))
+
+    def new_strategy(self) -> Any:
+        """The strategy, with its own options checked."""
+        options = convert(self.strategy_class.options, self.strategy_node, "strategy", ignore=("name",))
+        return self.strategy_class(
+            options, device=self.device, num_processes=self.num_processes, num_nodes=self.settings.trainer.num_nodes
+        )
+
+    def join_peers(self) -> None:
+        """Under torchrun or srun: meet the other ranks, and learn the run directory from the first."""
+        if launched_from_outside():
+            join_process_group()
+            self.is_first = dist.get_rank() == 0
+            shared = [str(self.run_dir.root)]
+            dist.broadcast_object_list(shared, src=0)
+            self.run_dir = RunDirectory(Path(shared[0]))
+        elif self.settings.trainer.num_nodes > 1:
+            raise ConfigError(
+                key="trainer.num_nodes",
+                got=self.settings.trainer.num_nodes,
+                because="this process was started alone, and several machines need torchrun or srun",
+                fix="Use torchrun --nnodes=... train.py ..., or trainer.num_nodes=1",
+            )
+
+    # ---- before anything is loaded
+
+    @cached_property
+    def hf_config(self) -> PreTrainedConfig:
+        """The model's own description."""
+        return load_model_config(self.settings.model)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        return load_tokenizer(self.settings.model)
+
+    @cached_property
+    def train_rows(self) -> Sequence[Prompt] | Sequence[Sample]:
+        """Prompts to answer, or demonstrations to imitate."""
+        s = self.settings
+        if s.algorithm.source == "rollouts":
+            return load_prompts(s.data, self.tokenizer, "train", s.task)
+        if s.task is not None:
+            return task_demonstrations(s.task, DEMONSTRATIONS, s.run.seed, s.data, self.tokenizer)
+        return file_demonstrations(s.data, self.tokenizer, "train")
+
+    @cached_property
+    def val_prompts(self) -> Sequence[Prompt]:
+        """Held-out prompts; none where the data has none."""
+        s = self.settings
+        return load_prompts(s.data, self.tokenizer, "test", s.task) if s.data.has_validation and s.reward is not None else []
+
+    def check(self) -> None:
+        """Everything that can be said without weights.
+
+        Raises:
+            RLModuleError: what is wrong and what to do about it.
+        """
+        layout = Layout(self.world_size)
+        self.new_strategy()
+        check(self.settings, self.hf_config, layout)
+        assert self.train_rows is not None and self.val_prompts is not None, "reading them checks them"
+        if self.settings.algorithm.source == "demonstrations":
+            check_samples(self.train_rows, self.settings, layout)
+        self.resume_from()
+
+    def resume_from(self) -> Path | None:
+        """The checkpoint to go on from; None starts at the beginning.
+
+        Raises:
+            CheckpointError: the checkpoint asked for is damaged.
+        """
+        wanted = self.settings.run.resume
+        if not wanted:
+            return None
+        if Path(wanted).parent.name == "checkpoints":
+            verify(Path(wanted))
+            return Path(wanted).absolute()
+        found, passed_over = newest_whole(self.run_dir.checkpoints)
+        if self.is_first:
+            for line in passed_over:
+                print(f"resume: {line}")
+        return found
+
+    def write_down(self, config: str, provenance: str) -> None:
+        """Save what is run; the first rank's job."""
+        if self.is_first:
+            self.run_dir.root.mkdir(parents=True, exist_ok=True)
+            self.run_dir.config.write_text(config)
+            with (self.run_dir.root / "command.txt").open("a") as file:
+                file.write(provenance)
+
+    # ---- starting weights
+
+    def warm_start(self, alone: Callable[[Path], None]) -> None:
+        """Make the starting weights of a random model, once per run directory.
+
+        Args:
+            alone: makes them in a process of its own, where this one has peers.
+        """
+        if not self.settings.needs_warm_start or self._warm_start_is_there:
+            return
+        if not launched_from_outside():
+            self.fit_warm_start()
+            return
+        if self.is_first:
+            alone(self.run_dir.root)
+        dist.barrier()
+
+    def fit_warm_start(self) -> None:
+        """Imitate demonstrations with the random model, on one process whatever the layout of the run."""
+        inner = RunDirectory(self.run_dir.warm_start)
+        inner.root.mkdir(parents=True, exist_ok=True)
+        print(f"warm start: {self.settings.warm_start.steps} steps of imitation, so that there is something to reinforce")
+        Session(self.settings.for_warm_start(), inner, self.menu).fit()
+        self._warm_start_stamp.write_text(self._warm_start_key)
+
+    @property
+    def _warm_start_is_there(self) -> bool:
+        return self._warm_start_stamp.exists() and self._warm_start_stamp.read_text() == self._warm_start_key
+
+    @property
+    def _warm_start_stamp(self) -> Path:
+        return self.run_dir.warm_start / "made_from.sha256"
+
+    @property
+    def _warm_start_key(self) -> str:
+        s = self.settings
+        parts = [asdict(s.model), asdict(s.data), asdict(s.warm_start), s.run.seed]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+    # ---- the run
+
+    def fit(self) -> None:
+        """Build the parts and train; every rank of the run calls it."""
+        quieten()
+        settings = self.settings
+        if settings.needs_warm_start:
+            warm = Session(settings.starting_from(str(self.run_dir.warm_start / "policy")), self.run_dir, self.menu, self.strategy_node)
+            warm.is_first = self.is_first
+            warm.fit()
+            return
+        torch.set_num_threads(settings.trainer.num_threads or max(1, min(2, os.cpu_count() or 1) // self.num_processes))
+        checkpoint = self.resume_from()
+        step = None if checkpoint is None else int(verify(checkpoint).facts["step"])
+        policy = build_policy(settings.model, seed=settings.run.seed, temperature=settings.rollout.temperature)
+        models: dict[str, nn.Module] = {"policy": policy}
+        objective = Objective(settings.loss, settings.algorithm)
+        if objective.needs_reference:
+            models["reference"] = frozen_copy(policy)
+        module = RLModule(
+            models,
+            objective,
+            settings.optimizer,
+            run_steps=settings.run_steps,
+            max_skipped_in_a_row=settings.trainer.max_skipped_in_a_row,
+        )
+        strategy = self.new_strategy()
+        context = self._context(parameter_count(policy), step)
+        callbacks = [made.connect(context) for made in settings.callbacks.values()]
+        datamodule = self._datamodule(objective, strategy, context.journal.begin_iteration)
+        self._trainer(strategy, callbacks, step).fit(
+            module, datamodule=datamodule, ckpt_path=None if checkpoint is None else checkpoint / STATE_FILE, weights_only=True
+        )
+
+    def result(self) -> float | None:
+        """Accuracy on held-out prompts at the end, for sweeps; None where none was measured."""
+        if not self.run_dir.summary.exists():
+            return None
+        value = json.loads(self.run_dir.summary.read_text()).get("val_accuracy_end")
+        return None if value is None else float(value)
+
+    def _trainer(self, strategy: Any, callbacks: list[L.Callback], resumed_step: int | None) -> L.Trainer:
+        settings = self.settings
+        writer = False
+        if settings.logger == "tensorboard":
+            writer = TensorBoardLogger(
+                self.run_dir.root, name="tensorboard", version="", default_hp_metric=False, purge_step=purge_step(resumed_step)
+            )
+        return L.Trainer(
+            accelerator="gpu" if self.device == "cuda" else self.device,
+            devices=self.num_processes,
+            num_nodes=settings.trainer.num_nodes,
+            strategy=strategy,
+            max_epochs=settings.trainer.max_epochs,
+            callbacks=callbacks,
+            logger=writer,
+            log_every_n_steps=1,
+            reload_dataloaders_every_n_epochs=1,
+            use_distributed_sampler=False,
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            enable_checkpointing=any(name == "checkpoint" for name in settings.callbacks),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+    def _context(self, num_parameters: int, resumed_step: int | None) -> RunContext:
+        s = self.settings
+        name = s.model.path or str(s.model.architecture.get("model_type"))
+        devices = f"{self.world_size} {self.device} process{'es' if self.world_size > 1 else ''}"
+        plan = RunPlan(s, Layout(self.world_size), name, num_parameters, devices, self._describe_rows())
+        is_first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")))) == 0
+        return RunContext(
+            run_dir=self.run_dir.root,
+            is_first=is_first,
+            max_iterations=s.trainer.max_epochs,
+            describe=plan.lines(),
+            hparams=flat({"optimizer": asdict(s.optimizer), "algorithm": asdict(s.algorithm), "batching": asdict(s.batching), "rollout": asdict(s.rollout), "seed": s.run.seed}),
+            resumed_step=resumed_step,
+            val_prompts=self.val_prompts,
+            tokenizer=self.tokenizer,
+        )
+
+    def _describe_rows(self) -> str:
+        if self.settings.algorithm.source == "demonstrations":
+            return f"{len(self.train_rows)} demonstrations"
+        return self.train_rows.describe()
+
+    def _datamodule(self, objective: Objective, strategy: Any, start: Callable[[int], None]) -> RLDataModule:
+        stream = PromptStream(len(self.train_rows), self.settings.run.seed, self.settings.data.shuffle)
+        source = self._source(strategy, stream)
+        return RLDataModule(source, stream, partial(self._maker, objective, strategy), start=start)
+
+    def _source(self, strategy: Any, stream: PromptStream) -> Source:
+        s = self.settings
+        layout = lambda: strategy.layout  # noqa: E731  known once the strategy is set up
+        if s.algorithm.source == "demonstrations":
+            return DemonstrationSource(self.train_rows, stream, s.algorithm.train_batch_size, layout)
+        assert s.reward is not None, "rollouts are judged"
+
+        def engine() -> RolloutEngine:
+            return s.rollout.connect(
+                partial(strategy.wrapped, "policy"), partial(strategy.eval_mode, "policy"), self.tokenizer, strategy.root_device
+            )
+
+        return RolloutSource(
+            self.train_rows, stream, s.algorithm.train_batch_size, s.rollout.n, engine, s.reward, layout, s.run.seed
+        )
+
+    def _maker(self, objective: Objective, strategy: Any, iteration: int) -> ExperienceMaker:
+        s = self.settings
+        layout = strategy.layout
+        pad = self.tokenizer.pad_token_id
+        cost = workload_of(self.hf_config)
+
+        def make_sampler(metas: Sequence[SampleMeta]) -> BalancedSampler:
+            return BalancedSampler(
+                metas, s.batching, layout, seed=s.run.seed, iteration=iteration, epochs=s.algorithm.ppo_epochs, cost=cost
+            )
+
+        collator = DynamicCollator(0 if pad is None else pad, layout.sp_size, layout.sp_rank)
+        return ExperienceMaker(strategy, objective, s.advantage, collator, make_sampler, strategy.root_device)
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """A model of the same weights that never trains and shares nothing with the original."""
+    twin = copy.deepcopy(model)
+    twin.requires_grad_(False)
+    return twin.eval()
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
+    """Nested settings as dotted keys with plain values, as TensorBoard's hparams want them."""
+    out: dict[str, str | int | float | bool] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            out |= flat(value, f"{prefix}{name}.")
+        else:
+            out[prefix + name] = value if isinstance(value, (str, int, float, bool)) else str(value)
+    return out
+
+
+def join_process_group() -> None:
+    """Meet the ranks that torchrun or srun started; Lightning takes the group over."""
+    if dist.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+        return
+    slurm = SLURMEnvironment()
+    address = f"tcp://{slurm.main_address}:{slurm.main_port}"
+    dist.init_process_group(backend, init_method=address, rank=slurm.global_rank(), world_size=slurm.world_size())
+
+
+def quieten() -> None:
+    """Keep advice that does not apply here off the terminal."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    for advice in (".*does not have many workers.*", ".*litlogger.*", ".*Checkpoint directory.*exists.*"):
+        warnings.filterwarnings("ignore", message=advice)

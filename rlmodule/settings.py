@@ -1,0 +1,212 @@
+"""The configuration of a run as frozen dataclasses: every section converted and checked before anything is loaded.
+
+Leaves out Hydra (``train.py``), and checks that need two sections or the model's shape (``preflight.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rlmodule.advantages import ADVANTAGES
+from rlmodule.batching.sampler import BatchingConfig
+from rlmodule.callbacks import CALLBACKS
+from rlmodule.core.config import at_least, convert, one_of
+from rlmodule.core.contract import Advantage, Loss, Reward, Task
+from rlmodule.core.errors import ConfigError, did_you_mean
+from rlmodule.core.registry import Registry
+from rlmodule.data.prompts import DataConfig
+from rlmodule.losses import LOSSES
+from rlmodule.losses.sft import SFT
+from rlmodule.models.policy import ModelConfig
+from rlmodule.objective import AlgorithmConfig
+from rlmodule.optimizer import OptimizerConfig
+from rlmodule.rewards import REWARDS
+from rlmodule.rollout import ROLLOUTS
+from rlmodule.rollout.hf import HFRollout
+from rlmodule.tasks import TASKS
+
+LOGGERS = ("tensorboard", "none")
+
+
+@dataclass(frozen=True)
+class TrainerConfig:
+    """How long, and on what."""
+
+    max_epochs: int = 70  # iterations; one iteration (rollouts, then training on them) is one epoch
+    devices: str = "1"  # processes on this machine; auto for every accelerator there is
+    num_nodes: int = 1  # machines
+    accelerator: str = "auto"  # auto, cpu, gpu, ...
+    num_threads: int | None = None  # CPU threads of one process
+    max_skipped_in_a_row: int = 10  # stop after that many steps in a row without a finite gradient norm
+
+    def __post_init__(self) -> None:
+        at_least("max_epochs", self.max_epochs, 1)
+        at_least("num_nodes", self.num_nodes, 1)
+        at_least("max_skipped_in_a_row", self.max_skipped_in_a_row, 1)
+        one_of("accelerator", self.accelerator, ("auto", "cpu", "gpu", "cuda", "mps", "npu", "xpu"))
+        if self.num_threads is not None:
+            at_least("num_threads", self.num_threads, 1)
+        if self.devices != "auto" and not (self.devices.isdigit() and int(self.devices) >= 1):
+            raise ConfigError(
+                key="devices",
+                got=self.devices,
+                because="the number of processes must be a whole number of at least 1, or auto",
+                fix="Use trainer.devices=1",
+            )
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """A short supervised pass over the task's demonstrations that gives a random model some habits to choose from."""
+
+    steps: int = 0  # optimizer steps; 0 for none
+    batch_size: int = 64  # demonstrations of one step
+    lr: float = 2e-3  # peak learning rate, cosine to a tenth of it
+
+    def __post_init__(self) -> None:
+        at_least("steps", self.steps, 0)
+        at_least("batch_size", self.batch_size, 1)
+        at_least("lr", self.lr, 0)
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """The keys at the top of the configuration."""
+
+    seed: int = 0  # keys data order, sampling and random weights
+    resume: str | None = None  # null, auto, a run directory, or a checkpoint folder
+    run_dir: str | None = None  # where this run writes
+    output_root: str = "outputs"  # where runs are kept
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything about a run but the strategy's own options, which only ``train.py`` can read."""
+
+    run: RunSection
+    model: ModelConfig
+    data: DataConfig
+    rollout: HFRollout
+    algorithm: AlgorithmConfig
+    loss: Loss
+    batching: BatchingConfig
+    optimizer: OptimizerConfig
+    warm_start: WarmStartConfig
+    trainer: TrainerConfig
+    backend: str
+    task: Task | None = None
+    advantage: Advantage | None = None
+    reward: Reward | None = None
+    logger: str = "tensorboard"
+    callbacks: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, node: DictConfig) -> Settings:
+        """Convert every section.
+
+        Raises:
+            ConfigError: names the full key of the first thing that is wrong.
+        """
+        _refuse_unknown_sections(node)
+        data = convert(DataConfig, node.data, "data")
+        logger = str(node.logger.get("name"))
+        if logger not in LOGGERS:
+            raise ConfigError(key="logger", got=logger, because="no logger has that name", fix=did_you_mean(logger, LOGGERS))
+        algorithm = convert(AlgorithmConfig, node.algorithm, "algorithm")
+        imitates = algorithm.source == "demonstrations"
+        return cls(
+            run=convert(RunSection, {k: node[k] for k in ("seed", "resume", "run_dir", "output_root")}, "run"),
+            model=convert(ModelConfig, node.model, "model"),
+            data=data,
+            rollout=component(ROLLOUTS, node.rollout),
+            algorithm=algorithm,
+            loss=component(LOSSES, node.loss),
+            batching=convert(BatchingConfig, node.batching, "batching"),
+            optimizer=convert(OptimizerConfig, node.optimizer, "optimizer"),
+            warm_start=convert(WarmStartConfig, node.warm_start, "warm_start"),
+            trainer=convert(TrainerConfig, node.trainer, "trainer"),
+            backend=str(node.strategy.get("name")),
+            task=None if data.task is None else convert(TASKS.get(data.task), data.task_args, "data.task_args"),
+            advantage=None if imitates else component(ADVANTAGES, node.advantage),
+            reward=None if imitates else component(REWARDS, node.reward),
+            logger=logger,
+            callbacks={name: convert(CALLBACKS.get(name), node.callbacks[name] or {}, f"callbacks.{name}") for name in node.callbacks},
+        )
+
+    @property
+    def needs_warm_start(self) -> bool:
+        """Whether the model must first learn some habits: random weights, and demonstrations to learn from."""
+        return self.model.path is None and self.warm_start.steps > 0 and self.algorithm.source == "rollouts"
+
+    def for_warm_start(self) -> Settings:
+        """The supervised run that makes the starting weights.
+
+        Nothing in it depends on how the main run is cut, so every layout starts from the same weights, bit for bit.
+        """
+        warm = self.warm_start
+        steps_per_iteration = min(10, warm.steps)
+        optimizer = OptimizerConfig(
+            lr=warm.lr,
+            betas=(0.9, 0.98),
+            weight_decay=0.01,
+            warmup_steps=min(20, warm.steps // 2),
+            schedule="cosine",
+            min_lr_ratio=0.1,
+            total_steps=warm.steps,
+        )
+        return replace(
+            self,
+            algorithm=AlgorithmConfig(
+                source="demonstrations", train_batch_size=warm.batch_size * steps_per_iteration, log_entropy=False
+            ),
+            loss=SFT(),
+            batching=BatchingConfig(mini_batch_size=warm.batch_size),
+            optimizer=optimizer,
+            trainer=replace(
+                self.trainer, max_epochs=-(-warm.steps // steps_per_iteration), devices="1", num_nodes=1, num_threads=None
+            ),
+            backend="single",
+            advantage=None,
+            reward=None,
+            callbacks={name: self.callbacks[name] for name in ("metrics", "progress", "export") if name in self.callbacks},
+        )
+
+    def starting_from(self, path: str) -> Settings:
+        """The same run from the weights (and the tokenizer) in a folder."""
+        return replace(self, model=replace(self.model, path=path, architecture={}, tokenizer=None))
+
+    @property
+    def mini_batches_per_iteration(self) -> int:
+        """Optimizer steps of one iteration."""
+        per_prompt = 1 if self.algorithm.source == "demonstrations" else self.rollout.n
+        samples = self.algorithm.train_batch_size * per_prompt
+        return -(-samples // self.batching.mini_batch_size) * self.algorithm.ppo_epochs
+
+    @property
+    def run_steps(self) -> int:
+        """Optimizer steps of the whole run, none skipped."""
+        return self.mini_batches_per_iteration * self.trainer.max_epochs
+
+
+def component(registry: Registry[Any], node: DictConfig) -> Any:
+    """The component a section names, made of the section's other keys."""
+    name = node.get("name")
+    if name is None:
+        raise ConfigError(
+            key=f"{registry.kind}.name", got=None, because=f"no {registry.kind} is chosen", fix=did_you_mean("", registry.names())
+        )
+    return convert(registry.get(str(name)), node, registry.kind, ignore=("name",))
+
+
+def _refuse_unknown_sections(node: DictConfig) -> None:
+    known = {f for f in Settings.__dataclass_fields__ if f not in ("run", "task", "backend")}
+    known |= {"strategy", *RunSection.__dataclass_fields__}
+    for name in node:
+        if str(name) not in known:
+            raise ConfigError(
+                key=str(name), got=OmegaConf.select(node, str(name)), because="there is no such section or key", fix=did_you_mean(str(name), known)
+            )

@@ -1,0 +1,77 @@
+"""Built-in verifiable tasks: each file makes its own prompts and knows their answers. Leaves out scoring."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from rlmodule.core.config import at_least
+from rlmodule.core.contract import Task
+from rlmodule.core.errors import ConfigError
+from rlmodule.core.registry import Registry
+
+TASKS: Registry[Task] = Registry("task", "rlmodule.tasks")
+
+
+@dataclass(frozen=True)
+class ProceduralTask(ABC):
+    """A task that draws its prompts at random. A subclass says how to draw one row and how a beginner answers it."""
+
+    train_size: int = 8192  # rows; a prompt can turn up twice
+    test_size: int = 256  # rows, all different, and none of them a training or demonstration prompt
+    seed: int = 0  # of the data; independent of the seed of the run
+
+    max_test_size: ClassVar[int]  # a larger test set would leave the shortest prompts no room in training
+
+    def __post_init__(self) -> None:
+        at_least("train_size", self.train_size, 1)
+        at_least("test_size", self.test_size, 1)
+        if self.test_size > self.max_test_size:
+            raise ConfigError(
+                key="test_size",
+                got=self.test_size,
+                because=f"this task has few short prompts, and keeps {self.max_test_size} rows apart at most",
+                fix=f"Use test_size={self.max_test_size} or less",
+            )
+
+    @abstractmethod
+    def draw(self, rng: random.Random) -> dict[str, Any]:
+        """One random row with ``prompt``, ``answer`` and whatever else the reward needs."""
+
+    @abstractmethod
+    def beginner_response(self, row: dict[str, Any], index: int) -> str:
+        """How a beginner answers ``row``; ``index`` numbers the demonstrations."""
+
+    def rows(self, split: str) -> list[dict[str, Any]]:
+        """Rows of ``train`` or ``test``; the two never share a prompt."""
+        assert split in ("train", "test"), f"no split is called {split}"
+        held_out = self._held_out()
+        if split == "test":
+            return list(held_out.values())
+        rows = self._draw_endlessly(f"train/{self.seed}", held_out)
+        return [next(rows) for _ in range(self.train_size)]
+
+    def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
+        """(prompt, response) pairs for a warm start; none of the prompts is a test prompt."""
+        rows = self._draw_endlessly(f"demonstrations/{self.seed}/{seed}", self._held_out())
+        drawn = (next(rows) for _ in range(count))
+        return [(row["prompt"], self.beginner_response(row, index)) for index, row in enumerate(drawn)]
+
+    def _held_out(self) -> dict[str, dict[str, Any]]:
+        held_out: dict[str, dict[str, Any]] = {}
+        rows = self._draw_endlessly(f"test/{self.seed}", held_out)
+        while len(held_out) < self.test_size:
+            row = next(rows)
+            held_out[row["prompt"]] = row
+        return held_out
+
+    def _draw_endlessly(self, stream: str, without: dict[str, dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        # Python fixes random.Random(text) across versions and machines, and streams of different names are unrelated.
+        rng = random.Random(f"{type(self).__name__}/{stream}")
+        while True:
+            row = self.draw(rng)
+            if row["prompt"] not in without:
+                yield row

@@ -1,0 +1,1 @@
+"""Pieces that backends are put together from. Only ``mesh.py`` asks torch where a process sits."""

@@ -1,0 +1,90 @@
+"""The few exchanges between data ranks: rows of numbers, small objects, samples on their way to whom they train with."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class LocalCollectives:
+    """A world of one data rank: every exchange is with oneself."""
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """[K, C] -> [1, K, C]."""
+        return rows[None]
+
+    def gather_objects(self, item: Item) -> list[Item]:
+        """The item alone."""
+        return [item]
+
+    def exchange(self, outgoing: Sequence[Item]) -> list[Item]:
+        """What was sent here is what was kept."""
+        return list(outgoing)
+
+    def broadcast(self, item: Item) -> Item:
+        """The item itself."""
+        return item
+
+
+@dataclass(frozen=True)
+class GroupCollectives:
+    """Data ranks of one process group.
+
+    Args:
+        device: where the backend wants its tensors (gloo: cpu, nccl: the GPU).
+        group: the data-parallel group; None for the world.
+    """
+
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Data ranks in the group."""
+        return dist.get_world_size(self.group)
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """[K, C] float64 with the same K everywhere -> [dp, K, C] on the CPU; one collective."""
+        mine = rows.to(self.device).contiguous()
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine, group=self.group)
+        return torch.stack(parts).cpu()
+
+    def gather_objects(self, item: Item) -> list[Item]:
+        """One picklable object per data rank -> all of them, in rank order."""
+        return self._exchange([_pickled(item)] * self.size)
+
+    def exchange(self, outgoing: Sequence[Item]) -> list[Item]:
+        """``outgoing[r]`` goes to data rank r; what they all sent here comes back in rank order."""
+        return self._exchange([_pickled(item) for item in outgoing])
+
+    def _exchange(self, parcels: Sequence[Tensor]) -> list[Any]:
+        """Two collectives: the sizes, then the bytes."""
+        assert len(parcels) == self.size, f"{len(parcels)} parcels for {self.size} ranks"
+        leaving = torch.tensor([len(p) for p in parcels], device=self.device)
+        arriving = torch.empty_like(leaving)
+        dist.all_to_all_single(arriving, leaving, group=self.group)
+        sizes = arriving.tolist()
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        bytes_out = torch.cat(list(parcels)).to(self.device)
+        dist.all_to_all_single(buffer, bytes_out, sizes, leaving.tolist(), group=self.group)
+        return [pickle.loads(part.numpy().tobytes()) for part in buffer.cpu().split(sizes)]
+
+    def broadcast(self, item: Item) -> Item:
+        """Data rank 0's picklable object on every rank."""
+        holder = [item]
+        dist.broadcast_object_list(holder, group=self.group, group_src=0, device=self.device)
+        return holder[0]
+
+
+def _pickled(item: object) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(item, protocol=5)), dtype=torch.uint8)

@@ -1,0 +1,35 @@
+"""Where this process sits and what it runs on. The one place that asks torch, the environment and the machine."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from rlmodule.core.contract import Layout
+
+
+def detect_device() -> str:
+    """``cuda``, ``npu``, ``xpu``, ``mps`` or ``cpu``: the accelerator torch sees."""
+    if torch.cuda.is_available():
+        return "cuda"
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def detect_vendor(device: str) -> str:
+    """Who made the device; ``generic`` where it does not matter."""
+    if device == "npu":
+        return "ascend"
+    if device != "cuda":
+        return "generic"
+    if torch.version.hip:
+        return "amd"
+    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+    return next((vendor for vendor in ("metax", "iluvatar", "moorethreads") if vendor in name), "nvidia")
+
+
+def current_layout(sp_size: int = 1, tp_size: int = 1) -> Layout:
+    """The layout of the running process group, or of a single process."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return Layout()
+    return Layout(world_size=dist.get_world_size(), rank=dist.get_rank(), sp_size=sp_size, tp_size=tp_size)

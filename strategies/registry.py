@@ -1,0 +1,129 @@
+"""Which class spreads which kind of model on which machine: a table with four keys, filled only when asked.
+
+A backend is a module of this package (``strategies/ddp.py``) or an entry point of the group ``rlmodule.strategies``; it
+is imported, and its optional packages with it, when a run chooses it. Leaves out what a strategy does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import entry_points
+from typing import TypeVar
+
+from rlmodule.core.errors import ConfigError, DependencyError, did_you_mean
+from strategies.parts.mesh import detect_device, detect_vendor
+
+C = TypeVar("C", bound=type)
+ANY_VENDOR = None
+ENTRY_POINT_GROUP = "rlmodule.strategies"
+MODEL_TYPES = ("language_model", "value_model", "policy_value")
+
+Key = tuple[str, str, str, str | None]
+Words = str | Iterable[str]
+
+
+def _listed(words: Words | None) -> tuple[str | None, ...]:
+    return (words,) if words is None or isinstance(words, str) else tuple(words)
+
+
+@dataclass
+class StrategyRegistry:
+    """(model_type, backend, device, vendor) -> strategy class."""
+
+    package: str = "strategies"
+    _table: dict[Key, type] = field(default_factory=dict)
+
+    def register(
+        self, *, model_type: Words, backend: Words, device: Words, vendor: Words | None = ANY_VENDOR
+    ) -> Callable[[C], C]:
+        """Class decorator; each argument is a word or several, and every combination is registered, or none.
+
+        Raises:
+            ValueError: a combination is taken; names both classes.
+        """
+        keys: list[Key] = [
+            (str(m), str(b), str(d), v)
+            for m, b, d, v in itertools.product(_listed(model_type), _listed(backend), _listed(device), _listed(vendor))
+        ]
+
+        def file(strategy: C) -> C:
+            for key in keys:
+                taken = self._table.get(key)
+                if taken is not None:
+                    raise ValueError(f"{key} is already {_name(taken)}; {_name(strategy)} cannot take it")
+            if len(set(keys)) < len(keys):
+                raise ValueError(f"{_name(strategy)} names the same combination twice: {keys}")
+            self._table.update(dict.fromkeys(keys, strategy))
+            return strategy
+
+        return file
+
+    def backends(self) -> list[str]:
+        """Every backend that can be chosen, without importing any."""
+        paths = importlib.import_module(self.package).__path__
+        here = {m.name for m in pkgutil.iter_modules(paths) if not m.ispkg and m.name != "registry"}
+        return sorted(here | {key[1] for key in self._table} | {p.name for p in entry_points(group=ENTRY_POINT_GROUP)})
+
+    def lookup(self, model_type: str, backend: str, *, device: str | None = None, vendor: str | None = None) -> type:
+        """The class for this machine: exact (device, vendor), then any vendor, then nvidia's on other CUDA devices.
+
+        Args:
+            model_type: one of ``MODEL_TYPES``.
+            backend: name from ``backends()``.
+            device, vendor: None for ``RLMODULE_DEVICE`` / ``RLMODULE_VENDOR`` or what the machine has.
+
+        Raises:
+            ConfigError: nothing fits; lists what is registered.
+            DependencyError: the backend needs a package that is not installed.
+        """
+        device = device or os.environ.get("RLMODULE_DEVICE") or detect_device()
+        vendor = vendor or os.environ.get("RLMODULE_VENDOR") or detect_vendor(device)
+        self._import(backend)
+        tries: list[tuple[str, str | None]] = [(device, vendor), (device, ANY_VENDOR)]
+        if device == "cuda" and vendor != "nvidia":
+            tries.append(("cuda", "nvidia"))
+        for place in tries:
+            found = self._table.get((model_type, backend, *place))
+            if found is not None:
+                return found
+        raise self._nothing(model_type, backend, device, vendor)
+
+    def _import(self, backend: str) -> None:
+        module = f"{self.package}.{backend}"
+        try:
+            if any(m.name == backend for m in pkgutil.iter_modules(importlib.import_module(self.package).__path__)):
+                importlib.import_module(module)
+            elif not any(key[1] == backend for key in self._table):
+                for point in entry_points(group=ENTRY_POINT_GROUP, name=backend):
+                    point.load()
+        except ModuleNotFoundError as error:
+            package = (error.name or "").split(".")[0]
+            if package in ("rlmodule", self.package):
+                raise
+            raise DependencyError(package=package, needed_by=f"strategy={backend}", extra=backend) from error
+
+    def _nothing(self, model_type: str, backend: str, device: str, vendor: str) -> ConfigError:
+        if backend not in self.backends():
+            return ConfigError(
+                key="strategy", got=backend, because="no strategy has that name", fix=did_you_mean(backend, self.backends())
+            )
+        known = [f"{m} on {d}" + (f"/{v}" if v else "") for m, b, d, v in self._table if b == backend]
+        return ConfigError(
+            key="strategy",
+            got=backend,
+            because=f"it is not registered for model_type={model_type} on device={device}, vendor={vendor}",
+            fix=f"{backend} is registered for: {', '.join(sorted(known)) or 'nothing'}. "
+            "RLMODULE_DEVICE and RLMODULE_VENDOR override what is detected",
+        )
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+STRATEGIES = StrategyRegistry()

@@ -1,0 +1,42 @@
+"""One process, one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+
+from rlmodule.core.errors import ConfigError
+from strategies.parts.inner_models import InnerModels
+from strategies.registry import STRATEGIES
+
+
+@dataclass(frozen=True)
+class SingleOptions:
+    """Nothing to set."""
+
+
+@STRATEGIES.register(model_type="language_model", backend="single", device=["cpu", "cuda", "npu", "xpu", "mps"])
+class SingleStrategy(InnerModels, SingleDeviceStrategy):
+    """The reference every other strategy is measured against."""
+
+    options: ClassVar[type] = SingleOptions
+
+    def __init__(self, options: SingleOptions, *, device: str, num_processes: int, num_nodes: int) -> None:
+        if num_processes * num_nodes > 1:
+            raise ConfigError(
+                key="trainer.devices",
+                got=num_processes,
+                because=f"strategy=single runs one process, not {num_processes * num_nodes}",
+                fix="Use strategy=ddp, or trainer.devices=1",
+            )
+        super().__init__(device=torch.device(device, 0) if device != "cpu" else torch.device("cpu"))
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        assert isinstance(model, L.LightningModule)
+        self.shard(model.inner_models())
+        return model

@@ -1,0 +1,162 @@
+"""Laws of conversations: only what the assistant says is trained, its end included, and later turns change nothing."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlmodule.core.errors import ConfigError
+from rlmodule.data.chat import ChatError, ChatFormat, Segment, check_messages, join, prompt_text
+from rlmodule.models.byte_tokenizer import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+CHAT = ChatFormat(TOKENIZER)
+END, USER, ASSISTANT = 257, 258, 259
+
+# Like many public templates: a line break after the end token, tool turns grouped, and the reasoning of earlier turns
+# dropped as soon as a user turn follows them.
+REASONING_TEMPLATE = """
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{%- set said = message.content if loop.last else message.content.split('</think>')[-1] -%}
+{{- '<|a|>' + said + '<|e|>\\n' -}}
+{%- elif message.role == 'tool' -%}
+{{- ('' if loop.previtem.role == 'tool' else '<|u|>') + '[' + message.content + ']' -}}
+{%- else -%}{{- '<|u|>' + message.role[0] + ':' + message.content + '\\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|a|>' -}}{%- endif -%}
+"""
+
+
+def with_template(template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+def text_of(segments):
+    return [(TOKENIZER.decode(segment.ids), segment.sampled) for segment in segments]
+
+
+def test_a_text_is_one_user_turn():
+    assert CHAT.encode_prompts(["hi", [turn("user", "hi")]]) == [(USER, *b"hi", ASSISTANT)] * 2
+
+
+def test_only_the_assistants_words_and_ends_are_sampled():
+    messages = [turn("user", "q"), turn("assistant", "call"), turn("tool", "42"), turn("assistant", "ok")]
+    ids, mask = join(CHAT.encode_conversation(messages))
+    assert ids == [USER, *b"q", ASSISTANT, *b"call", END, USER, *b"42", ASSISTANT, *b"ok", END]
+    assert mask == [False] * 3 + [True] * 5 + [False] * 4 + [True] * 3
+
+
+turns = st.lists(st.tuples(st.sampled_from(["user", "tool", "assistant"]), st.text(max_size=5)), max_size=6)
+
+
+@given(turns)
+def test_segments_are_the_whole_conversation_and_agree_with_the_templates_own_marks(pairs):
+    messages = [turn("user", "q"), *(turn(role, text) for role, text in pairs), turn("assistant", "a")]
+    ids, mask = join(CHAT.encode_conversation(messages))
+    whole = TOKENIZER.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    assert (ids, [int(sampled) for sampled in mask]) == (whole["input_ids"], whole["assistant_masks"])
+
+
+def test_dropped_reasoning_leaves_earlier_ids_alone():
+    chat = ChatFormat(with_template(REASONING_TEMPLATE))
+    short = [turn("user", "q"), turn("assistant", "<think>x</think>a")]
+    long = [
+        *short,
+        turn("tool", "1"),
+        turn("tool", "2"),
+        turn("assistant", "b"),
+        turn("user", "r"),
+        turn("assistant", "c"),
+    ]
+    segments = chat.encode_conversation(long)
+    assert segments[:2] == chat.encode_conversation(short)
+    assert text_of(segments) == [
+        ("<|u|>u:q\n<|a|>", False),
+        ("<think>x</think>a<|e|>", True),
+        ("\n<|u|>[1][2]<|a|>", False),  # the line break after the end token was not sampled
+        ("b<|e|>", True),
+        ("\n<|u|>u:r\n<|a|>", False),
+        ("c<|e|>", True),
+    ]
+
+
+def test_a_demonstration_is_a_prompt_and_a_response_with_its_end():
+    assert CHAT.encode_demonstration("q", "a") == [
+        Segment((USER, *b"q", ASSISTANT), sampled=False),
+        Segment((*b"a", END), sampled=True),
+    ]
+    raw = ChatFormat(TOKENIZER, template=False)
+    assert raw.encode_demonstration("q", "a") == [Segment((*b"q",), sampled=False), Segment((*b"a", END), sampled=True)]
+    assert raw.encode_prompts(["q"]) == [(*b"q",)]
+
+
+def test_a_system_prompt_opens_conversations_that_have_none():
+    chat = ChatFormat(with_template(REASONING_TEMPLATE), system_prompt="be brief")
+    own = [turn("system", "mine"), turn("user", "q")]
+    opened, kept = chat.encode_prompts(["q", own])
+    assert TOKENIZER.decode(opened) == "<|u|>s:be brief\n<|u|>u:q\n<|a|>"
+    assert TOKENIZER.decode(kept) == "<|u|>s:mine\n<|u|>u:q\n<|a|>"
+    assert text_of(chat.encode_demonstration("q", "a"))[0] == ("<|u|>s:be brief\n<|u|>u:q\n<|a|>", False)
+
+
+def test_template_arguments_reach_the_template():
+    tokenizer = with_template("{{- greeting + messages[0].content -}}")
+    assert ChatFormat(tokenizer, arguments={"greeting": "yo "}).encode_prompts(["q"]) == [(*b"yo q",)]
+
+
+def test_a_tokenizer_without_a_template_is_refused_unless_text_is_raw():
+    with pytest.raises(ConfigError, match=r"data\.apply_chat_template=True: the tokenizer has no chat template"):
+        ChatFormat(with_template(None))
+    ChatFormat(with_template(None), template=False)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([turn("user", "q")], "end with an assistant turn"),
+        ([turn("assistant", "a")], "begin with a prompt"),
+        ([], "begin with a prompt"),
+    ],
+)
+def test_a_conversation_needs_a_prompt_and_ends_with_the_assistant(messages, reason):
+    with pytest.raises(ChatError, match=reason):
+        CHAT.encode_conversation(messages)
+
+
+def test_what_a_template_cannot_express_is_refused():
+    with pytest.raises(ChatError, match="must not end with an assistant turn"):
+        CHAT.encode_prompts([[turn("user", "q"), turn("assistant", "a")]])
+    with pytest.raises(ChatError, match="no token after an assistant turn"):
+        ChatFormat(with_template("{% for m in messages %}{{ m.content }}\n{% endfor %}")).encode_demonstration("q", "a")
+    with pytest.raises(ChatError, match="refuses it: only users"):
+        ChatFormat(with_template("{{ raise_exception('only users') }}")).encode_prompts(["q"])
+    with pytest.raises(ChatError, match="surrogate"):
+        CHAT.encode_prompts(["\ud800"])
+    with pytest.raises(ChatError, match="needs a chat template"):
+        ChatFormat(TOKENIZER, template=False).encode_prompts([[turn("user", "q")]])
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (3, "a text or a list of turns, this is int 3"),
+        ([], "a text or a list of turns"),
+        (["q"], "turn 1 must be a mapping with a role"),
+        ([turn("user", "q"), {"content": "x"}], "turn 2 must be a mapping with a role"),
+        ([turn("user", [{"type": "image"}])], "turn 1 must have a text as content, this is list"),
+    ],
+)
+def test_what_is_no_conversation_is_described(value, reason):
+    with pytest.raises(ChatError, match=reason):
+        check_messages(value)
+
+
+def test_a_prompt_is_shown_as_a_person_reads_it():
+    assert prompt_text("q") == prompt_text([turn("user", "q")]) == "q"
+    assert prompt_text([turn("system", "s"), turn("user", "q")]) == "system: s\nuser: q"

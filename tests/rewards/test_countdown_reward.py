@@ -1,0 +1,78 @@
+"""A table of expressions and scores; the target is 8, the numbers are 3, 7 and 2."""
+
+import pytest
+import torch
+
+from rlmodule.core.errors import DataError
+from rlmodule.core.types import Prompt, Sample
+from rlmodule.rewards.countdown import Countdown
+from rlmodule.tasks.countdown import Countdown as CountdownTask
+
+
+def sample(text, answer="8", meta=None, finish="stop"):
+    ids = torch.tensor([1])
+    meta = {"numbers": [3, 7, 2]} if meta is None else meta
+    prompt = Prompt(row=4, ids=(1,), text="p", answer=answer, source="countdown", meta=meta)
+    return Sample(0, 0, prompt, ids, ids.bool(), finish=finish, text=text)
+
+
+@pytest.mark.parametrize(
+    ("text", "valid", "score"),
+    [
+        ("3+7-2", 1, 1),
+        ("7-2+3", 1, 1),
+        (" 7 + 3 - 2\n", 1, 1),
+        ("3-2+7", 1, 1),
+        ("3+7+2", 1, 0),  # 12
+        ("2-3+7", 1, 0),  # 6
+        ("8", 0, 0),  # the target itself
+        ("7+3", 0, 0),
+        ("3+7-2-0", 0, 0),
+        ("3+3+2", 0, 0),  # 8, with a number twice and one not at all
+        ("37-2", 0, 0),
+        ("3 7-2", 0, 0),
+        ("-2+3+7", 0, 0),  # no leading sign
+        ("3+7--2", 0, 0),
+        ("3+7-02", 0, 0),
+        ("3+7-2=8", 0, 0),
+        ("(3+7)-2", 0, 0),
+        ("3+7-2\n3", 0, 0),
+        ("3+7-2;", 0, 0),
+        ("٣+7-2", 0, 0),  # a digit, but none of ours
+        ("__import__('os')", 0, 0),
+        ("9**9**9", 0, 0),
+        ("9" * 10_000, 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_only_a_sum_of_the_numbers_that_hits_the_target_scores(text, valid, score):
+    [verdict] = Countdown()([sample(text)])
+    assert (verdict.value, verdict.parts) == (score, {"valid": valid})
+
+
+def test_a_number_given_twice_is_used_twice():
+    meta = {"numbers": [4, 4, 1]}
+    assert [verdict.value for verdict in Countdown()([sample("4+4-1", "7", meta), sample("4-1", "3", meta)])] == [1, 0]
+
+
+def test_every_solution_of_the_task_scores():
+    rows = CountdownTask(train_size=300).rows("train")
+    samples = [sample(row["solution"], row["answer"], {"numbers": row["numbers"]}) for row in rows]
+    assert {verdict.value for verdict in Countdown()(samples)} == {1.0}
+
+
+@pytest.mark.parametrize("truncated", [0.0, None])
+def test_a_truncated_response_gets_the_score_set_for_it(truncated):
+    [verdict] = Countdown(truncated=truncated)([sample("3+7-2", finish="length")])
+    assert verdict.value == truncated
+
+
+@pytest.mark.parametrize(("answer", "meta"), [(None, None), ("x", None), ("8", {}), ("8", {"numbers": 3})])
+def test_a_row_without_numbers_or_target_is_named(answer, meta):
+    with pytest.raises(DataError, match=r"row 5 of countdown: .*found answer="):
+        Countdown()([sample("3+7-2", answer, meta)])
+
+
+def test_the_numbers_may_be_called_otherwise():
+    [verdict] = Countdown(numbers_key="nums")([sample("3+7-2", "8", {"nums": ["3", "7", "2"]})])
+    assert verdict.value == 1

@@ -1,0 +1,44 @@
+"""A table of responses and scores."""
+
+import pytest
+import torch
+
+from rlmodule.core.errors import DataError
+from rlmodule.core.types import Prompt, Sample
+from rlmodule.rewards.exact_match import ExactMatch
+
+
+def sample(text, answer="0123", finish="stop"):
+    ids = torch.tensor([1])
+    prompt = Prompt(row=4, ids=(1,), text="p", answer=answer, source="sort")
+    return Sample(0, 0, prompt, ids, ids.bool(), finish=finish, text=text)
+
+
+@pytest.mark.parametrize(
+    ("keys", "text", "answer", "score"),
+    [
+        ({}, "0123", "0123", 1.0),
+        ({}, " 0123\n", "0123", 1.0),
+        ({}, "0123", "0123 ", 1.0),
+        ({"strip": False}, " 0123", "0123", 0.0),
+        ({}, "01 23", "0123", 0.0),
+        ({}, "01234", "0123", 0.0),
+        ({}, "", "0123", 0.0),
+        ({}, "", "", 1.0),
+        ({}, "Yes", "yes", 0.0),
+        ({"ignore_case": True}, "STRASSE", "straße", 1.0),
+    ],
+)
+def test_a_response_scores_one_when_it_is_the_answer(keys, text, answer, score):
+    assert [verdict.value for verdict in ExactMatch(**keys)([sample(text, answer)])] == [score]
+
+
+@pytest.mark.parametrize("truncated", [0.0, -1.0, None])
+def test_a_truncated_response_gets_the_score_set_for_it(truncated):
+    cut, whole = ExactMatch(truncated=truncated)([sample("0123", finish="length"), sample("0123")])
+    assert (cut.value, whole.value) == (truncated, 1.0)
+
+
+def test_a_row_without_an_answer_is_named():
+    with pytest.raises(DataError, match=r"row 5 of sort: it has no answer.*Set data\.answer_key"):
+        ExactMatch()([sample("x", answer=None)])

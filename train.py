@@ -1,0 +1,163 @@
+"""Train a language model by reinforcement learning: `python train.py`, `python train.py --help` for the menus.
+
+The one place that knows everything: composes the configuration (Hydra lives here alone), chooses the strategy, and has
+``rlmodule/session.py`` check, build and fit. Several processes on one machine are started by a supervisor
+(``rlmodule/launch.py``); under torchrun or srun every process runs this file by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+
+from rlmodule import launch, run_directory
+from rlmodule.core.errors import ConfigError, RLModuleError, did_you_mean
+from rlmodule.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from rlmodule.session import Session
+
+# Threads that wait for work by spinning make a shared machine ten times slower; read when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+SCRIPT = Path(__file__).absolute()
+CONF = SCRIPT.parent / "conf"
+
+
+def main() -> int:
+    """Run as told by the command line; returns the exit code."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of being printed and swallowed by Hydra
+    flag, *rest = sys.argv[1:] or [""]
+    try:
+        if flag == launch.WORKER_FLAG:
+            launch.end_with_supervisor()
+            session_of(RunDirectory(Path(rest[0]))).fit()
+        elif flag == launch.WARM_START_FLAG:
+            session_of(RunDirectory(Path(rest[0]))).fit_warm_start()
+        else:
+            from_command_line()
+    except RLModuleError as error:
+        return report(error)
+    except HydraException as error:
+        return report(explained(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def report(error: Exception) -> int:
+    """Say what the user can do about it."""
+    if os.environ.get("RLMODULE_TRACEBACK") == "1":
+        traceback.print_exception(error)
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return launch.USER_ERROR
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
+def from_command_line(config: DictConfig) -> float | None:
+    """One run, alone or as a job of a sweep; returns what a sweeper maximises: accuracy on held-out prompts."""
+    try:
+        session = prepare(config, RunDirectory(Path(HydraConfig.get().runtime.output_dir)))
+        if session.needs_supervisor:
+            code = launch.supervise(SCRIPT, session.run_dir.root, session.num_processes)
+            if code:
+                raise SystemExit(code)
+        else:
+            session.fit()
+    except RLModuleError as error:
+        raise SystemExit(report(error)) from None  # Hydra would print a line of its own above ours
+    return session.result()
+
+
+def prepare(config: DictConfig, run_dir: RunDirectory) -> Session:
+    """Check everything that can be checked, write down what is run, and make the starting weights if there are none."""
+    session = build(config, run_dir)
+    session.join_peers()
+    session.check()
+    session.write_down(OmegaConf.to_yaml(config, resolve=True), run_directory.provenance())
+    session.warm_start(alone=lambda root: launch.run_alone(SCRIPT, root))
+    return session
+
+
+def session_of(run_dir: RunDirectory) -> Session:
+    """The session whose configuration the supervisor has written down."""
+    config = OmegaConf.load(run_dir.config)
+    assert isinstance(config, DictConfig)
+    return build(config, run_dir)
+
+
+def build(config: DictConfig, run_dir: RunDirectory) -> Session:
+    """Settings and strategy of one run."""
+    # torch and friends take seconds to import: --help, --cfg and tab completion must not wait for them.
+    from rlmodule.session import Session
+    from strategies.registry import STRATEGIES
+
+    return Session.read(config, run_dir, STRATEGIES)
+
+
+def explained(error: HydraException) -> ConfigError:
+    """Hydra's error in the words of all our errors: key, value, reason, remedy."""
+    text = str(error).strip()
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        return ConfigError(
+            key=group or "config", got=name, because=f"no {group} has that name", fix=did_you_mean(name, menu(group))
+        )
+    if isinstance(error, OverrideParseException):
+        return ConfigError(
+            key=error.override.partition("=")[0],
+            got=error.override.partition("=")[2],
+            because=f"it cannot be read as KEY=VALUE ({text.splitlines()[0]})",
+            fix="Quote values that hold spaces, commas or brackets: 'key=\"value\"'",
+        )
+    if isinstance(error, ConfigCompositionException) and text.startswith("Could not override '"):
+        key = text.split("'")[1]
+        value = next((a.partition("=")[2] for a in sys.argv if a.lstrip("+~").partition("=")[0] == key), "")
+        return ConfigError(key=key, got=value, because="there is no such key", fix=did_you_mean(key, known_keys()))
+    return ConfigError(key="configuration", got=text.splitlines()[0], because="Hydra cannot compose it", fix=text)
+
+
+def menu(group: str) -> list[str]:
+    """Names that can be chosen in a config group."""
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def known_keys() -> list[str]:
+    """Every dotted key of the default configuration."""
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        config = OmegaConf.to_container(hydra.compose("train"), resolve=False)
+
+    def walk(node: Any, prefix: str) -> list[str]:
+        if not isinstance(node, dict) or not node:
+            return [prefix]
+        below = [key for name, value in node.items() for key in walk(value, f"{prefix}.{name}" if prefix else str(name))]
+        return [prefix, *below] if prefix else below
+
+    return walk(config, "")
+
+
+def run_dir_of(run_dir: str | None, output_root: str, resume: str | None) -> str:
+    """Resolver of ``hydra.run.dir``; a rank that torchrun or srun started learns the directory from rank 0 later on."""
+    return "." if launch.outside_rank() else str(run_directory.choose(run_dir, output_root, resume))
+
+
+def sweep_dir_of(output_root: str) -> str:
+    """Resolver of ``hydra.sweep.dir``."""
+    return str(run_directory.choose(None, f"{output_root}/sweeps", None))
+
+
+OmegaConf.register_new_resolver("rlmodule_run_dir", run_dir_of, use_cache=True)
+OmegaConf.register_new_resolver("rlmodule_sweep_dir", sweep_dir_of, use_cache=True)
+OmegaConf.register_new_resolver("rlmodule_output_subdir", lambda: None if launch.outside_rank() else ".hydra", use_cache=True)
+
+if __name__ == "__main__":
+    raise SystemExit(main())
