@@ -41,18 +41,25 @@ class RLDataModule(L.LightningDataModule):
         self.watch = Stopwatch()
         self.collected: list[ScoredSample] = []  # this rank's samples of the iteration, as sampled
         self.iteration: Iteration | None = None
+        self._loader: DataLoader[MiniBatch] | None = None
 
     def train_dataloader(self) -> DataLoader[MiniBatch]:
-        """Samples of the next iteration, planned and scored."""
+        """Samples of the next iteration, planned and scored.
+
+        Lightning asks twice after a resume; an iteration of which nothing was trained yet is handed out again.
+        """
+        if self._loader is not None and self.iteration is not None and self.iteration.sampler.consumed == 0:
+            return self._loader
         number = self.next_iteration
         self.start(number)
         self.watch = Stopwatch()
         maker = self.make(number)
         self.iteration = maker(lambda: self._collect(number), self.watch)
         self.next_iteration = number + 1
-        return DataLoader(
+        self._loader = DataLoader(
             self.iteration.experience, batch_sampler=self.iteration.sampler, collate_fn=maker.collator  # type: ignore[arg-type]
         )
+        return self._loader
 
     def _collect(self, number: int) -> list[ScoredSample]:
         self.collected = self.source.collect(number, self.watch)

@@ -93,7 +93,7 @@ class Objective:
         )
         policy = self.loss(inputs)
         objective = policy.loss  # [N]
-        metrics = {"actor/pg_loss": total(share_of(policy.loss, weight))}
+        metrics = {"actor/pg_loss": total(share_of(policy.loss.detach().double(), weight))}
         metrics |= {f"actor/{name}": per_token(value) for name, value in policy.metrics.items()}
         if outputs.entropy is not None:
             metrics["actor/entropy"] = per_token(outputs.entropy)
@@ -103,8 +103,8 @@ class Objective:
             assert batch.ref_logprob is not None, "use_kl_loss needs reference log-probabilities"
             kl = kl_per_token(outputs.logprob, batch.ref_logprob, settings.kl_loss_type)
             objective = objective + settings.kl_loss_coef * kl
-            metrics["actor/kl_loss"] = total(share_of(kl, weight))
-        metrics["actor/loss"] = total(share_of(objective, weight))
+            metrics["actor/kl_loss"] = total(share_of(kl.detach().double(), weight))
+        metrics["actor/loss"] = total(share_of(objective.detach().double(), weight))
         return aggregate(objective, weight, totals), metrics
 
 

@@ -251,7 +251,8 @@ def _run_file(file: Path) -> ModuleType:
     sys.path.append(str(file.parent))
     name = f"user_{file.stem}"  # json.py must not take the place of json
     spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None, f"{file} is not a Python file"
+    assert spec, f"{file} is not a Python file"
+    assert spec.loader, f"{file} has no loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

@@ -425,5 +425,9 @@ def quieten() -> None:
     """Keep advice that does not apply here off the terminal."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
-    for advice in (".*does not have many workers.*", ".*litlogger.*", ".*Checkpoint directory.*exists.*"):
+    for advice in (
+        ".*does not have many workers.*",  # batches are built in microseconds
+        ".*module.s. in eval mode at the start.*",  # a reference model is meant to be
+        ".*isinstance.treespec, LeafSpec.*",  # Lightning 2.6 on torch 2.13
+    ):
         warnings.filterwarnings("ignore", message=advice)

@@ -189,30 +189,34 @@ def total(records: Iterable[Record], name: str) -> float:
 
 @dataclass(frozen=True)
 class Change:
-    """One line of the table at the end: a metric when the run began and when it ended; None where it was never seen."""
+    """One line of the table at the end: a metric when the run began and when it ended, in words."""
 
     label: str
-    metric: str
-    start: float | None
-    end: float | None
+    start: str
+    end: str
 
 
-# label -> metric, in the order of the table
-CHANGES: Mapping[str, str] = {
-    "held-out accuracy": "val/accuracy",
-    "mean reward": "reward/mean",
-    "response length, tokens": "response_length/mean",
-    "entropy, nats": "actor/entropy",
-    "loss": "actor/loss",
-    "tokens per second": "perf/tokens_per_s",
-    "seconds per iteration": "timing_s/iteration",
+# metric -> (label, form), in the order of the table. A policy loss says nothing by its size, so it is not among them.
+CHANGES: Mapping[str, tuple[str, str]] = {
+    "val/accuracy": ("held-out accuracy", ".3f"),
+    "reward/mean": ("mean reward", ".3f"),
+    "response_length/mean": ("response length, tokens", ".1f"),
+    "actor/entropy": ("entropy, nats per token", ".3f"),
+    "perf/tokens_per_s": ("tokens per second", ",.0f"),
+    "timing_s/iteration": ("seconds per iteration", ".2f"),
 }
+CHANGES_OF_IMITATION = {"actor/loss": ("loss, nats per token", ".4f"), **CHANGES}
 
 
 def changes(records: Sequence[Record]) -> list[Change]:
     """First and last value of the metrics a person asks about, those never seen left out."""
-    found = [Change(label, metric, *first_and_last(records, metric)) for label, metric in CHANGES.items()]
-    return [change for change in found if change.start is not None]
+    asked = CHANGES if names(records, "reward/") else CHANGES_OF_IMITATION
+    found = [(label, form, *first_and_last(records, metric)) for metric, (label, form) in asked.items()]
+    return [
+        Change(label, format(start, form), format(end, form))
+        for label, form, start, end in found
+        if start is not None and end is not None
+    ]
 
 
 def first_and_last(records: Iterable[Record], name: str) -> tuple[float | None, float | None]:

@@ -121,7 +121,8 @@ def test_whatever_goes_wrong_is_a_fault_of_that_call_alone(pool_of, function, ca
     pool = pool_of(function, timeout=5)
     for _ in range(2):
         [outcome] = pool.map([calls])
-        assert fault in outcome.fault and not outcome.timed_out
+        assert fault in outcome.fault
+        assert not outcome.timed_out
 
 
 def test_a_killed_child_is_replaced_before_it_is_missed(pool_of):
@@ -130,7 +131,8 @@ def test_a_killed_child_is_replaced_before_it_is_missed(pool_of):
     os.kill(first.result, signal.SIGKILL)
     assert is_gone(first.result)
     [second] = pool.map([{}])
-    assert second.fault is None and second.result != first.result
+    assert second.fault is None
+    assert second.result != first.result
 
 
 def test_what_a_child_started_dies_with_it(pool_of, tmp_path):

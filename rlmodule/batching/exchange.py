@@ -18,6 +18,7 @@ WEIGHED_AT_ONCE = 10_000
 # Samples of a cell that are offered, at least and at most; more cells leave fewer offers for each.
 OFFERED = (4, 8)
 # Part of the cost by which a round must lower it, and how many fruitless rounds end the levelling.
+STRIDE = lambda n: max(1, n // 9)
 LEAST_GAIN, PATIENCE = 1e-5, 8
 
 
@@ -161,7 +162,7 @@ def level(cells: Cells, heights: Heights, rounds: int, good_enough: float) -> fl
             excess[movable] -= excess[movable].mean()
         falling = np.argsort(-excess, kind="stable")
         # After a fruitless round the partners move on by one.
-        first, second = falling[:num_pairs], falling[-1 - (np.arange(num_pairs) + fruitless) % num_pairs]
+        first, second = falling[:num_pairs], falling[-1 - (np.arange(num_pairs) + fruitless * STRIDE(num_pairs)) % num_pairs]
         wished = (excess[first] - excess[second]) / 2
         found = best_exchanges(cells, first, second, wished, turn)
         found.chosen(found.miss < wished * (1 - 1e-9)).make(cells)

@@ -9,6 +9,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,6 +107,27 @@ def filled_tightest(cost: Floats, length: Ints, heights: Heights, dp_size: int, 
                 insort(free, (left - tokens, cell))
                 return cell
         return rest.place(cost, tokens)
+
+    return _collected(place(c, t) for c, t in zip(cost.tolist(), length.tolist(), strict=True))
+
+
+def filled_closest(cost: Floats, length: Ints, heights: Heights, dp_size: int, token_budget: int) -> Ints | None:
+    """Each sample into the cell it fills up closest to its height; where it fits under none, into the one with most room.
+    """
+    target = np.repeat(heights.target, dp_size).tolist()
+    room = sorted((height, cell) for cell, height in enumerate(target))
+    free = [token_budget] * len(target)
+
+    def place(cost: float, tokens: int) -> int | None:
+        start = bisect_left(room, (cost, -1))
+        for at in chain(range(start, len(room)), range(start - 1, -1, -1)):
+            left, cell = room[at]
+            if free[cell] >= tokens:
+                del room[at]
+                free[cell] -= tokens
+                insort(room, (left - cost, cell))
+                return cell
+        return None
 
     return _collected(place(c, t) for c, t in zip(cost.tolist(), length.tolist(), strict=True))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from rlmodule.batching.exchange import Cells, level, polish
-from rlmodule.batching.filling import Heights, filled_roomiest, filled_tightest, water_filled
+from rlmodule.batching.filling import Heights, filled_closest, filled_roomiest, filled_tightest, water_filled
 from rlmodule.batching.packing import Packing
 from rlmodule.batching.partition import Ints, by_falling_cost
 from rlmodule.batching.workload import Floats
@@ -16,6 +16,8 @@ TILTS = (0.0, 0.12, 0.25, 0.4)
 TRIAL_ROUNDS=4
 ROUNDS=40
 POLISH=40
+FINALISTS=1
+CANDS=(('r',0),('t',0),('r',.12),('r',.25),('r',.4))
 MORE=0.005
 FULL=.97
 WORTH=0.002
@@ -62,10 +64,14 @@ def _planned(cost,length,dp_size,token_budget,num_steps,bound):
     tried = []
     u=cost.sum()/dp_size
     def go():
-        for tilt in TILTS if num_steps > 1 else (0.0,):
+        seen=set()
+        for how, tilt in CANDS:
             heights = water_filled(cost, dp_size, num_steps, tilt)
-            for how in (filled_roomiest, filled_tightest) if tilt==0 else (filled_roomiest,):
-                yield (how.__name__[7],tilt), heights, how(cost, length, heights, dp_size, token_budget)
+            key=(how,*np.round(heights.target/u,4).tolist())
+            if key in seen: continue
+            seen.add(key)
+            f={'r':filled_roomiest,'t':filled_tightest,'c':filled_closest}[how]
+            yield (how,tilt), heights, f(cost, length, heights, dp_size, token_budget)
     for name, heights, cell in go():
         if cell is None: continue
         cells = Cells(cost, length, cell, num_steps, dp_size, token_budget)
@@ -74,8 +80,11 @@ def _planned(cost,length,dp_size,token_budget,num_steps,bound):
         tried.append((v, len(tried), cells, heights,name,g))
         if v <= goal: break
     if not tried: return None
-    v, _, cells, heights,name,g = min(tried, key=lambda t: t[:2])
-    v2 = level(cells, heights, ROUNDS, goal)
-    v3 = polish(cells, POLISH, goal)
-    if LOG is not None: LOG.append((num_steps,[(t[4],round(t[5]/u,4),round(t[0]/u,4)) for t in tried],name,round(v2/u,4),round(v3/u,4), cells.members.shape))
-    return cells
+    done=[]
+    for v, i, cells, heights,name,g in sorted(tried, key=lambda t: t[:2])[:FINALISTS]:
+        v2 = level(cells, heights, ROUNDS, goal)
+        v3 = polish(cells, POLISH, goal)
+        done.append((v3,i,cells))
+        if LOG is not None: LOG.append((num_steps,[(t[4],round(t[5]/u,4),round(t[0]/u,4)) for t in tried],name,round(v2/u,4),round(v3/u,4), cells.members.shape))
+        if v3<=goal: break
+    return min(done,key=lambda t:t[:2])[2]

@@ -14,7 +14,7 @@ SAMPLES_PER_RANK = 4
 PRICE_OF_GATHERING = 0.1
 # Sizes of the gathered tail that are weighed, per mini-batch.
 TAIL_SIZES = 64
-LOWER=0.5
+LOWER=2
 
 
 def blocks_in_order(num_samples: int, mini_batch_size: int) -> list[Ints]:

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, cast
+from typing import Any
 
 import lightning as L
 import torch
@@ -94,9 +94,17 @@ class WriteMetrics(L.Callback):
         assert iteration is not None, "an epoch has trained on an iteration"
         self.tally = self.tally.after(journal.iteration, iteration.facts)
         metrics = iteration_metrics(iteration, running.data.watch.seconds, journal.clock.read(), self.tally)
+        if running.rollouts is None:  # nobody judged the demonstrations
+            metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
         journal.add(Record("iteration", running.step, journal.iteration, metrics))
         if self.context.is_first and self.settings.histograms and running.tensorboard is not None:
             write_histograms(running.tensorboard, iteration, running.step)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Mark the run as finished in the HPARAMS tab."""
+        tensorboard = Running.of(trainer).tensorboard if self.context.is_first else None
+        if tensorboard is not None:
+            write_end(tensorboard)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Close the file."""
@@ -167,11 +175,29 @@ def write_frame(tensorboard: SummaryWriter, settings: Mapping[str, object]) -> N
     The HPARAMS tab reads the final metrics off the curves themselves, so no curve gets a second point for it.
     """
     plain = {key: value if _is_number(value) else str(value) for key, value in settings.items()}
-    make, writer = cast(Any, hparams), cast(Any, tensorboard)  # torch gives neither a type
-    for summary in make(plain, dict.fromkeys(FINAL_METRICS, 0.0)):
-        writer._get_file_writer().add_summary(summary)
+    experiment, start, _ = _hparams(plain)
+    _add(tensorboard, experiment, start)
     tensorboard.add_custom_scalars({"run": {title: ["Multiline", tags] for title, tags in CHARTS.items()}})
     tensorboard.flush()
+
+
+def write_end(tensorboard: SummaryWriter) -> None:
+    """The run has come to its end."""
+    _, _, end = _hparams({})
+    _add(tensorboard, end)
+
+
+def _hparams(plain: dict[str, object]) -> tuple[Any, Any, Any]:
+    make: Any = hparams  # torch gives it no type
+    experiment, start, end = make(plain, dict.fromkeys(FINAL_METRICS, 0.0))
+    return experiment, start, end
+
+
+def _add(tensorboard: SummaryWriter, *summaries: Any) -> None:
+    # SummaryWriter's own add_hparams would open a second run beside this one, and Lightning's goes this way too.
+    writer: Any = tensorboard
+    for summary in summaries:
+        writer._get_file_writer().add_summary(summary)
 
 
 def _is_number(value: object) -> bool:

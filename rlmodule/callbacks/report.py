@@ -10,7 +10,7 @@ import math
 import platform
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter, process_time
@@ -94,11 +94,12 @@ class WriteReport(L.Callback):
         with whole_file(directory.summary) as aside:
             aside.write_text(json.dumps(without_nan(summary), indent=2) + "\n", encoding="utf-8")
         self.console.print(table(changes(records), "run finished" if finished else "run stopped before its end"))
-        for label, place in places(directory):
-            self.console.print(f"{label:<12} {place}", soft_wrap=True, highlight=False, markup=False)
+        for label, place in places(directory).items():
+            words = f"tensorboard --logdir {directory.root}" if label == "tensorboard" else place
+            self.console.print(f"{label:<12} {words}", soft_wrap=True, highlight=False, markup=False)
 
     def _facts(self, running: Running, directory: RunDirectory) -> dict[str, object]:
-        counters = running.module.counters
+        counters, layout = running.module.counters, running.strategy.layout
         return {
             "steps": counters.steps,
             "optimizer_steps": counters.optimizer_steps,
@@ -106,15 +107,15 @@ class WriteReport(L.Callback):
             "empty_steps": counters.empty,
             "process": {"wall_seconds": perf_counter() - self.context.started, "cpu_seconds": process_time()},
             "seed": self.context.hparams.get("seed"),
-            "layout": asdict(running.strategy.layout) | {"dp_size": running.strategy.layout.dp_size},
+            "layout": {name: getattr(layout, name) for name in ("world_size", "dp_size", "sp_size", "tp_size")},
             "plan": dict(self.context.describe),
             "versions": versions(),
-            "paths": dict(places(directory)),
+            "paths": places(directory),
         }
 
 
-def places(directory: RunDirectory) -> list[tuple[str, str]]:
-    """(what, where) of everything the run has left behind, and how to look at the curves."""
+def places(directory: RunDirectory) -> dict[str, str]:
+    """What -> where, of everything the run has left behind."""
     root = directory.root
     checkpoints = sorted(directory.checkpoints.glob("iteration_??????"))
     found = {
@@ -127,9 +128,7 @@ def places(directory: RunDirectory) -> list[tuple[str, str]]:
         "policy": directory.policy,
         "tensorboard": root / "tensorboard",
     }
-    there = [(label, str(path)) for label, path in found.items() if path.exists()]
-    look = [("look", f"tensorboard --logdir {root}")] if found["tensorboard"].exists() else []
-    return there + look
+    return {label: str(path) for label, path in found.items() if path.exists()}
 
 
 def versions() -> dict[str, str]:
@@ -157,7 +156,7 @@ def table(lines: Iterable[Change], title: str) -> Table:
     for name in ("start", "end"):
         grid.add_column(name, justify="right")
     for line in lines:
-        grid.add_row(line.label, *(f"{value:,.4g}" for value in (line.start, line.end) if value is not None))
+        grid.add_row(line.label, line.start, line.end)
     return grid
 
 

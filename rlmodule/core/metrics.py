@@ -53,12 +53,17 @@ Metrics = Mapping[str, Metric]
 
 def total(value: float | Tensor) -> Metric:
     """A share that adds up to the logged number, e.g. a loss term divided by the totals of the step."""
-    return Metric(value, 1.0, How.SUM)
+    return Metric(_detached(value), 1.0, How.SUM)
 
 
 def ratio(numerator: float | Tensor, denominator: float | Tensor) -> Metric:
     """Sum of numerators over sum of denominators, e.g. clipped tokens over loss tokens."""
-    return Metric(numerator, denominator, How.MEAN)
+    return Metric(_detached(numerator), _detached(denominator), How.MEAN)
+
+
+def _detached(number: float | Tensor) -> float | Tensor:
+    """A metric outlives its micro-batch; the graph behind it must not."""
+    return number.detach() if isinstance(number, Tensor) else number
 
 
 def mean_of(values: Tensor) -> Metric:
@@ -79,7 +84,7 @@ def maximum_of(values: Tensor) -> Metric:
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """Merge the metrics of several micro-batches or ranks; a key that some parts lack is merged over those that have it.
+    """Merge the metrics of several micro-batches or ranks; a key that parts lack is merged over those that have it.
 
     Raises:
         ValueError: one key is merged in two ways.
@@ -98,28 +103,28 @@ def _merge_two(a: Metric, b: Metric) -> Metric:
     if a.how in (How.SUM, How.MEAN):
         return Metric(a.value + b.value, a.weight + b.weight, a.how)
     pick = torch.minimum if a.how is How.MIN else torch.maximum
-    value = pick(torch.as_tensor(_seen_or_neutral(a)), torch.as_tensor(_seen_or_neutral(b)))
-    return Metric(value, a.weight + b.weight, a.how)
+    return Metric(pick(_seen_or_neutral(a), _seen_or_neutral(b)), a.weight + b.weight, a.how)
 
 
-def _seen_or_neutral(metric: Metric) -> float | Tensor:
-    """An extremum without data never wins, whatever number it carries."""
+def _seen_or_neutral(metric: Metric) -> Tensor:
+    """An extremum without data never wins, whatever number it carries; float64, so that it is one of the parts."""
     neutral = math.inf if metric.how is How.MIN else -math.inf
-    if isinstance(metric.weight, Tensor):
-        return torch.where(metric.weight > 0, torch.as_tensor(metric.value), neutral)
-    return metric.value if metric.weight > 0 else neutral
+    value = torch.as_tensor(metric.value, dtype=torch.float64)
+    return torch.where(torch.as_tensor(metric.weight > 0, device=value.device), value, neutral)
 
 
 def to_rows(metrics: Metrics) -> tuple[list[str], Tensor]:
     """Names in sorted order and their [K, 3] float64 rows (value, weight, how); one host copy for all of them."""
     names = sorted(metrics)
-    flat = [torch.as_tensor(x, dtype=torch.float64) for n in names for x in (metrics[n].value, metrics[n].weight, int(metrics[n].how))]
-    devices = [x.device for x in flat if x.device.type != "cpu"]
-    device = devices[0] if devices else torch.device("cpu")
-    rows = torch.stack([x.detach().to(device, non_blocking=True) for x in flat]).reshape(-1, 3) if flat else torch.zeros(0, 3, dtype=torch.float64)
-    return names, rows.cpu()
+    cells = [cell for name in names for cell in (metrics[name].value, metrics[name].weight, int(metrics[name].how))]
+    tensors = [cell.detach() for cell in cells if isinstance(cell, Tensor)]
+    device = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
+    on_host = iter(torch.stack([x.to(device, torch.float64) for x in tensors]).tolist() if tensors else [])
+    numbers = [next(on_host) if isinstance(cell, Tensor) else float(cell) for cell in cells]
+    return names, torch.tensor(numbers, dtype=torch.float64).reshape(-1, 3)
 
 
 def from_rows(names: Iterable[str], rows: Tensor) -> dict[str, Metric]:
     """Inverse of ``to_rows``."""
-    return {name: Metric(value, weight, How(int(how))) for name, (value, weight, how) in zip(names, rows.tolist(), strict=True)}
+    numbers = zip(names, rows.tolist(), strict=True)
+    return {name: Metric(value, weight, How(int(how))) for name, (value, weight, how) in numbers}

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped]
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from rlmodule.core.errors import ConfigError, DataError
 
@@ -121,13 +121,13 @@ class ParquetTable(RowTable):
         self.name = str(path)
         try:
             # Without threads of Arrow's own: ranks may be forked after this.
-            self._file = pq.ParquetFile(path, memory_map=True, pre_buffer=False)
-        except pa.ArrowException as error:
+            self._file = pq.ParquetFile(path, pre_buffer=False)
+        except (pa.ArrowException, OSError) as error:
             raise DataError(
                 place=path, because=f"not a readable parquet file: {error}", fix="Write the file again"
             ) from None
         self.columns = tuple(self._file.schema_arrow.names)
-        groups = range(self._file.metadata.num_row_groups)
+        groups = range(self._file.num_row_groups)
         sizes = [self._file.metadata.row_group(group).num_rows for group in groups]
         self._first = np.cumsum([0, *sizes])  # first row of each group, and the number of rows
         self._cached: tuple[int, pa.Table] | None = None
@@ -148,8 +148,10 @@ class ParquetTable(RowTable):
         return found
 
     def batches(self, columns: Sequence[str]) -> Iterator[list[RawRow]]:
-        for batch in self._file.iter_batches(batch_size=BATCH_ROWS, columns=list(columns), use_threads=False):
-            yield batch.to_pylist()
+        for group in range(self._file.num_row_groups):  # one by one: buffers of a group are freed before the next
+            part = {"row_groups": [group], "columns": list(columns), "use_threads": False}
+            for batch in self._file.iter_batches(batch_size=BATCH_ROWS, **part):
+                yield batch.to_pylist()
 
     def _group(self, group: int) -> pa.Table:
         if self._cached is None or self._cached[0] != group:

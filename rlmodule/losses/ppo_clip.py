@@ -36,7 +36,8 @@ class PPOClip:
 
     def __call__(self, x: LossInputs) -> TokenLoss:
         """[N] loss tokens -> [N] losses and metrics."""
-        assert x.old_logprob is not None and x.advantage is not None, "PPOClip needs old_logprob and advantage"
+        assert x.old_logprob is not None, "ppo_clip needs old_logprob"
+        assert x.advantage is not None, "ppo_clip needs advantage"
         ratio = importance_ratio(x.logprob, x.old_logprob)
         plain = ratio * x.advantage
         gain = torch.minimum(plain, ratio.clamp(1 - self.clip_ratio_low, 1 + self.clip_ratio_high) * x.advantage)

@@ -63,7 +63,8 @@ def test_sort_asks_for_3_to_6_digits_in_order():
     assert {len(row["answer"]) for row in rows} == {3, 4, 5, 6}
     for row in rows:
         word, digits = row["prompt"].split(" ")
-        assert word == "sort" and row["answer"] == "".join(sorted(digits))
+        assert word == "sort"
+        assert row["answer"] == "".join(sorted(digits))
 
 
 def test_sort_is_demonstrated_a_third_each_ascending_descending_unchanged():
@@ -80,7 +81,8 @@ def test_countdown_can_be_solved_and_is_demonstrated_by_a_solution():
     rows = {row["prompt"]: row for row in Countdown(train_size=500).rows("train")}
     for prompt, row in rows.items():
         assert prompt == f"{' '.join(map(str, row['numbers']))} -> {row['answer']}"
-        assert len(row["numbers"]) == 3 and all(1 <= number <= 9 for number in row["numbers"])
+        assert len(row["numbers"]) == 3
+        assert all(1 <= number <= 9 for number in row["numbers"])
         assert 0 <= int(row["answer"]) <= 99
     for prompt, response in Countdown().demonstrations(200, seed=0):
         numbers, target = prompt.split(" -> ")

@@ -1,0 +1,162 @@
+"""A whole run on a model of a few thousand weights: everything is real, only small."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from rlmodule.advantages.grpo import GRPO
+from rlmodule.batching.collate import DynamicCollator
+from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
+from rlmodule.callbacks import CALLBACKS
+from rlmodule.callbacks.metrics import purge_step
+from rlmodule.core.types import Prompt, Sample, Score
+from rlmodule.data.stream import PromptStream
+from rlmodule.datamodule import RLDataModule
+from rlmodule.experience import ExperienceMaker
+from rlmodule.losses.ppo_clip import PPOClip
+from rlmodule.losses.sft import SFT
+from rlmodule.models.policy import ModelConfig, build_policy
+from rlmodule.module import RLModule
+from rlmodule.objective import AlgorithmConfig, Objective
+from rlmodule.optimizer import OptimizerConfig
+from rlmodule.rollout.hf import HFRollout
+from rlmodule.run_context import RunContext
+from rlmodule.sources import DemonstrationSource, RolloutSource, Source
+from strategies.ddp import DDPOptions, DDPStrategy
+from strategies.single import SingleOptions, SingleStrategy
+from tests.callbacks.builders import TOKENIZER, scored
+
+STEPS_PER_ITERATION = 2
+ARCHITECTURE = {
+    "model_type": "qwen3",
+    "vocab_size": 260,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 16,
+    "tie_word_embeddings": True,
+    "eos_token_id": 257,
+    "pad_token_id": 256,
+}
+PROMPTS = [Prompt(row=i, ids=tuple(TOKENIZER.encode(f"sort {i}{9 - i}")), text=f"sort {i}{9 - i}", source="sort") for i in range(4)]
+
+
+@dataclass(frozen=True)
+class EvenTokens:
+    """Share of even token ids; every fifth sample cannot be scored."""
+
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        return [
+            Score(None) if s.sample_id % 5 == 4 else Score(float((s.response_ids % 2 == 0).double().mean()), {"length": len(s.response_ids)})
+            for s in samples
+        ]
+
+
+@dataclass(frozen=True)
+class SmallRun:
+    """Makes and fits a run.
+
+    Args:
+        run_dir: where it writes.
+        settings: callback -> its settings, connected in this order.
+        iterations: to train.
+        resumed_step: as the context says it.
+        world_size, rank: place of this process; more than one needs a process group.
+        extra: callbacks of the test itself.
+        tensorboard: whether event files are written.
+        reward: the judge.
+        imitates: demonstrations take the place of sampled responses.
+    """
+
+    run_dir: Path
+    settings: Mapping[str, Mapping[str, Any]]
+    iterations: int = 2
+    resumed_step: int | None = None
+    world_size: int = 1
+    rank: int = 0
+    extra: tuple[L.Callback, ...] = ()
+    tensorboard: bool = True
+    reward: Callable[[Sequence[Sample]], list[Score]] = EvenTokens()
+    imitates: bool = False
+
+    def fit(self, checkpoint: Path | None = None) -> RunContext:
+        """Train; returns what the callbacks were given."""
+        strategy = self._strategy()
+        objective = Objective(SFT() if self.imitates else PPOClip(), AlgorithmConfig())
+        policy = build_policy(ModelConfig(architecture=ARCHITECTURE, tokenizer="byte"), seed=0, temperature=1.0)
+        engine = HFRollout(n=2, max_response_length=4).connect(
+            lambda: strategy.wrapped("policy"), lambda: strategy.eval_mode("policy"), TOKENIZER, torch.device("cpu")
+        )
+        stream = PromptStream(len(PROMPTS), seed=0)
+        source: Source = RolloutSource(PROMPTS, stream, 4, 2, lambda: engine, self.reward, lambda: strategy.layout, seed=0)
+        if self.imitates:
+            demonstrations = [scored(i, prompt.text, "09", 1.0).sample for i, prompt in enumerate(PROMPTS)]
+            source = DemonstrationSource(demonstrations, stream, 8, lambda: strategy.layout)
+
+        def make(iteration: int) -> ExperienceMaker:
+            batching = BatchingConfig(mini_batch_size=4)
+            return ExperienceMaker(
+                strategy,
+                objective,
+                GRPO(),
+                DynamicCollator(pad_token_id=256),
+                lambda metas: BalancedSampler(metas, batching, strategy.layout, seed=0, iteration=iteration),
+                torch.device("cpu"),
+            )
+
+        context = RunContext(
+            run_dir=self.run_dir,
+            is_first=self.rank == 0,
+            max_iterations=self.iterations,
+            describe={"model": "tiny"},
+            hparams={"seed": 0, "optimizer.lr": 1e-2},
+            resumed_step=self.resumed_step,
+            val_prompts=PROMPTS[:3],
+            tokenizer=TOKENIZER,
+        )
+        data = RLDataModule(source, stream, make, start=context.journal.begin_iteration)
+        module = RLModule(
+            {"policy": policy}, objective, OptimizerConfig(lr=1e-2, warmup_steps=0), run_steps=8, max_skipped_in_a_row=3
+        )
+        callbacks = [CALLBACKS.get(name)(**kwargs).connect(context) for name, kwargs in self.settings.items()]
+        self._trainer(strategy, [*callbacks, *self.extra]).fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        return context
+
+    def on_rank(self, rank: int, world_size: int) -> SmallRun:
+        """The same run as seen by one of several processes."""
+        return replace(self, rank=rank, world_size=world_size)
+
+    def _strategy(self) -> Any:
+        if self.world_size == 1:
+            return SingleStrategy(SingleOptions(), device="cpu", num_processes=1, num_nodes=1)
+        return DDPStrategy(DDPOptions(), device="cpu", num_processes=self.world_size, num_nodes=1)
+
+    def _trainer(self, strategy: Any, callbacks: list[L.Callback]) -> L.Trainer:
+        logger = TensorBoardLogger(
+            self.run_dir, name="tensorboard", version="", default_hp_metric=False, purge_step=purge_step(self.resumed_step)
+        )
+        return L.Trainer(
+            accelerator="cpu",
+            devices=self.world_size,
+            strategy=strategy,
+            max_epochs=self.iterations,
+            callbacks=callbacks,
+            logger=logger if self.tensorboard else False,
+            log_every_n_steps=1,
+            reload_dataloaders_every_n_epochs=1,
+            use_distributed_sampler=False,
+            limit_val_batches=0,
+            num_sanity_val_steps=0,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
