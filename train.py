@@ -65,8 +65,11 @@ def report(error: Exception) -> int:
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def from_command_line(config: DictConfig) -> float | None:
     """One run, alone or as a job of a sweep; returns what a sweeper maximises: accuracy on held-out prompts."""
+    run_dir = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
     try:
-        session = prepare(config, RunDirectory(Path(HydraConfig.get().runtime.output_dir)))
+        if refused:
+            raise refused[0]
+        session = prepare(config, run_dir)
         if session.needs_supervisor:
             code = launch.supervise(SCRIPT, session.run_dir.root, session.num_processes)
             if code:
@@ -74,6 +77,7 @@ def from_command_line(config: DictConfig) -> float | None:
         else:
             session.fit()
     except RLModuleError as error:
+        run_directory.remove_if_unused(run_dir)
         raise SystemExit(report(error)) from None  # Hydra would print a line of its own above ours
     return session.result()
 
@@ -145,9 +149,18 @@ def known_keys() -> list[str]:
     return walk(config, "")
 
 
+refused: list[RLModuleError] = []
+
+
 def run_dir_of(run_dir: str | None, output_root: str, resume: str | None) -> str:
     """Resolver of ``hydra.run.dir``; a rank that torchrun or srun started learns the directory from rank 0 later on."""
-    return "." if launch.outside_rank() else str(run_directory.choose(run_dir, output_root, resume))
+    if launch.outside_rank():
+        return "."
+    try:
+        return str(run_directory.choose(run_dir, output_root, resume))
+    except RLModuleError as error:
+        refused.append(error)  # OmegaConf would wrap it in an error of its own
+        return "."
 
 
 def sweep_dir_of(output_root: str) -> str:
@@ -155,9 +168,14 @@ def sweep_dir_of(output_root: str) -> str:
     return str(run_directory.choose(None, f"{output_root}/sweeps", None))
 
 
+def output_subdir() -> str | None:
+    """Resolver of ``hydra.output_subdir``: where there is a run directory, Hydra notes there what it composed."""
+    return None if launch.outside_rank() or refused else ".hydra"
+
+
 OmegaConf.register_new_resolver("rlmodule_run_dir", run_dir_of, use_cache=True)
 OmegaConf.register_new_resolver("rlmodule_sweep_dir", sweep_dir_of, use_cache=True)
-OmegaConf.register_new_resolver("rlmodule_output_subdir", lambda: None if launch.outside_rank() else ".hydra", use_cache=True)
+OmegaConf.register_new_resolver("rlmodule_output_subdir", output_subdir, use_cache=True)
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -64,7 +64,8 @@ class Running:
     def of(cls, trainer: L.Trainer) -> Running:
         """See a Lightning trainer this way."""
         module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
-        assert isinstance(module, RLModule) and isinstance(data, RLDataModule), "fit an RLModule on an RLDataModule"
+        assert isinstance(module, RLModule), "the trainer fits an RLModule"
+        assert isinstance(data, RLDataModule), "the trainer fits on an RLDataModule"
         return cls(trainer, module, data)
 
     @property

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -100,6 +101,12 @@ def _unused(path: Path) -> Path:
     """Two runs started in the same second do not share a directory."""
     candidates = [path, *(path.with_name(f"{path.name}-{i}") for i in range(1, 1000))]
     return next(c for c in candidates if not c.exists())
+
+
+def remove_if_unused(run_dir: RunDirectory) -> None:
+    """Take away the directory of a run that was refused before it wrote anything of its own."""
+    if run_dir.root.is_dir() and {path.name for path in run_dir.root.iterdir()} <= {".hydra"}:
+        shutil.rmtree(run_dir.root)
 
 
 def provenance(arguments: Sequence[str] = ()) -> str:

@@ -119,7 +119,7 @@ class Settings:
         algorithm = convert(AlgorithmConfig, node.algorithm, "algorithm")
         imitates = algorithm.source == "demonstrations"
         return cls(
-            run=convert(RunSection, {k: node[k] for k in ("seed", "resume", "run_dir", "output_root")}, "run"),
+            run=convert(RunSection, {k: node[k] for k in ("seed", "resume", "run_dir", "output_root")}, ""),
             model=convert(ModelConfig, node.model, "model"),
             data=data,
             rollout=component(ROLLOUTS, node.rollout),

@@ -1,4 +1,4 @@
-"""Planners with equal counts: the classic one by largest differencing, and micro-batches of a fixed number of samples."""
+"""Planners with equal counts: the classic one by largest differencing, and micro-batches of a fixed size."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ def plan_classic(cost: Floats, length: Ints, dp_size: int, token_budget: int, mu
         The packing; all ranks take as many micro-batches as the one that needs most.
     """
     shares = [np.array(share, np.int64) for share in balanced_counts(cost, dp_size)]
-    num_steps = max(-(-int(length[share].sum()) // token_budget) for share in shares)
-    num_steps = max(1, num_steps)
-    while True:
-        num_steps += -num_steps % multiple_of
-        cut = [karmarkar_karp(cost[share], num_steps) for share in shares]  # [rank][step] by falling cost
-        dearest = max((length[share[part]].sum() for share, parts in zip(shares, cut, strict=True) for part in parts))
-        # Ends: with as many micro-batches as samples every sample is alone.
-        if dearest <= token_budget:
-            break
-        num_steps += 1
-    return packing_of(
-        [[share[parts[step]].tolist() for share, parts in zip(shares, cut, strict=True)] for step in range(num_steps)]
-    )
+    num_steps = max(1, *(-(-int(length[share].sum()) // token_budget) for share in shares))
+    num_steps += -num_steps % multiple_of
+    # Ends: with as many micro-batches as samples every sample is alone.
+    while (packing := _cut_alone(cost, shares, num_steps)).sums(length).max() > token_budget:
+        num_steps += multiple_of
+    return packing
+
+
+def _cut_alone(cost: Floats, shares: list[Ints], num_steps: int) -> Packing:
+    """Every rank parts its share into ``num_steps`` micro-batches, dearest first."""
+    cut = [[share[part].tolist() for part in karmarkar_karp(cost[share], num_steps)] for share in shares]
+    return packing_of([list(step) for step in zip(*cut, strict=True)])
 
 
 def plan_fixed_size(cost: Floats, dp_size: int, micro_batch_size: int) -> Packing:

@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from rlmodule.batching.filling import Heights
+from rlmodule.batching.filling import Heights, Problem
 from rlmodule.batching.partition import Ints
 from rlmodule.batching.workload import Floats
 
@@ -18,7 +18,6 @@ WEIGHED_AT_ONCE = 10_000
 # Samples of a cell that are offered, at least and at most; more cells leave fewer offers for each.
 OFFERED = (4, 8)
 # Part of the cost by which a round must lower it, and how many fruitless rounds end the levelling.
-STRIDE = lambda n: max(1, n // 9)
 LEAST_GAIN, PATIENCE = 1e-5, 8
 
 
@@ -31,10 +30,11 @@ class Cells:
         work, used: [C] cost and tokens of each cell.
     """
 
-    def __init__(self, cost: Floats, length: Ints, cell: Ints, num_steps: int, dp_size: int, token_budget: int) -> None:
-        self.num_steps, self.dp_size, self.token_budget = num_steps, dp_size, token_budget
-        self.cost, self.tokens = np.append(cost, 0.0), np.append(length, 0).astype(np.float64)
-        size = np.bincount(cell, minlength=num_steps * dp_size)  # [C]
+    def __init__(self, problem: Problem, cell: Ints, num_steps: int) -> None:
+        self.num_steps, self.dp_size, self.token_budget = num_steps, problem.dp_size, problem.token_budget
+        self.cost = np.append(problem.cost, 0.0)
+        self.tokens = np.append(problem.length, 0).astype(np.float64)
+        size = np.bincount(cell, minlength=num_steps * problem.dp_size)  # [C]
         by_cell = np.argsort(cell, kind="stable")
         column = np.arange(len(cell)) - np.repeat(np.cumsum(size) - size, size)
         self.members = np.full((len(size), max(1, int(size.max()))), len(cell))
@@ -91,9 +91,7 @@ class Exchanges:
 
     def chosen(self, which: Ints | NDArray[np.bool_]) -> Exchanges:
         """Those of some pairs."""
-        return Exchanges(
-            self.first[which], self.second[which], self.given[which], self.taken[which], self.miss[which]
-        )
+        return Exchanges(self.first[which], self.second[which], self.given[which], self.taken[which], self.miss[which])
 
     def make(self, cells: Cells) -> None:
         """Carry them out; no cell may be in two pairs."""
@@ -161,8 +159,9 @@ def level(cells: Cells, heights: Heights, rounds: int, good_enough: float) -> fl
         if movable.any():
             excess[movable] -= excess[movable].mean()
         falling = np.argsort(-excess, kind="stable")
-        # After a fruitless round the partners move on by one.
-        first, second = falling[:num_pairs], falling[-1 - (np.arange(num_pairs) + fruitless * STRIDE(num_pairs)) % num_pairs]
+        # After a fruitless round everybody gets another partner, until all kinds of pairs were tried.
+        shift = fruitless * max(1, num_pairs // (PATIENCE + 1))
+        first, second = falling[:num_pairs], falling[-1 - (np.arange(num_pairs) + shift) % num_pairs]
         wished = (excess[first] - excess[second]) / 2
         found = best_exchanges(cells, first, second, wished, turn)
         found.chosen(found.miss < wished * (1 - 1e-9)).make(cells)
@@ -175,35 +174,29 @@ def level(cells: Cells, heights: Heights, rounds: int, good_enough: float) -> fl
     return best
 
 
-def polish(cells: Cells, steps: int, good_enough: float) -> float:
+def polish(cells: Cells, attempts: int, good_enough: float) -> float:
     """The cell that sets the cost of a micro-step against every other cell, one micro-step after the other.
 
     Args:
         cells: changed in place, never for the worse.
-        steps: most attempts.
+        attempts: how often an exchange is tried at most.
         good_enough: lock-step cost that ends the work early.
 
     Returns:
         Lock-step cost.
     """
-    best, fruitless = cells.lockstep_cost, 0
-    for turn in range(steps):
+    best, fruitless = cells.lockstep_cost, 0  # a fruitless attempt moves on to the next micro-step
+    for turn in range(attempts):
         if best <= good_enough or fruitless >= cells.num_steps or len(cells.work) < 2:
             break
-        step = fruitless
-        falling = np.argsort(-cells.work, kind="stable")
-        limit = np.empty(len(falling))  # what each cell may cost without raising its micro-step
-        limit[falling] = np.repeat(cells.work[falling[:: cells.dp_size]], cells.dp_size)
-        mates = falling[step * cells.dp_size : (step + 1) * cells.dp_size]
-        dearest = mates[0]
-        limit[mates] = cells.work[mates[1]] if len(mates) > 1 else 0.0
-        others = falling[falling != dearest]
-        excess = cells.work - limit
+        dearest, excess = _excess_over_others(cells, fruitless)
+        others = np.delete(np.arange(len(excess)), dearest)
         wished = (excess[dearest] - excess[others]) / 2
         found = best_exchanges(cells, np.full(len(others), dearest), others, wished, turn)
-        which = int((found.miss + (excess[dearest] + excess[others]) / 2).argmin())
+        # The dearer of the two cells afterwards, over what it may cost.
+        worse = found.miss + (excess[dearest] + excess[others]) / 2
         before = cells.members.copy()
-        found.chosen(np.array([which])).make(cells)
+        found.chosen(worse.argmin(keepdims=True)).make(cells)
         now = cells.lockstep_cost
         if now < best * (1 - LEAST_GAIN):
             best, fruitless = now, 0
@@ -211,6 +204,18 @@ def polish(cells: Cells, steps: int, good_enough: float) -> float:
             cells.members, fruitless = before, fruitless + 1
             cells.weigh()
     return best
+
+
+def _excess_over_others(cells: Cells, step: int) -> tuple[int, Floats]:
+    """The dearest cell of micro-step ``step``, and [C] how far each cell is above what costs nothing.
+
+    That is the dearest cell of its micro-step; in ``step`` itself, which shall become cheaper, the second dearest.
+    """
+    falling = np.argsort(-cells.work, kind="stable").reshape(cells.num_steps, cells.dp_size)
+    limit = np.empty(len(cells.work))
+    limit[falling] = cells.work[falling[:, :1]]
+    limit[falling[step]] = cells.work[falling[step, 1]] if cells.dp_size > 1 else 0.0
+    return int(falling[step, 0]), cells.work - limit
 
 
 @cache
@@ -227,7 +232,8 @@ def _offers(cells: Cells, rows: Ints, offered: int, turn: int) -> Ints:
         return held
     size = np.maximum((held < len(cells.cost) - 1).sum(axis=1), offered)[:, None]
     column = (np.arange(offered) * size // offered + turn) % size
-    return held[np.arange(len(rows))[:, None], column]
+    offers: Ints = held[np.arange(len(rows))[:, None], column]
+    return offers
 
 
 @cache

@@ -1,13 +1,15 @@
 """First packings of a mini-batch: how high each micro-step shall be, and samples put in one by one, dearest first.
 
-Heights and work are costs. Samples arrive sorted by falling cost throughout this file.
+A height is the cost meant for the dearest cell of a micro-step; a cell is one micro-batch, ``micro-step * dp_size +
+place``. Levelling what comes out is in ``exchange.py``.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 
@@ -17,8 +19,44 @@ from numpy.typing import NDArray
 from rlmodule.batching.partition import Ints
 from rlmodule.batching.workload import Floats
 
-# How many cells the tightest fit looks at before it gives up on the tall micro-steps.
+# How many cells the tightest fit looks at before it leaves the tall micro-steps.
 FIT_ATTEMPTS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One mini-batch to be packed.
+
+    Args:
+        cost: [n] float64, falling.
+        length: [n] int64, tokens of the same samples; none is longer than the budget.
+        dp_size: cells of a micro-step.
+        token_budget: most tokens of a cell.
+    """
+
+    cost: Floats
+    length: Ints
+    dp_size: int
+    token_budget: int
+
+    def fewest_steps(self) -> int:
+        """Micro-steps without which the tokens do not fit, even cut at will."""
+        return max(1, -(-int(self.length.sum()) // (self.dp_size * self.token_budget)))
+
+    def fullness(self, num_steps: int) -> float:
+        """Tokens over what the cells can hold."""
+        return float(self.length.sum()) / (num_steps * self.dp_size * self.token_budget)
+
+    def least_cost(self, num_steps: int) -> float:
+        """Lock-step cost that no packing can beat."""
+        running = np.concatenate([[0.0], np.cumsum(self.cost)])  # [n + 1]
+        # Samples above half the budget never share a cell: dp_size of them at most go into one micro-step.
+        big = self.cost[self.length > self.token_budget / 2][:: self.dp_size].sum()
+        # Of the dearest k * num_cells + 1 samples some cell holds k + 1, and these cost the k + 1 cheapest or more.
+        num_cells = num_steps * self.dp_size
+        last = np.arange(0, len(self.cost), num_cells)  # k * num_cells
+        crowded = (running[last + 1] - running[last - np.arange(len(last))]).max(initial=0.0)
+        return max(float(running[-1]) / self.dp_size, float(big), float(crowded))
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,101 +77,104 @@ class Heights:
         return len(self.target)
 
 
-def water_filled(cost: Floats, dp_size: int, num_steps: int, tilt: float = 0.0) -> Heights:
+def water_filled(problem: Problem, num_steps: int, tilt: float = 0.0) -> Heights:
     """Heights that add up to the work of a rank: as high as the largest sample must be, level for the rest.
 
     Args:
-        cost: [n] falling.
-        dp_size: cells of a micro-step.
+        problem: the samples; sample ``i * dp_size`` is taken to open micro-step i.
         num_steps: micro-steps, M.
         tilt: the rest falls from ``1 + tilt`` to ``1 - tilt`` times its mean. Where few large samples make up a cell,
             equal heights may fit none of their sums; unequal ones fit some.
 
     Returns:
-        M heights. Their sum is more than the work of a rank when the largest samples ask for it.
+        M heights; their sum is more than the work of a rank where the largest samples ask for it.
     """
-    largest = np.zeros(num_steps)
-    first = cost[::dp_size][:num_steps]  # sample i * dp_size cannot do better than open micro-step i
-    largest[: len(first)] = first
-    slope = 1.0 + tilt * np.linspace(1.0, -1.0, num_steps) if num_steps > 1 else np.ones(1)
-    fixed = np.zeros(num_steps, bool)
-    work = float(cost.sum()) / dp_size
-    while True:
-        free = ~fixed
-        level = max(0.0, work - float(largest[fixed].sum())) / max(float(slope[free].sum()), 1e-300)
-        target = np.where(fixed, largest, level * slope)
-        short = free & (largest > target)
+    opening = problem.cost[:: problem.dp_size][:num_steps]
+    largest = np.concatenate([opening, np.zeros(num_steps - len(opening))])
+    slope = 1.0 + tilt * np.linspace(1.0, -1.0, num_steps)
+    work = float(problem.cost.sum()) / problem.dp_size
+    fixed, level = np.zeros(num_steps, bool), 0.0
+    while not fixed.all():
+        level = (work - float(largest[fixed].sum())) / float(slope[~fixed].sum())
+        short = ~fixed & (largest > level * slope)
         if not short.any():
-            return Heights(target, fixed)
+            break
         fixed |= short
+    return Heights(np.where(fixed, largest, level * slope), fixed)
 
 
-def filled_roomiest(cost: Floats, length: Ints, heights: Heights, dp_size: int, token_budget: int) -> Ints | None:
+def filled_roomiest(problem: Problem, heights: Heights) -> Ints | None:
     """Each sample into the cell with most room below its height among those that can hold its tokens.
 
-    Cells that cannot hold a sample wait aside by free tokens: later samples are mostly shorter.
+    Returns:
+        [n] cell of each sample; None when a sample finds no cell.
+    """
+    target = np.repeat(heights.target, problem.dp_size).tolist()
+    cells = _CellsByRoom(target, range(len(target)), problem.token_budget)
+    return _collected(cells.place(cost, tokens) for cost, tokens in _samples(problem))
+
+
+def filled_closest(problem: Problem, heights: Heights) -> Ints | None:
+    """Each sample into the cell it fills up closest to its height; where it fits under none, into the roomiest.
+
+    Sees to large samples that have to share cells: they meet partners that leave no gap.
 
     Returns:
-        [n] cell of each sample, ``micro-step * dp_size + place``; None when a sample finds no cell.
+        As ``filled_roomiest``.
     """
-    target = np.repeat(heights.target, dp_size).tolist()
-    open_cells = _OpenCells(target, range(len(target)), token_budget)
-    return _collected(open_cells.place(c, t) for c, t in zip(cost.tolist(), length.tolist(), strict=True))
+    target = np.repeat(heights.target, problem.dp_size).tolist()
+    by_room = sorted((height, cell) for cell, height in enumerate(target))
+    free = [problem.token_budget] * len(target)
+
+    def place(cost: float, tokens: int) -> int | None:
+        start = bisect_left(by_room, (cost, -1))
+        for at in chain(range(start, len(by_room)), range(start - 1, -1, -1)):
+            room, cell = by_room[at]
+            if free[cell] >= tokens:
+                del by_room[at]
+                free[cell] -= tokens
+                insort(by_room, (room - cost, cell))
+                return cell
+        return None
+
+    return _collected(place(cost, tokens) for cost, tokens in _samples(problem))
 
 
-def filled_tightest(cost: Floats, length: Ints, heights: Heights, dp_size: int, token_budget: int) -> Ints | None:
-    """All micro-steps but the last are packed as full of tokens as they go; what is left shares the last one evenly.
+def filled_tightest(problem: Problem, heights: Heights) -> Ints | None:
+    """All micro-steps but the last as full of tokens as they go; what is left shares the last one evenly.
 
     For budgets that bind: the last micro-step then holds short samples only, and is cheap.
 
     Returns:
-        As ``filled_roomiest``; None too when there is but one micro-step.
+        As ``filled_roomiest``.
     """
-    if heights.num_steps == 1:
-        return None
-    target = np.repeat(heights.target, dp_size).tolist()
-    num_tall = len(target) - dp_size
-    room, free = target[:num_tall], [(token_budget, cell) for cell in range(num_tall)]  # free is sorted
-    rest = _OpenCells(target, range(num_tall, len(target)), token_budget)
+    target = np.repeat(heights.target, problem.dp_size).tolist()
+    num_tall = len(target) - problem.dp_size or len(target)
+    # A single micro-step has nothing to leave samples to: it is filled whatever its height.
+    room = target[:num_tall] if num_tall < len(target) else [math.inf] * num_tall
+    by_free = [(problem.token_budget, cell) for cell in range(num_tall)]
+    rest = _CellsByRoom(target, range(num_tall, len(target)), problem.token_budget)
 
     def place(cost: float, tokens: int) -> int | None:
-        start = bisect_left(free, (tokens, -1))
-        for at in range(start, min(start + FIT_ATTEMPTS, len(free))):
-            left, cell = free[at]
-            # 1e-9: the largest sample fits its own height in spite of rounding.
+        start = bisect_left(by_free, (tokens, -1))
+        for at in range(start, min(start + FIT_ATTEMPTS, len(by_free))):
+            free, cell = by_free[at]
+            # 1e-9: the largest sample fits under its own height in spite of rounding.
             if cost <= room[cell] * (1 + 1e-9):
-                del free[at]
+                del by_free[at]
                 room[cell] -= cost
-                insort(free, (left - tokens, cell))
+                insort(by_free, (free - tokens, cell))
                 return cell
         return rest.place(cost, tokens)
 
-    return _collected(place(c, t) for c, t in zip(cost.tolist(), length.tolist(), strict=True))
+    return _collected(place(cost, tokens) for cost, tokens in _samples(problem))
 
 
-def filled_closest(cost: Floats, length: Ints, heights: Heights, dp_size: int, token_budget: int) -> Ints | None:
-    """Each sample into the cell it fills up closest to its height; where it fits under none, into the one with most room.
+class _CellsByRoom:
+    """A heap of cells by room; those that could not hold the last sample wait aside by free tokens.
+
+    Samples get shorter on the whole, so a cell comes back once, not for every sample.
     """
-    target = np.repeat(heights.target, dp_size).tolist()
-    room = sorted((height, cell) for cell, height in enumerate(target))
-    free = [token_budget] * len(target)
-
-    def place(cost: float, tokens: int) -> int | None:
-        start = bisect_left(room, (cost, -1))
-        for at in chain(range(start, len(room)), range(start - 1, -1, -1)):
-            left, cell = room[at]
-            if free[cell] >= tokens:
-                del room[at]
-                free[cell] -= tokens
-                insort(room, (left - cost, cell))
-                return cell
-        return None
-
-    return _collected(place(c, t) for c, t in zip(cost.tolist(), length.tolist(), strict=True))
-
-
-class _OpenCells:
-    """Cells by room, and aside, by free tokens, those that could not hold the last sample."""
 
     def __init__(self, target: list[float], cells: range, token_budget: int) -> None:
         self.free = dict.fromkeys(cells, token_budget)
@@ -142,15 +183,15 @@ class _OpenCells:
         heapq.heapify(self.by_room)
 
     def place(self, cost: float, tokens: int) -> int | None:
-        """The cell with most room that can hold the tokens, taken; None when there is none."""
+        """Take the cell with most room that can hold the tokens; None when there is none."""
         while self.aside and -self.aside[0][0] >= tokens:
             _, room, cell = heapq.heappop(self.aside)
             heapq.heappush(self.by_room, (room, cell))
         while self.by_room:
             room, cell = self.by_room[0]
-            left = self.free[cell] - tokens
-            if left >= 0:
-                self.free[cell] = left
+            free = self.free[cell] - tokens
+            if free >= 0:
+                self.free[cell] = free
                 heapq.heapreplace(self.by_room, (room + cost, cell))
                 return cell
             heapq.heappop(self.by_room)
@@ -158,10 +199,14 @@ class _OpenCells:
         return None
 
 
-def _collected(places: Iterator[int | None]) -> Ints | None:
+def _samples(problem: Problem) -> Iterable[tuple[float, int]]:
+    return zip(problem.cost.tolist(), problem.length.tolist(), strict=True)
+
+
+def _collected(places: Iterable[int | None]) -> Ints | None:
     cells = []
-    for place in places:
-        if place is None:
+    for cell in places:
+        if cell is None:
             return None
-        cells.append(place)
+        cells.append(cell)
     return np.array(cells, np.int64)

@@ -1,90 +1,114 @@
-"""The joint planner: ranks and micro-steps of a mini-batch at once, against the time ranks wait for each other."""
+"""The joint planner: ranks and micro-steps of a mini-batch at once, against the time ranks wait for each other.
+
+Several first packings are made (``filling.py``) and levelled a little (``exchange.py``); the best is levelled on. All
+numbers below are tuned on ``benchmarks/planner_cases.json``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
+
 import numpy as np
 
 from rlmodule.batching.exchange import Cells, level, polish
-from rlmodule.batching.filling import Heights, filled_closest, filled_roomiest, filled_tightest, water_filled
+from rlmodule.batching.filling import (
+    Heights,
+    Problem,
+    filled_closest,
+    filled_roomiest,
+    filled_tightest,
+    water_filled,
+)
 from rlmodule.batching.packing import Packing
 from rlmodule.batching.partition import Ints, by_falling_cost
 from rlmodule.batching.workload import Floats
 
+# Over the bound by this part is as good as level: clocks and kernels of real ranks differ by more.
 GOOD_ENOUGH = 7e-4
-TILTS = (0.0, 0.12, 0.25, 0.4)
-TRIAL_ROUNDS=4
-ROUNDS=40
-POLISH=40
-FINALISTS=1
-CANDS=(('r',0),('t',0),('r',.12),('r',.25),('r',.4))
-MORE=0.005
-FULL=.97
-WORTH=0.002
-LOG=None
+# First packings in the order they are tried, with the tilt of their heights.
+FILLINGS = (
+    (filled_roomiest, 0.0),
+    (filled_tightest, 0.0),
+    (filled_closest, 0.16),
+    (filled_roomiest, 0.12),
+    (filled_roomiest, 0.25),
+    (filled_roomiest, 0.4),
+)
+# Rounds of levelling for every packing, and rounds and polishing attempts for the best.
+TRIAL_ROUNDS, ROUNDS, ATTEMPTS = 4, 40, 40
+# With more cells than this only the quick filling is tried and nothing is polished: many samples level by themselves.
+MANY_CELLS = 10_000
+# One micro-step more is tried when the cells are this full and the plan is this far from the bound, and taken when it
+# saves that part of the cost.
+FULL, FAR, WORTH_A_STEP = 0.97, 0.005, 0.002
 
-def plan_joint(cost: Floats, length: Ints, dp_size: int, token_budget: int, step_cost: float, multiple_of: int) -> Packing:
+
+def plan_joint(
+    cost: Floats, length: Ints, dp_size: int, token_budget: int, step_cost: float = 0.0, multiple_of: int = 1
+) -> Packing:
+    """Pack a mini-batch so that the micro-steps, each as dear as its dearest micro-batch, cost little together.
+
+    Args:
+        cost, length: [n] cost and tokens of each sample; none is longer than the budget.
+        dp_size: data ranks.
+        token_budget: most tokens of one micro-batch.
+        step_cost: price of a micro-step, in the unit of ``cost``.
+        multiple_of: the number of micro-steps is a multiple of this.
+
+    Returns:
+        The packing; dearer cells of a micro-step are on ranks that had less work so far.
+    """
     order = by_falling_cost(cost)
-    cost, length = cost[order], length[order]
-    num_steps = max(1, -(-int(length.sum()) // (dp_size * token_budget)))
-    num_steps += -num_steps % multiple_of
-    bound = lower_bound(cost, length, dp_size, token_budget)
-    while True:
-        cells = _planned(cost, length, dp_size, token_budget, num_steps,bound)
-        if cells is not None:
-            break
-        num_steps += multiple_of
-    v=cells.lockstep_cost
-    b1 = max(bound, pigeonhole(cost, num_steps * dp_size))
-    fill=length.sum()/(num_steps*dp_size*token_budget)
-    if v>b1*(1+MORE) and fill>FULL:
-        more=_planned(cost, length, dp_size, token_budget, num_steps+multiple_of,bound)
-        if more is not None:
-            m=more.lockstep_cost
-            if LOG is not None: LOG.append((fill,round(v/b1,4),round(m/b1,4)))
-            if m+step_cost*multiple_of<v*(1-WORTH):
-                cells=more;num_steps+=multiple_of
+    problem = Problem(cost[order], length[order], dp_size, token_budget)
+    cells = _best_cells(problem, step_cost, multiple_of)
     cell = np.empty(len(cost), np.int64)
     cell[order] = cells.cell_of_sample()
-    return Packing(cell, num_steps, dp_size).with_ranks_evened(cost[np.argsort(order)])
+    return Packing(cell, cells.num_steps, dp_size).with_ranks_evened(cost)
 
-def pigeonhole(cost, num_cells):
-    k = np.arange(1, (len(cost)-1)//num_cells+1)
-    if len(k)==0: return float(cost[0]) if len(cost) else 0.
-    total=np.concatenate([[0],np.cumsum(cost)])
-    return max(float(cost[0]), float((total[k*num_cells+1]-total[k*num_cells-k]).max()))
 
-def lower_bound(cost,length,dp_size,token_budget):
-    big = cost[length > token_budget / 2][::dp_size].sum()
-    return max(cost.sum() / dp_size, big)
+def _best_cells(problem: Problem, step_cost: float, multiple_of: int) -> Cells:
+    num_steps = problem.fewest_steps()
+    num_steps += -num_steps % multiple_of
+    # Ends: with as many micro-steps as samples every sample finds an empty cell.
+    while (cells := _packed(problem, num_steps)) is None:
+        num_steps += multiple_of
+    far = cells.lockstep_cost > problem.least_cost(num_steps) * (1 + FAR)
+    if far and problem.fullness(num_steps) > FULL:
+        looser = _packed(problem, num_steps + multiple_of)
+        price = step_cost * multiple_of + WORTH_A_STEP * cells.lockstep_cost
+        if looser is not None and looser.lockstep_cost + price < cells.lockstep_cost:
+            return looser
+    return cells
 
-def _planned(cost,length,dp_size,token_budget,num_steps,bound):
-    bound = max(bound, pigeonhole(cost, num_steps * dp_size))
-    goal = bound * (1 + GOOD_ENOUGH)
-    tried = []
-    u=cost.sum()/dp_size
-    def go():
-        seen=set()
-        for how, tilt in CANDS:
-            heights = water_filled(cost, dp_size, num_steps, tilt)
-            key=(how,*np.round(heights.target/u,4).tolist())
-            if key in seen: continue
-            seen.add(key)
-            f={'r':filled_roomiest,'t':filled_tightest,'c':filled_closest}[how]
-            yield (how,tilt), heights, f(cost, length, heights, dp_size, token_budget)
-    for name, heights, cell in go():
-        if cell is None: continue
-        cells = Cells(cost, length, cell, num_steps, dp_size, token_budget)
-        g=cells.lockstep_cost
-        v = level(cells, heights, TRIAL_ROUNDS, goal)
-        tried.append((v, len(tried), cells, heights,name,g))
-        if v <= goal: break
-    if not tried: return None
-    done=[]
-    for v, i, cells, heights,name,g in sorted(tried, key=lambda t: t[:2])[:FINALISTS]:
-        v2 = level(cells, heights, ROUNDS, goal)
-        v3 = polish(cells, POLISH, goal)
-        done.append((v3,i,cells))
-        if LOG is not None: LOG.append((num_steps,[(t[4],round(t[5]/u,4),round(t[0]/u,4)) for t in tried],name,round(v2/u,4),round(v3/u,4), cells.members.shape))
-        if v3<=goal: break
-    return min(done,key=lambda t:t[:2])[2]
+
+def _packed(problem: Problem, num_steps: int) -> Cells | None:
+    """The best packing found with that many micro-steps; None when none was found."""
+    goal = problem.least_cost(num_steps) * (1 + GOOD_ENOUGH)
+    tried: list[tuple[float, int, Cells, Heights]] = []
+    for heights, cell in _first_packings(problem, num_steps):
+        cells = Cells(problem, cell, num_steps)
+        tried.append((level(cells, heights, TRIAL_ROUNDS, goal), len(tried), cells, heights))
+        if tried[-1][0] <= goal:
+            return cells
+    if not tried:
+        return None
+    _, _, cells, heights = min(tried, key=itemgetter(0, 1))
+    level(cells, heights, ROUNDS, goal)
+    if num_steps * problem.dp_size <= MANY_CELLS:
+        polish(cells, ATTEMPTS, goal)
+    return cells
+
+
+def _first_packings(problem: Problem, num_steps: int) -> Iterator[tuple[Heights, Ints]]:
+    many = num_steps * problem.dp_size > MANY_CELLS
+    seen = set()
+    for fill, tilt in FILLINGS:
+        heights = water_filled(problem, num_steps, tilt)
+        what = (fill, heights.target.tobytes())
+        if what in seen or (many and fill is not filled_roomiest):
+            continue
+        seen.add(what)
+        cell = fill(problem, heights)
+        if cell is not None:
+            yield heights, cell

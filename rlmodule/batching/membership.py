@@ -1,4 +1,4 @@
-"""Which samples share an optimizer step. Decided from the samples, their order and the seed; ranks are not known here."""
+"""Which samples share an optimizer step: decided from the samples, their order and the seed. No rank is known here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ SAMPLES_PER_RANK = 4
 PRICE_OF_GATHERING = 0.1
 # Sizes of the gathered tail that are weighed, per mini-batch.
 TAIL_SIZES = 64
-LOWER=2
+# A block that holds gathered samples gets none of this many strata just below them: a few more long samples could
+# cost it one more micro-step.
+STRATA_SPARED = 2
 
 
 def blocks_in_order(num_samples: int, mini_batch_size: int) -> list[Ints]:
@@ -38,8 +40,6 @@ def blocks_of_one_mix(cost: Floats, mini_batch_size: int, seed: int) -> list[Int
     Returns:
         Positions of each block, ascending.
     """
-    if len(cost) == 0:
-        return []
     falling = by_falling_cost(cost)
     num_gathered = _tail_size(cost[falling], mini_batch_size)
     sizes = np.array([len(block) for block in blocks_in_order(len(cost), mini_batch_size)])
@@ -47,9 +47,8 @@ def blocks_of_one_mix(cost: Floats, mini_batch_size: int, seed: int) -> list[Int
     # Seat k of a block with r seats draws the place (k + u) / r in the sorted rest: one of each stratum to every block.
     drawn = np.random.default_rng(seed).random(int(room.sum()))
     seat = np.arange(len(drawn)) - np.repeat(np.cumsum(room) - room, room)
-    place = (seat + drawn) / np.repeat(room, room)
-    part = np.repeat(room < sizes, room)
-    place[part] = ((seat+drawn+LOWER)/(np.repeat(room,room)+LOWER))[part]
+    spared = np.where((room > 0) & (room < sizes), STRATA_SPARED, 0)
+    place = (seat + np.repeat(spared, room) + drawn) / np.repeat(spared + room, room)
     block = np.empty(len(cost), np.int64)
     block[falling[:num_gathered]] = np.repeat(np.arange(len(sizes)), sizes - room)
     block[falling[num_gathered:]] = np.repeat(np.arange(len(sizes)), room)[np.argsort(place, kind="stable")]
@@ -58,6 +57,8 @@ def blocks_of_one_mix(cost: Floats, mini_batch_size: int, seed: int) -> list[Int
 
 def _tail_size(cost: Floats, mini_batch_size: int) -> int:
     """How many of the dearest samples to keep together; ``cost`` is [n] falling."""
+    if len(cost) <= mini_batch_size:
+        return 0
     within = np.arange(0, mini_batch_size, max(1, mini_batch_size // TAIL_SIZES))
     beyond = np.arange(mini_batch_size, len(cost) // 2 + 1, max(1, mini_batch_size // 4))
     sizes = np.concatenate([within, beyond])

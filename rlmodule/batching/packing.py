@@ -32,32 +32,29 @@ class Packing:
         """Micro-batches of all ranks together."""
         return self.num_steps * self.dp_size
 
-    def sums(self, values: Floats) -> Floats:
+    def sums(self, values: Floats | Ints) -> Floats:
         """[n] a number per sample -> [num_steps, dp_size] its sum over each micro-batch."""
-        total = np.bincount(self.cell, weights=values, minlength=self.num_cells)
+        total = np.bincount(self.cell, weights=values, minlength=self.num_cells).astype(np.float64, copy=False)
         return total.reshape(self.num_steps, self.dp_size)
-
-    def lockstep_cost(self, cost: Floats) -> float:
-        """Sum over micro-steps of the dearest micro-batch."""
-        return float(self.sums(cost).max(axis=1).sum())
 
     def in_order(self, steps: Ints) -> Packing:
         """The same with ``steps[i]`` as micro-step i."""
-        place = np.empty(self.num_steps, np.int64)
-        place[steps] = np.arange(self.num_steps)
-        return replace(self, cell=place[self.cell // self.dp_size] * self.dp_size + self.cell % self.dp_size)
+        new = np.empty(self.num_steps, np.int64)
+        new[steps] = np.arange(self.num_steps)
+        step, place = np.divmod(self.cell, self.dp_size)
+        return replace(self, cell=new[step] * self.dp_size + place)
 
     def with_ranks_evened(self, cost: Floats) -> Packing:
         """The same with each micro-step's cells dealt to the ranks: the dearest to the rank with least work so far."""
         work = np.zeros(self.dp_size)
         rank_of = np.empty((self.num_steps, self.dp_size), np.int64)  # [step, cell of the step] -> rank
-        for step, sums in enumerate(self.sums(cost)):
+        for sums, ranks in zip(self.sums(cost), rank_of, strict=True):
             dearest_first = np.argsort(-sums, kind="stable")
             idlest_first = np.argsort(work, kind="stable")
-            rank_of[step, dearest_first] = idlest_first
+            ranks[dearest_first] = idlest_first
             work[idlest_first] += sums[dearest_first]
-        step = self.cell // self.dp_size
-        return replace(self, cell=step * self.dp_size + rank_of[step, self.cell % self.dp_size])
+        step, place = np.divmod(self.cell, self.dp_size)
+        return replace(self, cell=step * self.dp_size + rank_of[step, place])
 
     def with_steps_multiple_of(self, multiple: int) -> Packing:
         """The same with empty micro-steps added at the end."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from dataclasses import dataclass
 from itertools import count
-from operator import neg
+from operator import itemgetter, neg
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +18,15 @@ from rlmodule.batching.workload import Floats, Numbers, as_floats
 
 Ints = NDArray[np.int64]
 
+# Up to this many sets are put in place one by one, more are sorted: 8 searches cost about as much as sorting 64.
+FEW_SETS = 8
+
 
 def karmarkar_karp(costs: Numbers, num_parts: int, equal_size: bool = False) -> list[list[int]]:
     """Part the items by largest differencing.
 
-    A state is ``num_parts`` disjoint sets, largest sum first. The two states whose spread (largest minus smallest sum) is
-    biggest are merged, the i-th largest set of one with the i-th smallest of the other, until one state is left.
+    A state is ``num_parts`` disjoint sets, largest sum first. The two states whose spread (largest minus smallest sum)
+    is biggest are merged, the i-th largest set of one with the i-th smallest of the other, until one state is left.
     Ties: items by index, states by age, sets with items before empty ones and then in the order of the pairing; so the
     result depends on the costs alone.
 
@@ -89,8 +92,7 @@ def _equal_size(cost: Floats, num_parts: int) -> list[list[int]]:
     return parts
 
 
-@dataclass(frozen=True)
-class _Sets:
+class _Sets(NamedTuple):
     """The sets of a state that hold items, by falling sum; ``nodes`` name them in the tree of merges."""
 
     sums: list[float]
@@ -120,23 +122,25 @@ def _free_size(cost: Floats, num_parts: int) -> list[list[int]]:
 
 def _merge(first: _Sets, second: _Sets, num_parts: int, children: list[tuple[int, int]], num_items: int) -> _Sets:
     """Pair the i-th largest set of ``first`` with the i-th smallest of ``second``, empty sets included."""
-    alone = min(num_parts - len(first.sums), len(second.sums))  # largest sets of second that meet an empty set
-    sums, nodes = list(first.sums), list(first.nodes)
-    for place in range(alone, len(second.sums)):
-        partner = num_parts - 1 - place
-        sums[partner] += second.sums[place]
-        children.append((nodes[partner], second.nodes[place]))
-        nodes[partner] = num_items + len(children) - 1
-    if len(second.sums) == 1 and alone == 1:
-        # The common case by far: one item joins a state that has an empty set.
-        place = bisect_right(sums, -second.sums[0], key=neg)
-        sums.insert(place, second.sums[0])
-        nodes.insert(place, second.nodes[0])
-        return _Sets(sums, nodes)
-    sums += second.sums[:alone][::-1]
-    nodes += second.nodes[:alone][::-1]
-    order = sorted(range(len(sums)), key=sums.__getitem__, reverse=True)  # keeps the order of equal sums
-    return _Sets([sums[i] for i in order], [nodes[i] for i in order])
+    alone = min(num_parts - len(first.sums), len(second.sums))  # largest sets of second that meet an empty one
+    sums, nodes = first  # used up: the sets of the merged state are gathered here
+    untouched = len(sums) - (len(second.sums) - alone)
+    new: list[tuple[float, int]] = []
+    for place in range(untouched, len(sums)):
+        other = num_parts - 1 - place
+        children.append((nodes[place], second.nodes[other]))
+        new.append((sums[place] + second.sums[other], num_items + len(children) - 1))
+    del sums[untouched:], nodes[untouched:]
+    new += zip(second.sums[:alone][::-1], second.nodes[:alone][::-1], strict=True)
+    # Either way sets of equal sum stay in this order.
+    if len(new) <= FEW_SETS:
+        for total, node in new:
+            place = bisect_right(sums, -total, key=neg)
+            sums.insert(place, total)
+            nodes.insert(place, node)
+        return first
+    ranked = sorted([*zip(sums, nodes, strict=True), *new], key=itemgetter(0), reverse=True)
+    return _Sets([total for total, _ in ranked], [node for _, node in ranked])
 
 
 def _leaves(root: int, children: list[tuple[int, int]], num_items: int) -> list[int]:

@@ -75,7 +75,7 @@ class MiniBatchPlan:
     @property
     def lockstep_cost(self) -> float:
         """Cost of the step when all ranks wait for the slowest in every micro-step."""
-        return sum(max(step) for step in zip(*self.cost, strict=True))
+        return float(sum(max(step) for step in zip(*self.cost, strict=True)))
 
     @property
     def lockstep_efficiency(self) -> float:
@@ -165,6 +165,7 @@ def plan_batch(
             packing = plan_classic(block_cost, block_length, dp_size, token_budget, multiple_of)
         else:
             packing = plan_joint(block_cost, block_length, dp_size, token_budget, step_cost, multiple_of)
+        assert micro_batch_size or packing.sums(block_length).max() <= token_budget, "a micro-batch exceeds the budget"
         plans.append(_assemble(metas, block, block_cost, packing, order, multiple_of, sp_size))
     held = np.sort(np.fromiter(chain.from_iterable(plan.positions for plan in plans), np.int64))
     assert np.array_equal(held, np.arange(len(metas))), "the plans together hold each sample once"
@@ -239,7 +240,7 @@ def _check_settings(
     order: str,
     multiple_of: int,
 ) -> None:
-    assert dp_size >= 1 and multiple_of >= 1, f"sizes are positive, got dp_size={dp_size}, multiple_of={multiple_of}"
+    assert min(dp_size, multiple_of) >= 1, f"sizes are positive, got dp_size={dp_size}, multiple_of={multiple_of}"
     settings = {"mini_batch_size": mini_batch_size, "micro_batch_size_per_gpu": micro_batch_size}
     if micro_batch_size is None:
         settings["max_token_len_per_gpu"] = token_budget
@@ -274,7 +275,7 @@ def _costs(metas: Sequence[SampleMeta], length: Ints, cost: Workload | Numbers |
         return workload.cost(length, loss_tokens), workload.step_cost
     costs = as_floats(cost)
     assert costs.shape == length.shape, f"one cost per sample: {len(length)} samples, costs of shape {costs.shape}"
-    assert np.isfinite(costs).all() and (costs >= 0).all(), "costs are finite and not negative"
+    assert (np.isfinite(costs) & (costs >= 0)).all(), "costs are finite and not negative"
     return costs, 0.0
 
 

@@ -21,8 +21,8 @@ Numbers = Sequence[int] | Sequence[float] | NDArray[Any] | Tensor
 # A multiplication and an addition; and backward has two matrix products for each one of forward.
 FLOPS_PER_WEIGHT = 2 * 3
 
-# Forward and backward of a 7B model with hidden size 4096 cost about 24 h^2 L + 4 h L^2 per layer up to a common factor;
-# divided by 4 h that is 6 h L + L^2, and 6 * 4096 = 24576.
+# A layer of width h costs about 24 h^2 L + 4 h L^2, up to a common factor; divided by 4 h that is 6 h L + L^2, and
+# 6 * 4096 = 24576 for a 7B model.
 DEFAULT_LINEAR_COST = 24576.0
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import perf_counter
 
 import lightning as L
@@ -25,6 +24,7 @@ from rlmodule.journal import Record
 from rlmodule.run_context import RunContext, Running
 
 LOG_NAME = "train.log"
+LABEL_WIDTH = 12  # characters of the label of a line of the plan
 BAR_WIDTH = 16  # characters; the facts beside it need the rest of 80 columns
 
 # metric -> how it is worded. Demonstrations have a loss to show instead of a reward.
@@ -70,22 +70,20 @@ class ShowProgress(L.Callback):
         self.console = console
         self.state = State(context.max_iterations)
         self._live: Live | None = None
-        self._sink: Callable[[str], None] = lambda line: None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Begin to listen; the first responses are sampled right after."""
+        """Show the plan of the run and begin to listen; the first responses are sampled right after."""
         if not self.context.is_first:
             return
         running = Running.of(trainer)
         self.state.is_sampled = running.rollouts is not None
         self.state.collecting = lambda: running.data.watch.seconds
         self.context.journal.listen(self.on_record, self.on_phase)
-        log = self.context.run_dir / LOG_NAME
-        is_drawn = self.settings.live and self.console.is_terminal
-        self._sink = lambda line: self._append(log, line, echo=not is_drawn)
+        for label, words in self.context.describe.items():
+            self._say(f"{label:<{LABEL_WIDTH}} {words}")
         if self.context.resumed_step is not None:
-            self._sink(f"resumed at step {self.context.resumed_step}")
-        if is_drawn:
+            self._say(f"resumed at step {self.context.resumed_step}")
+        if self.settings.live and self.console.is_terminal:
             self._live = Live(self.state, console=self.console, refresh_per_second=self.settings.refresh_per_second)
             self._live.start()
 
@@ -97,9 +95,9 @@ class ShowProgress(L.Callback):
         """Numbers are in; an iteration and a validation are worth a line."""
         self.state.take(record)
         if record.kind == "iteration":
-            self._sink(self.state.iteration_line(record))
+            self._say(self.state.iteration_line(record))
         elif record.kind == "validation":
-            self._sink(validation_line(record, len(self.context.val_prompts)))
+            self._say(validation_line(record, len(self.context.val_prompts)))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave the last state on the screen."""
@@ -115,11 +113,12 @@ class ShowProgress(L.Callback):
         """Give the terminal back also where there was nothing left to train."""
         self._stop()
 
-    def _append(self, log: Path, line: str, *, echo: bool) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("a", encoding="utf-8") as file:
+    def _say(self, line: str) -> None:
+        """A line for the log, and for people too unless they have the bar to look at."""
+        self.context.run_dir.mkdir(parents=True, exist_ok=True)
+        with (self.context.run_dir / LOG_NAME).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-        if echo:
+        if self._live is None:
             print(line, file=self.console.file, flush=True)
 
     def _stop(self) -> None:

@@ -202,7 +202,10 @@ PANELS = (
     Panel(
         "Entropy and gradient",
         "entropy, nats per token",
-        (Curve("actor/entropy", "entropy", BLUE), Curve("actor/grad_norm", "gradient norm (right)", ORANGE, on_right=True)),
+        (
+            Curve("actor/entropy", "entropy", BLUE),
+            Curve("actor/grad_norm", "gradient norm (right)", ORANGE, on_right=True),
+        ),
         right="gradient norm before clipping",
     ),
     Panel(

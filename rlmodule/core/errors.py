@@ -65,10 +65,14 @@ class TrainingError(RLModuleError):
     """The run cannot go on, for a reason that lies in the data, the settings or the machine."""
 
 
+_SHORT_LIST = 12  # names that still read as one line
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Sentence that lists the nearest known words, or all of them; empty when none are known."""
+    """Sentence that names the nearest known words, and all of them where they are few; empty when none are known."""
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
-    if near:
-        return f"Did you mean {' or '.join(near)}? Known: {', '.join(names)}"
-    return f"Known: {', '.join(names)}" if names else ""
+    parts = [f"Did you mean {' or '.join(near)}?"] if near else []
+    if names and (len(names) <= _SHORT_LIST or not near):
+        parts.append(f"Known: {', '.join(names)}")
+    return " ".join(parts)

@@ -209,6 +209,7 @@ def _kernel_runs_on(x: Tensor) -> bool:
         x.device.type == "cuda"
         and torch.version.hip is None
         and x.dtype in (torch.float16, torch.bfloat16)
+        and x.shape[-1] % 8 == 0
         and x.shape[-1] <= 256
         and torch.cuda.get_device_capability(x.device) >= (8, 0)
     )

@@ -132,13 +132,17 @@ class _LinearLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             product_weight = weight.to(head.dtype)
             buffers = head.buffers(hidden, weight)
+            scratch = torch.empty_like(buffers[1]) if head.with_entropy else None
             for part in _chunks(num_tokens, head.chunk_size):
                 z, slope = head.fill(buffers, hidden[part].to(head.dtype), product_weight, bias)
                 peak = z.amax(-1)
                 z.sub_(peak.unsqueeze(-1))
                 of_label = z.gather(-1, labels[part].unsqueeze(-1)).squeeze(-1)
                 is_kept = part.stop == num_tokens and any(ctx.needs_input_grad)
-                exponential = z.exp() if is_kept or head.with_entropy else z.exp_()
+                if scratch is not None:
+                    exponential = torch.exp(z, out=scratch[: len(z)])
+                else:
+                    exponential = z.exp() if is_kept else z.exp_()
                 total = exponential.sum(-1)
                 logprob[part] = of_label - total.log()
                 normaliser[part] = peak + total.log()
@@ -171,6 +175,7 @@ class _LinearLogprobs(torch.autograd.Function):
         # Taken, not read: the other chunks overwrite it, so a second backward has to make the last chunk anew.
         kept, ctx.kept = ctx.kept, None
         buffers = head.buffers(hidden, weight) if kept is None else kept[0]
+        scratch = None if grad_entropy is None else torch.empty_like(buffers[1])
         with torch.autocast(hidden.device.type, enabled=False):
             product_weight = weight.to(head.dtype)
             for part in reversed(_chunks(len(hidden), head.chunk_size)):
@@ -187,6 +192,7 @@ class _LinearLogprobs(torch.autograd.Function):
                     None if grad_logprob is None else grad_logprob[part],
                     None if grad_entropy is None else grad_entropy[part],
                     entropy[part],
+                    scratch,
                 )
                 if head.temperature != 1.0:
                     grad_z.div_(head.temperature)
@@ -209,7 +215,12 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _grad_logits_(
-    logp: Tensor, labels: Tensor | None, grad_logprob: Tensor | None, grad_entropy: Tensor | None, entropy: Tensor
+    logp: Tensor,
+    labels: Tensor | None,
+    grad_logprob: Tensor | None,
+    grad_entropy: Tensor | None,
+    entropy: Tensor,
+    scratch: Tensor | None,
 ) -> Tensor:
     """[C, V] log-probabilities, overwritten by the gradient of the logits.
 
@@ -221,7 +232,7 @@ def _grad_logits_(
             return grad.zero_()
         grad.mul_(-grad_logprob.unsqueeze(-1))
     else:
-        probability = logp.clamp_(min=LOGPROB_FLOOR).exp()
+        probability = torch.exp(logp.clamp_(min=LOGPROB_FLOOR), out=None if scratch is None else scratch[: len(logp)])
         per_row = grad_entropy * entropy if grad_logprob is None else grad_entropy * entropy + grad_logprob
         grad = logp.mul_(grad_entropy.unsqueeze(-1)).add_(per_row.unsqueeze(-1)).mul_(probability).neg_()
     if grad_logprob is not None and labels is not None:
@@ -293,7 +304,7 @@ class _ChunkedEntropy(torch.autograd.Function):
         grad = torch.empty_like(logits)
         for part in _chunks(len(logits), ctx.chunk_size):
             logp = _log_softmax(logits[part], ctx.temperature)
-            grad[part] = _grad_logits_(logp, None, None, grad_entropy[part], entropy[part]).div_(ctx.temperature)
+            grad[part] = _grad_logits_(logp, None, None, grad_entropy[part], entropy[part], None).div_(ctx.temperature)
         return grad, None, None
 
 

@@ -52,7 +52,9 @@ def scored(sample_id: int, prompt: str, response: str, reward: float | None, **p
     return ScoredSample(sample, Score(reward, parts))
 
 
-def context_in(run_dir: Path, *, is_first: bool = True, resumed_step: int | None = None, iterations: int = 2) -> RunContext:
+def context_in(
+    run_dir: Path, *, is_first: bool = True, resumed_step: int | None = None, iterations: int = 2
+) -> RunContext:
     return RunContext(
         run_dir=run_dir,
         is_first=is_first,

@@ -47,7 +47,10 @@ ARCHITECTURE = {
     "eos_token_id": 257,
     "pad_token_id": 256,
 }
-PROMPTS = [Prompt(row=i, ids=tuple(TOKENIZER.encode(f"sort {i}{9 - i}")), text=f"sort {i}{9 - i}", source="sort") for i in range(4)]
+PROMPTS = [
+    Prompt(row=i, ids=tuple(TOKENIZER.encode(f"sort {i}{9 - i}")), text=f"sort {i}{9 - i}", source="sort")
+    for i in range(4)
+]
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class EvenTokens:
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         return [
-            Score(None) if s.sample_id % 5 == 4 else Score(float((s.response_ids % 2 == 0).double().mean()), {"length": len(s.response_ids)})
+            Score(None)
+            if s.sample_id % 5 == 4
+            else Score(float((s.response_ids % 2 == 0).double().mean()), {"length": len(s.response_ids)})
             for s in samples
         ]
 
@@ -97,7 +102,9 @@ class SmallRun:
             lambda: strategy.wrapped("policy"), lambda: strategy.eval_mode("policy"), TOKENIZER, torch.device("cpu")
         )
         stream = PromptStream(len(PROMPTS), seed=0)
-        source: Source = RolloutSource(PROMPTS, stream, 4, 2, lambda: engine, self.reward, lambda: strategy.layout, seed=0)
+        source: Source = RolloutSource(
+            PROMPTS, stream, 4, 2, lambda: engine, self.reward, lambda: strategy.layout, seed=0
+        )
         if self.imitates:
             demonstrations = [scored(i, prompt.text, "09", 1.0).sample for i, prompt in enumerate(PROMPTS)]
             source = DemonstrationSource(demonstrations, stream, 8, lambda: strategy.layout)
@@ -128,7 +135,9 @@ class SmallRun:
             {"policy": policy}, objective, OptimizerConfig(lr=1e-2, warmup_steps=0), run_steps=8, max_skipped_in_a_row=3
         )
         callbacks = [CALLBACKS.get(name)(**kwargs).connect(context) for name, kwargs in self.settings.items()]
-        self._trainer(strategy, [*callbacks, *self.extra]).fit(module, datamodule=data, ckpt_path=checkpoint, weights_only=True)
+        self._trainer(strategy, [*callbacks, *self.extra]).fit(
+            module, datamodule=data, ckpt_path=checkpoint, weights_only=True
+        )
         return context
 
     def on_rank(self, rank: int, world_size: int) -> SmallRun:
@@ -142,7 +151,11 @@ class SmallRun:
 
     def _trainer(self, strategy: Any, callbacks: list[L.Callback]) -> L.Trainer:
         logger = TensorBoardLogger(
-            self.run_dir, name="tensorboard", version="", default_hp_metric=False, purge_step=purge_step(self.resumed_step)
+            self.run_dir,
+            name="tensorboard",
+            version="",
+            default_hp_metric=False,
+            purge_step=purge_step(self.resumed_step),
         )
         return L.Trainer(
             accelerator="cpu",

@@ -10,7 +10,17 @@ import time
 
 import pytest
 
-from rlmodule.journal import Journal, PhaseClock, Record, RecordFile, from_line, read_records, rewind, to_line, whole_file
+from rlmodule.journal import (
+    Journal,
+    PhaseClock,
+    Record,
+    RecordFile,
+    from_line,
+    read_records,
+    rewind,
+    to_line,
+    whole_file,
+)
 
 
 def test_a_record_survives_its_line_exactly():
@@ -24,7 +34,8 @@ def test_numbers_json_has_no_word_for_are_null_and_named():
     assert (line["a"], line["b"], line["c"], line["d"]) == (None, None, None, 1.0)
     assert (line["nan"], line["inf"], line["-inf"]) == (["a"], ["b"], ["c"])
     back = from_line(to_line(record)).metrics
-    assert math.isnan(back["a"]) and (back["b"], back["c"]) == (math.inf, -math.inf)
+    assert math.isnan(back["a"])
+    assert (back["b"], back["c"]) == (math.inf, -math.inf)
     assert set(back) == set(record.metrics)
 
 
@@ -68,9 +79,14 @@ def test_rewinding_without_a_file_keeps_nothing(tmp_path):
 def test_a_file_whose_writing_fails_is_left_as_it_was(tmp_path):
     path = tmp_path / "summary.json"
     path.write_text("old")
-    with pytest.raises(OSError, match="full"), whole_file(path) as aside:
-        aside.write_text("ne")
-        raise OSError("the disk is full")
+
+    def write_half() -> None:
+        with whole_file(path) as aside:
+            aside.write_text("ne")
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        write_half()
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["summary.json"]
 
@@ -81,18 +97,21 @@ def test_time_is_counted_in_one_phase_at_a_time():
     clock.switch("update")
     time.sleep(0.01)
     laps = clock.read()
-    assert laps["collect"].seconds >= 0.02 and laps["update"].seconds >= 0.01
+    assert laps["collect"].seconds >= 0.02
+    assert laps["update"].seconds >= 0.01
     assert laps["update"].seconds < clock.read()["update"].seconds  # it goes on
 
 
 def test_an_interrupting_phase_gives_the_word_back_and_says_how_long_it_took():
-    journal, phases = Journal(), []
+    journal, phases, laps = Journal(), [], []
     journal.listen(on_phase=phases.append)
     journal.begin_iteration(0)
     for _ in range(2):
         with journal.phase("validate") as lap:
             time.sleep(0.01)
-        assert 0.01 <= lap.seconds < 0.02 + journal.clock.read()["validate"].seconds / 2
+        laps.append(lap)
+    assert all(lap.seconds >= 0.01 for lap in laps)
+    assert sum(lap.seconds for lap in laps) == pytest.approx(journal.clock.read()["validate"].seconds)
     assert phases == ["collect", "validate", "collect", "validate", "collect"]
     assert journal.iteration == 1
 
@@ -103,4 +122,5 @@ def test_every_listener_hears_every_record():
     journal.listen(on_record=heard.append)
     record = Record("step", 1, 1, {})
     journal.add(record)
-    assert heard == [record, record] and journal.records == [record]
+    assert heard == [record, record]
+    assert journal.records == [record]

@@ -2,12 +2,17 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from torch.utils.tensorboard import SummaryWriter
 
-from rlmodule.callbacks.metrics import MetricsSettings, purge_step, write_end, write_frame, write_histograms, write_scalars
+from rlmodule.callbacks.metrics import (
+    purge_step,
+    write_end,
+    write_frame,
+    write_histograms,
+    write_scalars,
+)
 from rlmodule.journal import Record
 from tests.callbacks.builders import context_in, fact, iteration_of
 
@@ -36,7 +41,10 @@ def test_histograms_hold_every_scored_response(tmp_path):
     with SummaryWriter(tmp_path) as writer:
         write_histograms(writer, iteration, step=4)
     events = read(tmp_path)
-    counts = {name: events.Histograms(f"distribution/{name}")[0].histogram_value.num for name in ("reward", "response_length", "advantage")}
+    counts = {
+        name: events.Histograms(f"distribution/{name}")[0].histogram_value.num
+        for name in ("reward", "response_length", "advantage")
+    }
     assert counts == {"reward": 2, "response_length": 3, "advantage": 2}
 
 
@@ -54,17 +62,12 @@ def test_settings_and_charts_are_there_and_add_no_point_to_a_curve(tmp_path):
     events = read(tmp_path)
     assert [event.value for event in events.Scalars("val/accuracy")] == [0.5]
     assert "custom_scalars__config__" in events.Tags()["tensors"]
-    parts = {tag: HParamsPluginData.FromString(content) for tag, content in events.PluginTagToContent("hparams").items()}
+    parts = {
+        tag: HParamsPluginData.FromString(content) for tag, content in events.PluginTagToContent("hparams").items()
+    }
     settings = parts["_hparams_/session_start_info"].session_start_info.hparams
     assert settings["optimizer.lr"].number_value == 1e-4
     assert (settings["data.files"].string_value, settings["flag"].string_value) == ("['a', 'b']", "True")
     metrics = parts["_hparams_/experiment"].experiment.metric_infos
     assert [metric.name.tag for metric in metrics] == ["val/accuracy", "reward/mean"]
     assert "_hparams_/session_end_info" in parts
-
-
-def test_nan_is_named_once(tmp_path):
-    callback = MetricsSettings().connect(context_in(tmp_path))
-    with pytest.warns(UserWarning, match=r"NaN at step 3 \(iteration\): reward/mean, reward/std"):
-        callback._name_nan(Record("iteration", 3, 1, {"reward/std": math.nan, "reward/mean": math.nan, "reward/unscored": 2.0}))
-    callback._name_nan(Record("iteration", 6, 2, {"reward/mean": math.nan}))

@@ -11,7 +11,7 @@ from rlmodule.summary import reward_metrics
 from tests.callbacks.builders import fact
 
 
-def test_MET_06_after_a_resume_every_step_is_there_once_and_in_order(tmp_path):
+def test_met_06_after_a_resume_every_step_is_there_once_and_in_order(tmp_path):
     crash_step, checkpoint_step, end_step = 9, 6, 12
     path = tmp_path / "metrics.jsonl"
 
@@ -36,7 +36,7 @@ def test_MET_06_after_a_resume_every_step_is_there_once_and_in_order(tmp_path):
     assert [event.step for event in events.Scalars("actor/pg_loss")] == expected
 
 
-def test_REW_04_the_mean_reward_leaves_out_what_could_not_be_scored():
+def test_rew_04_the_mean_reward_leaves_out_what_could_not_be_scored():
     scores = [1.0, 1.0, 0.5]
     failed = 1
     facts = [fact(i, None if i == failed else score) for i, score in enumerate(scores)]

@@ -109,7 +109,7 @@ def test_any_lengths_work_empty_segments_too(lengths):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_bat_15_no_attention_across_packed_sequences(options):
-    """Running means within each document: 1, (1+3)/2 = 2; and whatever the first holds, NaN too, the second stays put."""
+    """Running means within each document: 1, (1+3)/2 = 2; whatever the first holds, NaN too, the second stays put."""
     flat = torch.zeros(1, 1, 4, SIZE)
     value = flat.clone()
     value[0, 0, :, 0] = torch.tensor([100.0, 100.0, 1.0, 3.0])
@@ -205,3 +205,23 @@ def test_decoding_one_token_is_the_last_row_of_the_whole_segment(options, heads,
     for row, length in enumerate(lengths):
         key[row, :, length:], value[row, :, length:] = -1e3, 1e3
     assert torch.equal(ragged_decode_attention(query, key, value, torch.tensor(lengths), SCALING, **options), out)
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length kernel needs a CUDA device")
+
+
+@needs_cuda
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_cuda_every_segment_is_causal_attention_to_itself(options, dtype):
+    on_host = draw(LENGTHS, dtype=dtype)
+    inputs = [x.cuda().requires_grad_() for x in on_host]
+    exact = [x.double().requires_grad_() for x in on_host]
+    out = packed_attention(*inputs, borders(LENGTHS).cuda(), SCALING, **options)
+    expected = by_definition(*exact, LENGTHS, **options)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(out.double().cpu(), expected, rtol=tolerance, atol=tolerance)
+    gradient = torch.autograd.grad(out.float().square().sum(), inputs)
+    by_hand = torch.autograd.grad(expected.square().sum(), exact)
+    for got, wanted in zip(gradient, by_hand, strict=True):
+        torch.testing.assert_close(got.double().cpu(), wanted, rtol=5 * tolerance, atol=5 * tolerance)

@@ -240,3 +240,17 @@ def test_given_logits_may_have_any_leading_shape():
     assert entropy_from_logits(logits[:, :0]).shape == (2, 0)
     with pytest.raises(ValueError, match="temperature"):
         logprobs_from_logits(logits, labels, 0.0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the head on a CUDA device with float64 on the host")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_cuda_the_head_agrees_with_float64_on_the_host(dtype):
+    hidden, weight, _, labels = problem(dtype, num_tokens=50)
+    on_device = [x.detach().cuda().requires_grad_() for x in (hidden, weight)]
+    out = linear_logprobs(*on_device, labels.cuda(), temperature=0.8, chunk_size=8, with_entropy=True)
+    expected = plain(hidden, weight, None, labels, temperature=0.8)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(tuple(x.double().cpu() for x in out), expected, rtol=tolerance, atol=tolerance)
+    gradient = torch.autograd.grad(sum(out).sum(), on_device)
+    for got, wanted in zip(gradient, torch.autograd.grad(sum(expected).sum(), (hidden, weight)), strict=True):
+        torch.testing.assert_close(got.double().cpu(), wanted.double(), rtol=tolerance, atol=5 * tolerance)

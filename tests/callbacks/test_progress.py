@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from rlmodule.callbacks import CALLBACKS
+from rlmodule.callbacks.progress import State, clock, finest_phase, validation_line
+from rlmodule.core.errors import ConfigError
+from rlmodule.journal import Record
+
+ITERATION = {"reward/mean": 0.5, "response_length/mean": 5.25, "perf/tokens_per_s": 1234.5, "timing_s/iteration": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("behind", "activity"), [((), "rollout"), (("rollout",), "reward"), (("rollout", "reward", "plan"), "score")]
+)
+def test_what_collecting_is_at_follows_from_what_it_has_behind_it(behind, activity):
+    assert finest_phase(dict.fromkeys(behind, 1.0)) == activity
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.4, "0:00"), (59.6, "1:00"), (125, "2:05"), (3723, "1:02:03")])
+def test_time_left_is_read_at_a_glance(seconds, shown):
+    assert clock(seconds) == shown
+
+
+def test_a_line_shows_what_was_ever_seen_and_nothing_else():
+    state = State(max_iterations=10)
+    state.enter("update", 3)
+    record = Record("iteration", 12, 3, ITERATION)
+    state.take(record)
+    line = state.iteration_line(record).rsplit("  ", 1)[0]
+    assert line == "iteration  3/10  step 12  reward 0.500  length 5.2  1,234 tokens/s  2.0 s"
+    state.take(Record("validation", 12, 3, {"val/accuracy": 0.75}))
+    assert "val 0.750" in state.iteration_line(record)
+
+
+def test_imitation_shows_its_loss():
+    state = State(max_iterations=10, is_sampled=False)
+    state.take(Record("step", 1, 1, {"actor/loss": 1.5}))
+    assert state.facts(()) == ["loss 1.5000"]
+
+
+def test_time_left_is_known_after_an_iteration_and_counts_those_before_a_resume_as_done():
+    state = State(max_iterations=10)
+    state.enter("collect", 8)
+    assert (state.done, state.seconds_left) == (7, None)
+    state.take(Record("iteration", 32, 8, ITERATION))
+    left = state.seconds_left
+    assert left is not None
+    assert left >= 0
+    state.take(Record("iteration", 40, 10, ITERATION))
+    assert state.seconds_left == 0
+
+
+def test_the_bar_fits_a_narrow_terminal():
+    state = State(max_iterations=100)
+    state.enter("update", 42)
+    state.take(Record("iteration", 168, 42, ITERATION | {"val/accuracy": 0.75}))
+    console = Console(width=80, force_terminal=True, color_system=None)
+    with console.capture() as capture:
+        console.print(state)
+    assert capture.get().count("\n") == 1
+    assert "update" in capture.get()
+    assert "42/100" in capture.get()
+    assert "reward 0.500" in capture.get()
+
+
+def test_a_validation_line_says_over_how_many_prompts():
+    record = Record("validation", 0, 0, {"val/accuracy": 0.25, "val/response_length": 5.0, "timing_s/validation": 0.5})
+    assert validation_line(record, 256) == "validation  step 0  accuracy 0.250 of 256 prompts  length 5.0  0.5 s"
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(ConfigError, match="refresh_per_second=0"):
+        CALLBACKS.get("progress")(refresh_per_second=0)
+    with pytest.raises(ConfigError, match="every_n_iterations=-1"):
+        CALLBACKS.get("validation")(every_n_iterations=-1)
+    with pytest.raises(ConfigError, match="text_rows=-1"):
+        CALLBACKS.get("samples")(text_rows=-1)
+    with pytest.raises(ConfigError, match="dpi=0"):
+        CALLBACKS.get("report")(dpi=0)

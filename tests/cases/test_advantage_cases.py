@@ -1,0 +1,78 @@
+"""Shared bug cases of the advantages: numbers and tolerances copied from the case list, id in each test's name."""
+
+import math
+
+import pytest
+import torch
+
+from rlmodule.advantages.grpo import GRPO
+from rlmodule.advantages.rloo import RLOO
+from rlmodule.ops.masked import place_at_end, whiten
+from tests.helpers.laws import scored
+
+TOLERANCE = 1e-5
+MEAN_CENTRED = GRPO(normalize_by_std=False)
+
+
+def close(value, tolerance=TOLERANCE):
+    return pytest.approx(value, rel=0, abs=tolerance)
+
+
+@pytest.mark.parametrize("estimator", [GRPO(eps=1e-6), MEAN_CENTRED, RLOO()])
+@pytest.mark.parametrize("group", [[0.7, 0.7, 0.7, 0.7], [0.1, 0.1, 0.1], [0.0, 0.0]])
+def test_adv_01_a_group_with_identical_rewards_gets_exact_zeros(estimator, group):
+    assert estimator(scored(group, [3] * len(group))).tolist() == [0.0] * len(group)
+
+
+@pytest.mark.parametrize("estimator", [GRPO(), MEAN_CENTRED, RLOO()])
+def test_adv_03_a_group_of_one_gets_zero_from_every_estimator(estimator):
+    """0 is one of the two allowed values; refusing a configured group size of 1 is the preflight's part."""
+    assert estimator.needs_group
+    assert estimator(scored([0.7], [0])).tolist() == [0.0]
+
+
+def test_adv_04_groups_are_formed_by_id():
+    """Rows u1 and u3 share the prompt P; positions are interleaved."""
+    uid = ["u1", "u2", "u1", "u2", "u3", "u3"]
+    groups = [{"u1": 11, "u2": 12, "u3": 13}[u] for u in uid]
+    assert MEAN_CENTRED(scored([1.0, 1.0, 0.0, 0.0, 1.0, 1.0], groups)).tolist() == close(
+        [0.5, 0.5, -0.5, -0.5, 0.0, 0.0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        (RLOO(), [0.8, -0.4]),
+        (GRPO(eps=1e-6), [1.290991948740647, -0.6454959743703235]),
+        (MEAN_CENTRED, [0.6666666666666666, -0.3333333333333333]),
+    ],
+)
+def test_adv_05_reference_table(estimator, expected):
+    out = estimator(scored([1.0, 1.0, 0.0, 0.0, 0.0, 0.0], [0] * 6)).tolist()
+    assert out == close([expected[0]] * 2 + [expected[1]] * 4)
+    assert sum(out) == close(0.0)
+
+
+@pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
+def test_adv_06_a_missing_reward_leaves_statistics_and_gets_zero(missing):
+    x = scored([1.0, 0.0, missing, 0.5], [0, 0, 0, 0])
+    assert MEAN_CENTRED(x).tolist() == close([0.5, -0.5, 0.0, 0.0])
+    assert GRPO(eps=0.0)(x).tolist() == close([1.0, -1.0, 0.0, 0.0])
+    # Against the mean of the other two: 1 - 0.25, 0 - 0.75, 0.5 - 0.5.
+    assert RLOO()(x).tolist() == close([0.75, -0.75, 0.0, 0.0])
+
+
+def test_adv_09_the_score_position_comes_from_the_length():
+    """Every id may be the pad id, which is the end id too; only lengths count."""
+    out = place_at_end(torch.tensor([0.8, 0.8, 0.8]), torch.tensor([3, 5, 1]), width=5)
+    assert out.dtype == torch.float32
+    expected = [[0.0, 0.0, 0.8, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.8], [0.8, 0.0, 0.0, 0.0, 0.0]]
+    assert torch.equal(out, torch.tensor(expected))
+
+
+def test_adv_11_whitening_with_one_or_no_valid_token_changes_nothing():
+    values = torch.tensor([3.0, 8.0])
+    assert whiten(values, torch.tensor([True, False]))[0].item() == 3.0
+    assert torch.equal(whiten(values, torch.tensor([False, False])), values)
+    assert whiten(values[:0], torch.empty(0, dtype=torch.bool)).shape == (0,)
