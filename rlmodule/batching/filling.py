@@ -7,7 +7,6 @@ place``. Levelling what comes out is in ``exchange.py``.
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from rlmodule.batching.partition import Ints
 from rlmodule.batching.workload import Floats
 
-# How many cells the tightest fit looks at before it leaves the tall micro-steps.
+# How many cells a close or tight fit looks at in order of preference.
 FIT_ATTEMPTS = 8
 
 
@@ -128,7 +127,7 @@ def filled_closest(problem: Problem, heights: Heights) -> Ints | None:
 
     def place(cost: float, tokens: int) -> int | None:
         start = bisect_left(by_room, (cost, -1))
-        for at in chain(range(start, len(by_room)), range(start - 1, -1, -1)):
+        for at in chain(range(start, len(by_room))[:FIT_ATTEMPTS], range(start)[: -FIT_ATTEMPTS - 1 : -1]):
             room, cell = by_room[at]
             if free[cell] >= tokens:
                 del by_room[at]
@@ -146,12 +145,13 @@ def filled_tightest(problem: Problem, heights: Heights) -> Ints | None:
     For budgets that bind: the last micro-step then holds short samples only, and is cheap.
 
     Returns:
-        As ``filled_roomiest``.
+        As ``filled_roomiest``; None too when there is but one micro-step.
     """
     target = np.repeat(heights.target, problem.dp_size).tolist()
-    num_tall = len(target) - problem.dp_size or len(target)
-    # A single micro-step has nothing to leave samples to: it is filled whatever its height.
-    room = target[:num_tall] if num_tall < len(target) else [math.inf] * num_tall
+    num_tall = len(target) - problem.dp_size
+    if num_tall == 0:
+        return None
+    room = target[:num_tall]
     by_free = [(problem.token_budget, cell) for cell in range(num_tall)]
     rest = _CellsByRoom(target, range(num_tall, len(target)), problem.token_budget)
 

@@ -24,8 +24,9 @@ from rlmodule.batching.packing import Packing
 from rlmodule.batching.partition import Ints, by_falling_cost
 from rlmodule.batching.workload import Floats
 
-# Over the bound by this part is as good as level: clocks and kernels of real ranks differ by more.
-GOOD_ENOUGH = 7e-4
+# Over the bound by this part is as good as level: clocks and kernels of real ranks differ by more. A packing that is
+# near after its trial is levelled at once, before others are tried.
+GOOD_ENOUGH, NEAR = 7e-4, 3e-3
 # First packings in the order they are tried, with the tilt of their heights.
 FILLINGS = (
     (filled_roomiest, 0.0),
@@ -84,13 +85,17 @@ def _best_cells(problem: Problem, step_cost: float, multiple_of: int) -> Cells:
 
 def _packed(problem: Problem, num_steps: int) -> Cells | None:
     """The best packing found with that many micro-steps; None when none was found."""
-    goal = problem.least_cost(num_steps) * (1 + GOOD_ENOUGH)
+    least = problem.least_cost(num_steps)
+    goal = least * (1 + GOOD_ENOUGH)
     tried: list[tuple[float, int, Cells, Heights]] = []
     for heights, cell in _first_packings(problem, num_steps):
         cells = Cells(problem, cell, num_steps)
-        tried.append((level(cells, heights, TRIAL_ROUNDS, goal), len(tried), cells, heights))
-        if tried[-1][0] <= goal:
+        reached = level(cells, heights, TRIAL_ROUNDS, goal)
+        if reached <= least * (1 + NEAR):
+            reached = level(cells, heights, ROUNDS, goal)
+        if reached <= goal:
             return cells
+        tried.append((reached, len(tried), cells, heights))
     if not tried:
         return None
     _, _, cells, heights = min(tried, key=itemgetter(0, 1))

@@ -111,7 +111,7 @@ def test_an_interrupting_phase_gives_the_word_back_and_says_how_long_it_took():
             time.sleep(0.01)
         laps.append(lap)
     assert all(lap.seconds >= 0.01 for lap in laps)
-    assert sum(lap.seconds for lap in laps) == pytest.approx(journal.clock.read()["validate"].seconds)
+    assert sum(lap.seconds for lap in laps) <= journal.clock.read()["validate"].seconds  # no lap counts another's time
     assert phases == ["collect", "validate", "collect", "validate", "collect"]
     assert journal.iteration == 1
 
