@@ -37,7 +37,10 @@ class OptimizerConfig:
         more_than("eps", self.eps, 0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
-                key="betas", got=self.betas, because="two numbers are needed, at least 0 and below 1", fix="Use [0.9,0.95]"
+                key="betas",
+                got=self.betas,
+                because="two numbers are needed, at least 0 and below 1",
+                fix="Use [0.9,0.95]",
             )
 
 

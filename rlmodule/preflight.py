@@ -27,7 +27,10 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     _check_positions(settings, hf_config)
     if settings.rollout.temperature != 1.0 and settings.algorithm.source == "demonstrations":
         raise ConfigError(
-            key="rollout.temperature", got=settings.rollout.temperature, because="demonstrations are imitated at temperature 1", fix="Use 1.0"
+            key="rollout.temperature",
+            got=settings.rollout.temperature,
+            because="demonstrations are imitated at temperature 1",
+            fix="Use 1.0",
         )
 
 
@@ -114,8 +117,10 @@ class RunPlan:
         s = self.settings
         per_iteration = s.algorithm.train_batch_size
         imitates = s.algorithm.source == "demonstrations"
-        samples = f"{per_iteration} demonstrations" if imitates else (
-            f"{per_iteration} prompts x {s.rollout.n} responses = {per_iteration * s.rollout.n} samples"
+        samples = (
+            f"{per_iteration} demonstrations"
+            if imitates
+            else (f"{per_iteration} prompts x {s.rollout.n} responses = {per_iteration * s.rollout.n} samples")
         )
         micro = (
             f"at most {s.batching.max_token_len_per_gpu:,} tokens per micro-batch and device ({s.batching.planner} planner)"

@@ -43,7 +43,7 @@ class ExportPolicy(L.Callback):
         """Every rank takes part in the stream; the first one writes."""
         if trainer.datamodule.next_iteration < self.context.max_iterations:
             return
-        weights = {name: tensor for name, tensor in trainer.strategy.full_weights("policy", self.dtype)}
+        weights = dict(trainer.strategy.full_weights("policy", self.dtype))
         if trainer.is_global_zero:
             folder = self.context.run_dir / "policy"
             aside = folder.with_name("policy.writing")

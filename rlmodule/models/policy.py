@@ -93,7 +93,10 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         raise ConfigError(
-            key="model.architecture.model_type", got=model_type, because="transformers knows no such model", fix=did_you_mean(model_type, CONFIG_MAPPING)
+            key="model.architecture.model_type",
+            got=model_type,
+            because="transformers knows no such model",
+            fix=did_you_mean(model_type, CONFIG_MAPPING),
         ) from None
     unknown = [name for name in values if not hasattr(type(made)(), name)]
     if unknown:
@@ -109,7 +112,11 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
 def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> PolicyModel:
     """Load the weights in fp32, or draw random ones from ``seed`` without touching the global random state."""
     hf_config = load_model_config(config)
-    options: dict[str, Any] = {"attn_implementation": ATTENTION, "dtype": torch.float32, "trust_remote_code": config.trust_remote_code}
+    options: dict[str, Any] = {
+        "attn_implementation": ATTENTION,
+        "dtype": torch.float32,
+        "trust_remote_code": config.trust_remote_code,
+    }
     try:
         if config.path is not None:
             lm = AutoModelForCausalLM.from_pretrained(config.path, **options)
@@ -144,7 +151,7 @@ def _refuse_leaks(lm: nn.Module, config: ModelConfig) -> None:
 
 @dataclass(frozen=True, eq=False)
 class PrefillBatch:
-    """Prompts end to end, to be read into an empty cache. ``input_ids`` [T], ``position_ids`` [T], ``last`` [B] positions."""
+    """Prompts end to end, to be read into an empty cache: ``input_ids``, ``position_ids`` [T], ``last`` [B] positions."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -178,7 +185,9 @@ class PolicyModel(nn.Module):
         self.head = HeadScaling.of(lm.config)
         silence_dropout(lm)
 
-    def forward(self, batch: MicroBatch | PrefillBatch | DecodeBatch, *, with_entropy: bool = False) -> TokenOutputs | Tensor:
+    def forward(
+        self, batch: MicroBatch | PrefillBatch | DecodeBatch, *, with_entropy: bool = False
+    ) -> TokenOutputs | Tensor:
         """MicroBatch -> TokenOutputs over its loss tokens; PrefillBatch, DecodeBatch -> [B, V] next-token logits."""
         device = batch.input_ids.device.type
         with torch.autocast(device, dtype=self.compute_dtype, enabled=self.compute_dtype is not None):
@@ -208,7 +217,9 @@ class PolicyModel(nn.Module):
         lengths = batch.cu_seqlens.diff()
         rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         batch.cache.writing = Rows(row=rows, place=batch.position_ids)
-        hidden = self._hidden(batch.input_ids[None], batch.position_ids[None], segments=segments, cache=batch.cache, use_cache=True)
+        hidden = self._hidden(
+            batch.input_ids[None], batch.position_ids[None], segments=segments, cache=batch.cache, use_cache=True
+        )
         batch.cache.writing = None
         return self._logits(hidden[0, batch.last])
 
@@ -222,7 +233,9 @@ class PolicyModel(nn.Module):
 
     def _hidden(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool = False, **kwargs: Any) -> Tensor:
         # use_cache must be said: left out, transformers makes a cache and packed samples attend to each other.
-        return self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, **kwargs).last_hidden_state
+        return self.lm.base_model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, **kwargs
+        ).last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[B, H] -> [B, V] fp32 logits, temperature applied."""
@@ -269,7 +282,9 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
     """The sizes that decide what a token costs."""
     text = config.get_text_config()
 
-    def value(name: str) -> Any:  # not from to_dict(): older families have names of their own, which attributes translate
+    def value(
+        name: str,
+    ) -> Any:  # not from to_dict(): older families have names of their own, which attributes translate
         return getattr(text, name, None)
 
     heads, hidden, layers = (int(value(n)) for n in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
@@ -297,7 +312,9 @@ def parameter_count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def save_pretrained(folder: Path, lm: nn.Module, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None = None) -> None:
+def save_pretrained(
+    folder: Path, lm: nn.Module, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads; ``weights`` replace the module's own."""
     lm.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
     tokenizer.save_pretrained(folder)
@@ -305,5 +322,3 @@ def save_pretrained(folder: Path, lm: nn.Module, tokenizer: PreTrainedTokenizerB
 
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-
