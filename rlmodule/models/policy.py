@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rlmodule.batching.workload import ModelShape
 from rlmodule.core.config import one_of
@@ -135,7 +142,7 @@ def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> Polic
     return PolicyModel(lm, temperature=temperature, compute_dtype=PRECISIONS[config.precision])
 
 
-def _refuse_leaks(lm: nn.Module, config: ModelConfig) -> None:
+def _refuse_leaks(lm: PreTrainedModel, config: ModelConfig) -> None:
     """Refuse a model in which packed samples would see each other: attention of its own, or a state that runs along."""
     foreign = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS
     if lm._supports_attention_backend and not lm._is_stateful and not foreign:
@@ -151,7 +158,7 @@ def _refuse_leaks(lm: nn.Module, config: ModelConfig) -> None:
 
 @dataclass(frozen=True, eq=False)
 class PrefillBatch:
-    """Prompts end to end, to be read into an empty cache: ``input_ids``, ``position_ids`` [T], ``last`` [B] positions."""
+    """Prompts end to end, to be read into an empty cache: ``input_ids`` and ``position_ids`` [T], ``last`` [B]."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -177,7 +184,11 @@ class PolicyModel(nn.Module):
         compute_dtype: matmuls run in it under autocast; None computes in the weights' own type.
     """
 
-    def __init__(self, lm: nn.Module, *, temperature: float = 1.0, compute_dtype: torch.dtype | None = None) -> None:
+    lm: PreTrainedModel
+
+    def __init__(
+        self, lm: PreTrainedModel, *, temperature: float = 1.0, compute_dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.lm = lm
         self.temperature = temperature
@@ -313,7 +324,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def save_pretrained(
-    folder: Path, lm: nn.Module, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None = None
+    folder: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None = None
 ) -> None:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads; ``weights`` replace the module's own."""
     lm.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
