@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins.environments.slurm_environment import SLURMEnvironment
 from omegaconf import DictConfig
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
