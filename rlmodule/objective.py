@@ -15,11 +15,9 @@ from rlmodule.core.contract import Loss
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.metrics import Metric, ratio, total
 from rlmodule.core.types import LossInputs, MicroBatch, StepTotals, TokenOutputs
-from rlmodule.ops.aggregate import MODES, aggregate, share_of, token_weights
+from rlmodule.ops.aggregate import MODES, SEQ_MEAN_TOKEN_SUM_NORM, aggregate, share_of, token_weights
 from rlmodule.ops.kl import KINDS as KL_KINDS
 from rlmodule.ops.kl import kl_per_token
-
-SCALED_MODE = "seq-mean-token-sum-norm"
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,13 @@ class AlgorithmConfig:
         at_least("ppo_epochs", self.ppo_epochs, 1)
         if self.loss_scale_factor is not None:
             more_than("loss_scale_factor", self.loss_scale_factor, 0)
+        elif self.loss_agg_mode == SEQ_MEAN_TOKEN_SUM_NORM:
+            raise ConfigError(
+                key="loss_scale_factor",
+                got=None,
+                because=f"{SEQ_MEAN_TOKEN_SUM_NORM} divides by a constant",
+                fix="Use ${rollout.max_response_length}, or another loss_agg_mode",
+            )
         if self.use_kl_loss and self.source == "demonstrations":
             raise ConfigError(
                 key="use_kl_loss", got=True, because="demonstrations are imitated without a reference", fix="Use false"
