@@ -60,7 +60,7 @@ def check_samples(samples: Sequence[Sample], settings: Settings, layout: Layout)
             raise ConfigError(
                 key="batching.max_token_len_per_gpu",
                 got=settings.batching.max_token_len_per_gpu,
-                because=f"the demonstration in row {sample.prompt.row} has {sample.meta.length} tokens, and one micro-batch holds {budget}",
+                because=f"the demonstration in row {sample.prompt.row + 1} has {sample.meta.length} tokens, and one micro-batch holds {budget}",
                 fix=f"Use batching.max_token_len_per_gpu={-(-sample.meta.length // layout.sp_size)} or more",
             )
 
@@ -87,7 +87,7 @@ def _check_equal_counts(settings: Settings, layout: Layout) -> None:
 
 
 def _check_positions(settings: Settings, hf_config: PreTrainedConfig) -> None:
-    limit = hf_config.get_text_config().to_dict().get("max_position_embeddings")
+    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     longest = settings.data.max_prompt_length + settings.rollout.max_response_length
     if limit is not None and longest > limit:
         raise ConfigError(

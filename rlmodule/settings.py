@@ -130,7 +130,7 @@ class Settings:
             warm_start=convert(WarmStartConfig, node.warm_start, "warm_start"),
             trainer=convert(TrainerConfig, node.trainer, "trainer"),
             backend=str(node.strategy.get("name")),
-            task=None if data.task is None else convert(TASKS.get(data.task), data.task_args, "data.task_args"),
+            task=None if data.task is None else convert(TASKS.get(data.task, "data.task"), data.task_args, "data.task_args"),
             advantage=None if imitates else component(ADVANTAGES, node.advantage),
             reward=None if imitates else component(REWARDS, node.reward),
             logger=logger,

@@ -25,6 +25,7 @@ from rlmodule.ops.attention import SegmentBuckets
 from rlmodule.ops.head import linear_logprobs, linear_loss
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16}
+PACKED_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers that can be told where a sample ends
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,22 @@ def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> Polic
             because=f"the model cannot be built ({_first_line(error)})",
             fix="Choose a causal LM whose attention goes through transformers' attention interface",
         ) from error
+    _refuse_leaks(lm, config)
     return PolicyModel(lm, temperature=temperature, compute_dtype=PRECISIONS[config.precision])
+
+
+def _refuse_leaks(lm: nn.Module, config: ModelConfig) -> None:
+    """Refuse a model in which packed samples would see each other: attention of its own, or a state that runs along."""
+    foreign = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS
+    if lm._supports_attention_backend and not lm._is_stateful and not foreign:
+        return
+    raise ConfigError(
+        key="model.path" if config.path else "model.architecture.model_type",
+        got=config.path or config.architecture.get("model_type"),
+        because=f"{type(lm).__name__} has {', '.join(sorted(foreign)) or 'attention of its own'}, "
+        "in which samples laid end to end would see each other",
+        fix="Choose a causal LM whose attention goes through transformers' attention interface in every layer",
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,23 +276,24 @@ def silence_dropout(model: nn.Module) -> None:
 def shape_of(config: PreTrainedConfig) -> ModelShape:
     """The sizes that decide what a token costs."""
     text = config.get_text_config()
-    values = text.to_dict()
-    heads = int(values["num_attention_heads"])
-    hidden = int(values["hidden_size"])
-    layers = int(values["num_hidden_layers"])
-    kinds = values.get("layer_types") or []
-    window = values.get("sliding_window")
+
+    def value(name: str) -> Any:  # not from to_dict(): older families have names of their own, which attributes translate
+        return getattr(text, name, None)
+
+    heads, hidden, layers = (int(value(n)) for n in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    kinds = value("layer_types") or []
+    window = value("sliding_window")
     windowed = sum(kind == "sliding_attention" for kind in kinds) if kinds else (layers if window else 0)
-    experts = values.get("num_experts_per_tok")
-    inner = values.get("moe_intermediate_size") if experts else None
+    experts = value("num_experts_per_tok")
+    inner = value("moe_intermediate_size") if experts else None
     return ModelShape(
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=int(values.get("num_key_value_heads") or heads),
-        head_dim=int(values.get("head_dim") or hidden // heads),
-        intermediate_size=int(inner or values.get("intermediate_size") or 4 * hidden),
-        vocab_size=int(values["vocab_size"]),
+        num_kv_heads=int(value("num_key_value_heads") or heads),
+        head_dim=int(value("head_dim") or hidden // heads),
+        intermediate_size=int(inner or value("intermediate_size") or 4 * hidden),
+        vocab_size=int(value("vocab_size")),
         num_experts_per_token=int(experts or 1),
         sliding_window=int(window) if window and windowed else None,
         num_windowed_layers=windowed if window else 0,
