@@ -20,6 +20,7 @@ from rlmodule.ops.kl import KINDS as KL_KINDS
 from rlmodule.ops.kl import kl_per_token
 
 SCALED_MODE = "seq-mean-token-sum-norm"
+OLD_LOGPROB = ("recompute", "sampler")
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,22 @@ class AlgorithmConfig:
     use_kl_loss: bool = False  # add KL to the frozen starting policy
     kl_loss_coef: float = 0.001  # weight of that KL
     kl_loss_type: str = "k3"  # estimator of that KL
+    old_logprob: str = "recompute"  # recompute by a pass of the trainer, or take the sampler's own
+    skip_zero_advantage: bool = True  # do not compute samples whose gradient is 0 for sure
 
     def __post_init__(self) -> None:
         one_of("source", self.source, ("rollouts", "demonstrations"))
         one_of("loss_agg_mode", self.loss_agg_mode, MODES)
         one_of("kl_loss_type", self.kl_loss_type, KL_KINDS)
+        one_of("old_logprob", self.old_logprob, OLD_LOGPROB)
         at_least("train_batch_size", self.train_batch_size, 1)
         at_least("ppo_epochs", self.ppo_epochs, 1)
         if self.loss_scale_factor is not None:
             more_than("loss_scale_factor", self.loss_scale_factor, 0)
+        if self.old_logprob == "sampler" and self.source == "demonstrations":
+            raise ConfigError(
+                key="old_logprob", got="sampler", because="demonstrations were not sampled", fix="Use recompute"
+            )
         if self.use_kl_loss and self.source == "demonstrations":
             raise ConfigError(
                 key="use_kl_loss", got=True, because="demonstrations are imitated without a reference", fix="Use false"
@@ -67,6 +75,18 @@ class Objective:
     def needs_reference(self) -> bool:
         """Whether a frozen reference policy must score the samples."""
         return self.settings.use_kl_loss
+
+    @property
+    def ignores_zero_advantage(self) -> bool:
+        """Whether samples with an advantage of 0 on every token are left out of the update.
+
+        The loss must promise that they have no gradient, and nothing else in the objective may give them one. Metrics
+        per token (clip fractions, ``ppo_kl``, ``entropy``) are then means over the tokens that were trained on;
+        ``pg_loss`` and ``loss`` are what they would be, because such a sample adds 0 to them.
+        """
+        s = self.settings
+        is_alone = s.entropy_coeff == 0 and not s.use_kl_loss
+        return s.skip_zero_advantage and is_alone and self.loss.zero_at_zero_advantage
 
     def needs(self, name: str) -> bool:
         """Whether the policy loss reads the field ``name`` of LossInputs."""
