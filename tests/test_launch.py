@@ -149,7 +149,9 @@ WATCHED = "from rlmodule import launch\nlaunch.end_with_supervisor()\n" + STARTE
 @contextmanager
 def supervisor(rank_script, run):
     """A supervisor of two ranks; ended with them, whatever the test says."""
-    process = subprocess.Popen([sys.executable, "-c", SUPERVISOR, str(rank_script), str(run)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, str(rank_script), str(run)], stderr=subprocess.DEVNULL
+    )
     try:
         yield process
     finally:
@@ -194,7 +196,14 @@ def test_outside_a_supervisor_nobody_watches(monkeypatch):
 
 
 def test_a_process_of_its_own_does_not_know_that_it_has_peers(tmp_path, script, monkeypatch):
-    outside = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_PORT": "1", "SLURM_PROCID": "1", "KEPT": "yes"}
+    outside = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "MASTER_PORT": "1",
+        "SLURM_PROCID": "1",
+        "KEPT": "yes",
+    }
     for name, value in outside.items():
         monkeypatch.setenv(name, value)
     body = f"""

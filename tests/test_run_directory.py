@@ -114,6 +114,8 @@ def test_the_revision_is_a_commit_or_unknown():
 
 def test_choosing_needs_no_library():
     """Every process of a run imports it before anything else."""
-    heavy = "[m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'omegaconf', 'lightning', 'transformers')]"
+    heavy = (
+        "[m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'omegaconf', 'lightning', 'transformers')]"
+    )
     code = f"import sys, rlmodule.run_directory, rlmodule.launch; assert not {heavy}, {heavy}"
     subprocess.run([sys.executable, "-c", code], check=True)
