@@ -75,7 +75,11 @@ def unlike_shares(rank):
     mini_batch = DynamicCollator()((share, [[rows[p] for p in part] for part in parts]))
     stepper = Stepper(tiny_policy(), ddp)
     result = stepper(mini_batch)
-    return result.grad_norm, stepper.backward_calls, {n: p.detach().numpy() for n, p in stepper.policy.named_parameters()}
+    return (
+        result.grad_norm,
+        stepper.backward_calls,
+        {n: p.detach().numpy() for n, p in stepper.policy.named_parameters()},
+    )
 
 
 def six_rows():
@@ -199,9 +203,7 @@ def test_bat_15_the_second_sample_does_not_move_with_the_first(family):
     """Every token of the first sample is changed; the second's log-probabilities stay bit for bit."""
     policy = tiny_policy(family)
     second = row(sample(1, 4, 9))
-    scores = [
-        policy(pack_rows([row(sample(0, 5, 7, seed=seed)), second], TOTALS)).logprob[7:] for seed in (0, 1)
-    ]
+    scores = [policy(pack_rows([row(sample(0, 5, 7, seed=seed)), second], TOTALS)).logprob[7:] for seed in (0, 1)]
     assert torch.equal(*scores)
 
 
