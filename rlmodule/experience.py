@@ -238,7 +238,7 @@ def gather_facts(
 
 
 def _without_loss_if_unscored(scored: ScoredSample) -> ScoredSample:
-    if scored.score.value is not None:
+    if scored.score.value is not None and math.isfinite(scored.score.value):
         return scored
     return replace(scored, sample=replace(scored.sample, loss_mask=torch.zeros_like(scored.sample.loss_mask)))
 

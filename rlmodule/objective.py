@@ -15,11 +15,10 @@ from rlmodule.core.contract import Loss
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.metrics import Metric, merge, ratio, total
 from rlmodule.core.types import LossInputs, MicroBatch, StepTotals
-from rlmodule.ops.aggregate import MODES, aggregate, share_of, token_weights
+from rlmodule.ops.aggregate import MODES, SEQ_MEAN_TOKEN_SUM_NORM, aggregate, share_of, token_weights
 from rlmodule.ops.kl import KINDS as KL_KINDS
 from rlmodule.ops.kl import kl_per_token
 
-SCALED_MODE = "seq-mean-token-sum-norm"
 OLD_LOGPROB = ("recompute", "sampler")
 
 
@@ -49,6 +48,13 @@ class AlgorithmConfig:
         at_least("ppo_epochs", self.ppo_epochs, 1)
         if self.loss_scale_factor is not None:
             more_than("loss_scale_factor", self.loss_scale_factor, 0)
+        elif self.loss_agg_mode == SEQ_MEAN_TOKEN_SUM_NORM:
+            raise ConfigError(
+                key="loss_scale_factor",
+                got=None,
+                because=f"{SEQ_MEAN_TOKEN_SUM_NORM} divides by a constant",
+                fix="Use ${rollout.max_response_length}, or another loss_agg_mode",
+            )
         if self.old_logprob == "sampler" and self.source == "demonstrations":
             raise ConfigError(
                 key="old_logprob", got="sampler", because="demonstrations were not sampled", fix="Use recompute"
