@@ -38,7 +38,7 @@ def scored_samples():
 
 
 def maker_of(strategy, *, loss=None, config=BUDGET, epochs=1, use_kl_loss=False):
-    objective = Objective(loss or PPOClip(), AlgorithmConfig(use_kl_loss=use_kl_loss))
+    objective = Objective(loss or PPOClip(), AlgorithmConfig(use_kl_loss=use_kl_loss, skip_zero_advantage=False))
     return ExperienceMaker(
         strategy,
         objective,
