@@ -16,7 +16,7 @@ from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import MiniBatch
 from rlmodule.objective import Objective
-from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule, matrices_of
 from rlmodule.reduction import reduce_metrics
 from rlmodule.update import StepResult, update
 
@@ -86,6 +86,7 @@ class RLModule(L.LightningModule):
         self.optimizer_config = optimizer
         self.run_steps = run_steps
         self.max_skipped_in_a_row = max_skipped_in_a_row
+        self.matrices = {name: matrices_of(model) for name, model in models.items()}
         self.counters = Counters()
         self.last_step: StepReport | None = None
 
@@ -100,7 +101,9 @@ class RLModule(L.LightningModule):
 
     def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
         """One optimizer for the policy, and its schedule."""
-        optimizer = build_optimizer(self.optimizer_config, self.models["policy"])
+        optimizer = build_optimizer(
+            self.optimizer_config, self.strategy.named_parameters("policy"), self.matrices["policy"]
+        )
         return [optimizer], [build_schedule(self.optimizer_config, optimizer, self.run_steps)]
 
     def training_step(self, mini_batch: MiniBatch, batch_idx: int) -> None:

@@ -16,7 +16,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.checkpoint.state import STATE_FILE, folder_of, prune, write_folder
+from rlmodule.checkpoint.state import STATE_FILE, folder_of, prune, write_folder_together
 from rlmodule.core.config import at_least
 from rlmodule.core.errors import CheckpointError
 from rlmodule.run_context import RunContext
@@ -55,10 +55,12 @@ class SaveCheckpoints(Checkpoint):
             return
         folder = folder_of(self.root, done)
         facts = {"iteration": done, "step": pl_module.counters.steps, "world_size": trainer.world_size}
-        io = _WriteAside(folder, facts, self.settings.keep)
+        io = _WriteAside(folder, facts, trainer)
         trainer.strategy.checkpoint_io = io
         trainer.save_checkpoint(folder / STATE_FILE)
-        failure = trainer.strategy.collectives.broadcast(io.failure)
+        failure = io.failure
+        if failure is None and trainer.is_global_zero:
+            prune(self.root, self.settings.keep, folder)
         if failure is not None:
             raise CheckpointError(
                 f"{folder}: the checkpoint could not be written ({failure}). Earlier checkpoints are whole; "
@@ -78,20 +80,24 @@ class SaveCheckpoints(Checkpoint):
 
 
 class _WriteAside(CheckpointIO):
-    """Writes the state into a checked folder; a failure is kept, so that all ranks can stop together."""
+    """Has every rank write into a checked folder; a failure is kept, the same one on every rank, so that all stop."""
 
-    def __init__(self, folder: Path, facts: dict[str, Any], keep: int) -> None:
+    def __init__(self, folder: Path, facts: dict[str, Any], trainer: L.Trainer) -> None:
         self.folder = folder
         self.facts = facts
-        self.keep = keep
+        self.strategy = trainer.strategy
+        self.is_first = trainer.is_global_zero
         self.failure: str | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        try:
-            write_folder(self.folder, lambda aside: torch.save(checkpoint, aside / STATE_FILE), self.facts)
-            prune(self.folder.parent, self.keep, self.folder)
-        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-            self.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        def write(aside: Path) -> None:
+            self.strategy.save_shards(aside)  # first: all ranks take part, so nobody may have failed before
+            if self.is_first:
+                torch.save(checkpoint, aside / STATE_FILE)
+
+        self.failure = write_folder_together(
+            self.folder, write, self.facts, agree=self.strategy.agree, is_first=self.is_first
+        )
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         raise AssertionError("this writer does not read")

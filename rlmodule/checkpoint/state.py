@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from rlmodule.core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -46,17 +48,75 @@ def write_folder(folder: Path, write: Callable[[Path], None], facts: Mapping[str
     try:
         aside.mkdir(parents=True)
         write(aside)
-        files = {str(p.relative_to(aside)): (p.stat().st_size, _checksum(p)) for p in sorted(aside.rglob("*")) if p.is_file()}
-        manifest = Manifest(files, dict(facts))
-        (aside / MANIFEST).write_text(json.dumps({"files": files, "facts": manifest.facts}, indent=1))
-        for path in aside.rglob("*"):
-            _flush(path)
-        _flush(aside)
-        _replace(aside, folder)
+        return _finish(aside, folder, facts)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def _finish(aside: Path, folder: Path, facts: Mapping[str, Any]) -> Manifest:
+    files = {str(p.relative_to(aside)): (p.stat().st_size, _checksum(p)) for p in sorted(aside.rglob("*")) if p.is_file()}
+    manifest = Manifest(files, dict(facts))
+    (aside / MANIFEST).write_text(json.dumps({"files": files, "facts": manifest.facts}, indent=1))
+    for path in aside.rglob("*"):
+        _flush(path)
+    _flush(aside)
+    _replace(aside, folder)
     return manifest
+
+
+def write_folder_together(
+    folder: Path,
+    write: Callable[[Path], None],
+    facts: Mapping[str, Any],
+    *,
+    agree: Callable[[str | None], str | None],
+    is_first: bool,
+) -> str | None:
+    """``write_folder`` by all processes of a run: each fills its part of the folder aside, the first finishes it.
+
+    Args:
+        folder: where the checkpoint goes; on a file system that all processes see.
+        write: writes this process's files.
+        facts: for the manifest.
+        agree: the first problem any process has, on every process.
+        is_first: whether this process makes the manifest and renames.
+
+    Returns:
+        None, or what went wrong, the same on every process; ``folder`` is untouched then and nothing is left behind.
+    """
+    aside = folder.with_name(folder.name + _UNFINISHED)
+
+    def begin() -> None:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+
+    def finish() -> None:
+        _finish(aside, folder, facts)
+
+    for everyone, stage in ((False, begin), (True, lambda: write(aside)), (False, finish)):
+        problem = agree(_attempt(stage) if everyone or is_first else None)
+        if problem is not None:
+            if is_first:
+                shutil.rmtree(aside, ignore_errors=True)
+            return problem
+    return None
+
+
+def _attempt(stage: Callable[[], None]) -> str | None:
+    try:
+        stage()
+    except (OSError, RuntimeError, CheckpointException) as error:  # torch.save reports a full disk as RuntimeError
+        return f"{type(error).__name__}: {_cause(error)}"
+    return None
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what happened; torch.distributed.checkpoint keeps it per rank."""
+    if isinstance(error, CheckpointException):
+        failed = next(iter(error.failures.values()))
+        error = failed[0] if isinstance(failed, tuple) else failed
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _replace(aside: Path, folder: Path) -> None:

@@ -1,0 +1,30 @@
+"""The repeated blocks of a transformer, which sharding treats one by one; and the types weights may travel in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from rlmodule.core.errors import ConfigError
+
+DTYPES: Mapping[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """Modules of the classes that the transformers model says must stay in one piece, outermost first.
+
+    Raises:
+        ConfigError: it names none, so that there is nothing to cut along.
+    """
+    names = set(model.lm._no_split_modules or ())
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        raise ConfigError(
+            key="strategy",
+            got=type(model.lm).__name__,
+            because="this model does not name its blocks (_no_split_modules), so it cannot be sharded block by block",
+            fix="Use strategy=ddp",
+        )
+    return blocks
