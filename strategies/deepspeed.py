@@ -240,6 +240,8 @@ class DeepSpeedStrategy(ShardedModels):
 
         parts: dict[str, Tensor] = {}
         steps = [state["step"] for state in optimizer.state.values()]
+        if steps:
+            self._link_moments(name)
         for place, (key, parameter, whole) in enumerate(self._trainable(name)):
             keeps = place % dist.get_world_size() == dist.get_rank()
             moments = {m: safe_get_full_optimizer_state(parameter, m) for m in MOMENTS} if steps else {}
@@ -262,15 +264,12 @@ class DeepSpeedStrategy(ShardedModels):
         """Cut whole tensors into the engine's masters and moments."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        zero = self._engines[name].optimizer
         steps = [tensor for key, tensor in parts.items() if key.endswith(f"{MOMENT}step")]
         if steps:
             for flat in self._masters(name):
                 moments = {m: torch.zeros_like(flat.detach()) for m in MOMENTS}
-                optimizer.state[flat] = {"step": steps[0].to(flat.device), **moments}
-            if not self.cuts_parameters:
-                zero._hp_optimizer_states_linked = False
-                zero._lazy_init_hp_params_optimizer_state()
+                optimizer.state[flat] = {"step": steps[0].clone().to(flat.device), **moments}
+            self._link_moments(name)
         for key, parameter, _ in self._trainable(name):
             value = parts[f"{name}.{key}"].to(self.root_device)
             safe_set_full_fp32_param(parameter, value)
@@ -292,6 +291,13 @@ class DeepSpeedStrategy(ShardedModels):
         """The flat fp32 pieces that the inner optimizer updates."""
         zero = self._engines[name].optimizer
         return zero.fp32_partitioned_groups_flat if self.cuts_parameters else zero.single_partition_of_fp32_groups
+
+    def _link_moments(self, name: str) -> None:
+        """Let stages 1 and 2 find each parameter's moments; they look once only, when some do not exist yet."""
+        zero = self._engines[name].optimizer
+        if not self.cuts_parameters:
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
 
     def _written(self, parameter: nn.Parameter) -> AbstractContextManager[Any]:
         """The weights at hand inside, cut again afterwards."""

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import Checkpoint
 from torch.utils.data import DataLoader
 
 from rlmodule.batching.collate import DynamicCollator
@@ -138,7 +139,7 @@ class FixedRun:
             use_distributed_sampler=False,
             limit_val_batches=0,
             num_sanity_val_steps=0,
-            enable_checkpointing=False,
+            enable_checkpointing=any(isinstance(c, Checkpoint) for c in self.callbacks),
             enable_progress_bar=False,
             enable_model_summary=False,
             reload_dataloaders_every_n_epochs=1,
@@ -187,3 +188,12 @@ class FixedData(L.LightningDataModule):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.next_iteration = state["next_iteration"]
+
+
+def relative_difference(reference: Outcome, other: Outcome) -> float:
+    """Largest difference of a whole tensor, relative to its norm."""
+    assert reference.weights.keys() == other.weights.keys()
+    return max(
+        float(np.linalg.norm(tensor - other.weights[name]) / np.linalg.norm(tensor))
+        for name, tensor in reference.weights.items()
+    )
