@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
     CPUOffload,
@@ -19,6 +18,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
 from strategies.parts.blocks import DTYPES, blocks_of
+from strategies.parts.inner_models import persistent_buffers, tied
 from strategies.parts.processes import Degrees
 from strategies.parts.saved_state import MOMENT
 from strategies.parts.sharded import ShardedModels
@@ -79,10 +80,13 @@ class FSDPStrategy(ShardedModels):
     options: ClassVar[type] = FSDPOptions
     _options: FSDPOptions
 
+    def __init__(self, options: FSDPOptions, **place: Any) -> None:
+        super().__init__(options, **place)
+        self._aliases: dict[str, list[tuple[str, ...]]] = {}
+
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Cut in place; the outermost wrapper stays outside of the module tree."""
-        names = {p: n for n, p in model.named_parameters()}
-        self._names = {**getattr(self, "_names", {}), name: names}
+        self._aliases[name] = [names for names, _ in tied(model)]
         dtype = DTYPES[self._options.param_dtype]
         # Buffers stay fp32: rotary frequencies do not survive rounding. Inputs too: old log-probabilities.
         precision = None if dtype is None else MixedPrecision(dtype, torch.float32, torch.float32, cast_root_forward_inputs=False)
@@ -92,7 +96,7 @@ class FSDPStrategy(ShardedModels):
             sharding_strategy=SHARDING[self._options.sharding],
             auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks_of(model)}),
             mixed_precision=precision,
-            cpu_offload=CPUOffload(self._options.cpu_offload),
+            cpu_offload=CPUOffload(self._options.cpu_offload and self.root_device.type != "cpu"),
             device_id=self.root_device,
             use_orig_params=True,
         )
@@ -108,7 +112,8 @@ class FSDPStrategy(ShardedModels):
 
     def named_parameters(self, name: str) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's flat piece of each parameter, which may be empty."""
-        yield from ((key, parameter) for parameter, key in self._names[name].items())
+        for key, parameter in self._wrapped[name].named_parameters():
+            yield clean_tensor_name(key), parameter
 
     def copies_of(self, parameter: nn.Parameter) -> int:
         """A piece is held once in every copy of the sharded model."""
@@ -116,9 +121,51 @@ class FSDPStrategy(ShardedModels):
 
     def whole_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """Gather one tensor at a time."""
-        aliases: dict[str, list[str]] = {}
-        for key, first in self._tied[name].items():
-            aliases.setdefault(first, []).append(key)
-        for key, piece in self._model_state(name).items():
-            if key in aliases:
-                yield tuple(aliases[key]), piece.to(self.root_device).full_tensor() if isinstance(piece, DTensor) else piece
+        pieces = self._pieces(name)
+        for names in self._aliases[name]:
+            piece = pieces[names[0]]
+            yield names, piece.to(self.root_device).full_tensor() if isinstance(piece, DTensor) else piece
+
+    def _pieces(self, name: str) -> dict[str, Tensor]:
+        """Name before sharding -> this process's piece as a DTensor."""
+        with sharded_state(self._wrapped[name]):
+            state = self._wrapped[name].state_dict()
+        return {names[0]: state[names[0]] for names in self._aliases[name]}
+
+    # ---- what a checkpoint holds
+
+    def saved_parts(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+        """FSDP1's own view of its flat pieces, under the common names."""
+        parts = {f"{name}.{key}": piece for key, piece in self._pieces(name).items()}
+        with sharded_state(self._wrapped[name]):
+            state = FullyShardedDataParallel.optim_state_dict(self._wrapped[name], optimizer)["state"]
+        for key, moments in state.items():
+            parts |= {f"{name}.{key}{MOMENT}{moment}": tensor for moment, tensor in moments.items()}
+        return parts
+
+    def put_loaded(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
+        """Back through FSDP1's own view."""
+        wrapper = self._wrapped[name]
+        loaded = {key.removeprefix(f"{name}."): tensor for key, tensor in parts.items()}
+        model = {alias: loaded[names[0]] for names in self._aliases[name] for alias in names}
+        state: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in loaded.items():
+            if MOMENT in key:
+                parameter, _, moment = key.partition(MOMENT)
+                state.setdefault(parameter, {})[moment] = tensor
+        with sharded_state(wrapper):
+            wrapper.load_state_dict({**dict(persistent_buffers(wrapper.module)), **model})
+            if state:
+                now = FullyShardedDataParallel.optim_state_dict(wrapper, optimizer)
+                now["state"] = state
+                optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(wrapper, optimizer, now))
+
+
+def sharded_state(wrapper: nn.Module) -> AbstractContextManager[None]:
+    """State dicts hold pieces, as DTensors, where they are: copies in host memory alias freed storage on CPU."""
+    return FullyShardedDataParallel.state_dict_type(
+        wrapper,
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu=False),
+        ShardedOptimStateDictConfig(offload_to_cpu=False),
+    )

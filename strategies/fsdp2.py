@@ -55,10 +55,11 @@ class FSDP2Strategy(ShardedModels):
         """Cut in place: the modules keep their names, their parameters become DTensors."""
         if self.mesh.tensor is not None:
             cut_matrices(model.lm, self.mesh.tensor)
+        offloads = self._options.cpu_offload and self.root_device.type != "cpu"
         how: dict[str, Any] = {
             "mesh": self.mesh.sharding,
             "reshard_after_forward": self._options.reshard_after_forward,
-            "offload_policy": CPUOffloadPolicy() if self._options.cpu_offload else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy() if offloads else OffloadPolicy(),
         }
         param_dtype = DTYPES[self._options.param_dtype]
         for block in blocks_of(model):
