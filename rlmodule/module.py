@@ -1,4 +1,4 @@
-"""The LightningModule: hooks only, each a few calls. What they do is in ``update.py`` and can be tested without Lightning."""
+"""The LightningModule: hooks only, each a few calls. What they do is in ``update.py``, which knows no Lightning."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ class Counters:
         skipped: updates skipped for a norm that was not finite.
         skipped_in_a_row: the same since the last update taken.
         empty: mini-batches without a loss token.
-        tokens: prompt and response tokens trained on, over all ranks.
     """
 
     steps: int = 0
@@ -39,7 +38,6 @@ class Counters:
     skipped: int = 0
     skipped_in_a_row: int = 0
     empty: int = 0
-    tokens: int = 0
 
     def count(self, result: StepResult) -> None:
         """Take note of one mini-batch."""
@@ -112,8 +110,8 @@ class RLModule(L.LightningModule):
             mini_batch,
             strategy=self.strategy,
             objective=self.objective,
-            optimizer=self.optimizers(),
-            schedule=self.lr_schedulers(),
+            optimizer=self.optimizers(),  # type: ignore[arg-type]  # there is one
+            schedule=self.lr_schedulers(),  # type: ignore[arg-type]
             max_grad_norm=self.optimizer_config.max_grad_norm,
             backward=self.manual_backward,
         )
@@ -136,7 +134,9 @@ class RLModule(L.LightningModule):
         """Say so when a step did nothing; give up when that goes on."""
         counters = self.counters
         if result.empty and counters.empty == 1:
-            warnings.warn(f"step {counters.steps} has no loss token on any rank; it is skipped and counted", stacklevel=2)
+            warnings.warn(
+                f"step {counters.steps} has no loss token on any rank; it is skipped and counted", stacklevel=2
+            )
         if counters.skipped_in_a_row and counters.skipped_in_a_row >= self.max_skipped_in_a_row:
             raise TrainingError(
                 f"the gradient norm was {result.grad_norm} in {counters.skipped_in_a_row} steps in a row "

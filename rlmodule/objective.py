@@ -72,7 +72,9 @@ class Objective:
         """Whether the policy loss reads the field ``name`` of LossInputs."""
         return name in self.loss.needs
 
-    def __call__(self, outputs: TokenOutputs, batch: MicroBatch, totals: StepTotals) -> tuple[Tensor, dict[str, Metric]]:
+    def __call__(
+        self, outputs: TokenOutputs, batch: MicroBatch, totals: StepTotals
+    ) -> tuple[Tensor, dict[str, Metric]]:
         """(scalar to call backward on, metrics); the scalar of a dummy is 0 and keeps its graph."""
         settings = self.settings
         weight = token_weights(

@@ -38,7 +38,9 @@ class DeepSpeedOptions(Degrees):
     """What is cut, and what is kept in host memory."""
 
     stage: int = 3  # 1 cuts optimizer states, 2 gradients too, 3 parameters too
-    param_dtype: str = "float32"  # type of the weights that are computed with: float32 or bfloat16; masters stay float32
+    param_dtype: str = (
+        "float32"  # type of the weights that are computed with: float32 or bfloat16; masters stay float32
+    )
     offload_optimizer: bool = False  # optimizer states in host memory
     offload_param: bool = False  # parameters in host memory; stage 3 only
     bucket_numel: int = 50_000_000  # elements per reduction
@@ -49,10 +51,18 @@ class DeepSpeedOptions(Degrees):
         one_of("param_dtype", self.param_dtype, DTYPES)
         at_least("bucket_numel", self.bucket_numel, 1)
         if self.stage not in (1, 2, 3):
-            raise ConfigError(key="stage", got=self.stage, because="ZeRO has stages 1, 2 and 3", fix="Use strategy.stage=3, or strategy=ddp")
+            raise ConfigError(
+                key="stage",
+                got=self.stage,
+                because="ZeRO has stages 1, 2 and 3",
+                fix="Use strategy.stage=3, or strategy=ddp",
+            )
         if self.offload_param and self.stage != 3:
             raise ConfigError(
-                key="offload_param", got=True, because=f"stage {self.stage} does not cut parameters", fix="Use strategy.stage=3"
+                key="offload_param",
+                got=True,
+                because=f"stage {self.stage} does not cut parameters",
+                fix="Use strategy.stage=3",
             )
 
 

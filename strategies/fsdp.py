@@ -63,7 +63,9 @@ class FSDPOptions(Degrees):
             )
         if self.cpu_offload and not self.reduce_every_micro_batch:
             raise ConfigError(
-                key="cpu_offload", got=True, because="gradients that wait for the last micro-batch cannot wait in host memory",
+                key="cpu_offload",
+                got=True,
+                because="gradients that wait for the last micro-batch cannot wait in host memory",
                 fix="Use strategy.reduce_every_micro_batch=true",
             )
 
@@ -89,7 +91,11 @@ class FSDPStrategy(ShardedModels):
         self._aliases[name] = [names for names, _ in tied(model)]
         dtype = DTYPES[self._options.param_dtype]
         # Buffers stay fp32: rotary frequencies do not survive rounding. Inputs too: old log-probabilities.
-        precision = None if dtype is None else MixedPrecision(dtype, torch.float32, torch.float32, cast_root_forward_inputs=False)
+        precision = (
+            None
+            if dtype is None
+            else MixedPrecision(dtype, torch.float32, torch.float32, cast_root_forward_inputs=False)
+        )
         return FullyShardedDataParallel(
             model,
             device_mesh=self.mesh.sharding,

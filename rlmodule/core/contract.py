@@ -20,6 +20,7 @@ from rlmodule.core.types import AdvantageInputs, LossInputs, Prompt, Sample, Sco
 
 Item = TypeVar("Item")
 
+
 @dataclass(frozen=True)
 class Layout:
     """Where this process sits: tensor-parallel ranks are nearest, then sequence, then data."""
@@ -63,6 +64,7 @@ class Layout:
         """Whether this process writes files and talks to the user."""
         return self.rank == 0
 
+
 class Collectives(Protocol):
     """The few exchanges between data ranks that the engine makes; a world of one answers without communication."""
 
@@ -78,10 +80,13 @@ class Collectives(Protocol):
     def broadcast(self, item: Item) -> Item:
         """Data rank 0's picklable object on every rank."""
 
-class Strategy(Protocol):
-    """How models are spread over processes, and what of them goes into a checkpoint. One class per backend in ``strategies/``, on top of a Lightning strategy.
 
-    It wraps the INNER models, never the LightningModule: every micro-batch is one call of a wrapped model's own forward.
+class Strategy(Protocol):
+    """How models are spread over processes, and what of them goes into a checkpoint.
+
+    One class per backend in ``strategies/``, on top of a Lightning strategy.
+
+    It wraps the INNER models, never the LightningModule: a micro-batch is one call of a wrapped model's own forward.
     """
 
     layout: Layout
@@ -131,6 +136,7 @@ class Strategy(Protocol):
     def save_shards(self, folder: Path) -> None:
         """Write this process's part of trainable models and optimizers below ``folder``; every process calls it."""
 
+
 class Loss(Protocol):
     """A policy loss: loss tokens in, per-token loss out. Frozen dataclass whose fields are its config keys.
 
@@ -142,6 +148,7 @@ class Loss(Protocol):
     def __call__(self, x: LossInputs) -> TokenLoss:
         """[N] loss tokens -> [N] losses and metrics; no reduction, no ``.item()``."""
 
+
 class Advantage(Protocol):
     """A sequence-level advantage estimator. Frozen dataclass whose fields are its config keys."""
 
@@ -150,11 +157,13 @@ class Advantage(Protocol):
     def __call__(self, x: AdvantageInputs) -> Tensor:
         """[B] rewards of the whole iteration -> [B] float64 advantages; 0 for unscored responses."""
 
+
 class Reward(Protocol):
     """A judge of responses. Frozen dataclass whose fields are its config keys."""
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         """One verdict per sample, in order."""
+
 
 class Task(Protocol):
     """A built-in verifiable task: makes its own prompts, knows its answers, can show how a beginner answers."""
@@ -165,11 +174,13 @@ class Task(Protocol):
     def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
         """(prompt, response) pairs for a warm start; prompts come from the training split's side."""
 
+
 class RolloutEngine(Protocol):
     """Samples responses. Sampling is keyed by sample id, so who samples what does not matter."""
 
     def generate(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> list[Sample]:
         """One response per request, in order."""
+
 
 @dataclass(frozen=True)
 class SampleRequest:
@@ -187,5 +198,6 @@ class SampleRequest:
     group_id: int
     seed: int = 0
     greedy: bool = False
+
 
 Clock = Callable[[], float]

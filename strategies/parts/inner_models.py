@@ -192,6 +192,13 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def inner_models_of(module: nn.Module | None) -> Mapping[str, nn.Module]:
+    """What a LightningModule of this project gives to be wrapped."""
+    found = module.inner_models() if module is not None else {}  # type: ignore[operator]
+    assert isinstance(found, Mapping)
+    return found
+
+
 @contextmanager
 def _mode(module: nn.Module, *, training: bool) -> Iterator[None]:
     before = [(part, part.training) for part in module.modules()]

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from rlmodule.core.config import at_least
 from rlmodule.core.contract import Layout
 from strategies.parts.collectives import GroupCollectives
-from strategies.parts.inner_models import InnerModels
+from strategies.parts.inner_models import InnerModels, inner_models_of
 from strategies.parts.mesh import Mesh, check_degrees
 
 
@@ -65,7 +65,7 @@ class ManyProcesses(InnerModels, LightningDDPStrategy):
 
     def configure_ddp(self) -> None:
         """Lightning's place for wrapping: wrap the inner models instead of the LightningModule."""
-        self.shard(self.lightning_module.inner_models())
+        self.shard(inner_models_of(self.lightning_module))
 
     def agree(self, problem: str | None) -> str | None:
         """The first problem that any process has, on every process; one exchange between all of them."""

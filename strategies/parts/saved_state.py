@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -66,7 +65,9 @@ class SavedState:
             missing = [key for key in wanted if key not in known]
             strangers = [key for key in missing if MOMENT not in key]
             if strangers:
-                raise CheckpointError(f"{folder}: it has no {strangers[0]}. It was written for another model; start anew or choose its own")
+                raise CheckpointError(
+                    f"{folder}: it has no {strangers[0]}. It was written for another model; start anew or choose its own"
+                )
             found = {key: tensor for key, tensor in wanted.items() if key in known}
             dcp.load(found, checkpoint_id=place, no_dist=not dist.is_initialized())
             self.put_loaded(name, optimizer, found)

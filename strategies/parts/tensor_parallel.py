@@ -27,11 +27,16 @@ def cut_matrices(lm: nn.Module, mesh: DeviceMesh) -> None:
         heads = int(getattr(text, label, None) or text.num_attention_heads)
         if heads % mesh.size():
             raise ConfigError(
-                key="strategy.tp_size", got=mesh.size(), because=f"it does not divide {label}={heads}", fix="Use a divisor, or strategy.tp_size=1"
+                key="strategy.tp_size",
+                got=mesh.size(),
+                because=f"it does not divide {label}={heads}",
+                fix="Use a divisor, or strategy.tp_size=1",
             )
     try:
         plan, _, _ = lm._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
     except ValueError as error:
-        raise ConfigError(key="strategy.tp_size", got=mesh.size(), because=str(error).splitlines()[0], fix="Use strategy.tp_size=1") from None
+        raise ConfigError(
+            key="strategy.tp_size", got=mesh.size(), because=str(error).splitlines()[0], fix="Use strategy.tp_size=1"
+        ) from None
     cut = {name: style for name, style in plan.items() if KEPT_WHOLE.isdisjoint(name.split("."))}
     apply_tensor_parallelism(lm, mesh, cut)

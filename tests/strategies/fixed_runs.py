@@ -67,7 +67,9 @@ class FixedRun:
 
     backend: str = "single"
     options: Mapping[str, Any] = field(default_factory=dict)
-    lengths: tuple[tuple[int, int, int], ...] = tuple((3 + i % 5, 2 + (7 * i) % 23, 2 + (7 * i) % 23) for i in range(18))
+    lengths: tuple[tuple[int, int, int], ...] = tuple(
+        (3 + i % 5, 2 + (7 * i) % 23, 2 + (7 * i) % 23) for i in range(18)
+    )
     mini_batch_size: int = 6
     budget: int = 40
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
@@ -119,7 +121,9 @@ class FixedRun:
         """Train on this process."""
         cls = STRATEGIES.lookup("language_model", self.backend, device="cpu")
         strategy = cls(cls.options(**self.options), device="cpu", num_processes=world_size, num_nodes=1)
-        config = ModelConfig(architecture={**ARCHITECTURE, **self.architecture}, tokenizer="byte", precision=self.precision)
+        config = ModelConfig(
+            architecture={**ARCHITECTURE, **self.architecture}, tokenizer="byte", precision=self.precision
+        )
         policy = build_policy(config, seed=self.seed, temperature=1.0)
         module = RLModule(
             {"policy": policy},

@@ -47,7 +47,14 @@ def check_equal(reference: Outcome, outcomes: list[Outcome]) -> None:
         assert outcome.norms == outcomes[0].norms, "the norm is one number, on every rank"
         assert outcome.norms == pytest.approx(reference.norms, rel=1e-5)
         for mine, wanted in zip(outcome.metrics, reference.metrics, strict=True):
-            for key in ("actor/loss", "actor/pg_loss", "actor/entropy", "actor/clip_frac", "train/loss_tokens", "actor/lr"):
+            for key in (
+                "actor/loss",
+                "actor/pg_loss",
+                "actor/entropy",
+                "actor/clip_frac",
+                "train/loss_tokens",
+                "actor/lr",
+            ):
                 assert mine[key] == pytest.approx(wanted[key], rel=1e-5, abs=1e-7), key
         assert relative_difference(reference, outcome) < 1e-5
 
