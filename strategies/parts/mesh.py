@@ -66,6 +66,11 @@ class Mesh:
         return self._flat("replicate", "shard").get_group()
 
     @property
+    def token_group(self) -> dist.ProcessGroup:
+        """Processes that train on tokens of their own: data x sequence, in the order of their ranks."""
+        return self.data_group if self.layout.sp_size == 1 else self._flat("replicate", "shard", "sequence").get_group()
+
+    @property
     def sequence_group(self) -> dist.ProcessGroup | None:
         """Processes that share a sequence; None where each has whole ones."""
         return self.grid["sequence"].get_group() if self.layout.sp_size > 1 else None
