@@ -16,9 +16,14 @@ from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import MiniBatch
 from rlmodule.objective import Objective
+from rlmodule.core.metrics import How, Metric
 from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule, matrices_of
+from rlmodule.preemption import StopRequests
 from rlmodule.reduction import reduce_metrics
 from rlmodule.update import StepResult, update
+
+
+STOP = "train/stop"  # travels with the metrics of a step, and is none
 
 
 @dataclass
@@ -86,6 +91,8 @@ class RLModule(L.LightningModule):
         self.max_skipped_in_a_row = max_skipped_in_a_row
         self.matrices = {name: matrices_of(model) for name, model in models.items()}
         self.counters = Counters()
+        self.stop_requests = StopRequests()
+        self.must_stop = False  # whether some rank was asked to stop, as all know since the last step
         self.last_step: StepReport | None = None
 
     @property
@@ -116,7 +123,9 @@ class RLModule(L.LightningModule):
             backward=self.manual_backward,
         )
         self.counters.count(result)
-        merged = reduce_metrics(result.metrics, self.strategy.layout, self.strategy.collectives)
+        asked = Metric(float(self.stop_requests.asked_by is not None), 1.0, How.MAX)
+        merged = reduce_metrics({**result.metrics, STOP: asked}, self.strategy.layout, self.strategy.collectives)
+        self.must_stop = merged.pop(STOP).result > 0
         self.last_step = self._report({name: m.result for name, m in merged.items()}, mini_batch)
         self._watch(result)
 

@@ -48,14 +48,45 @@ class SaveCheckpoints(Checkpoint):
         self.root = root
         self.max_iterations = max_iterations
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """From now on a signal means: save, then stop."""
+        Running.of(trainer).module.stop_requests.listen()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Signals mean what they meant before."""
+        Running.of(trainer).module.stop_requests.let_go()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Asked to stop within an iteration: save what is left of it too, and end the run."""
+        running = Running.of(trainer)
+        if not self._all_must_stop(running) or running.data.unfinished() is None:
+            return
+        folder = folder_of(self.root, running.data.next_iteration - 1, running.step)
+        self._save(running, folder)
+        running.module.stop_requests.stop(folder)
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save where it is due."""
         running = Running.of(trainer)
         done = running.data.next_iteration
-        if done % self.settings.every_n_iterations and done < self.max_iterations:
+        must_stop = self._all_must_stop(running)
+        if done % self.settings.every_n_iterations and done < self.max_iterations and not must_stop:
             return
         folder = folder_of(self.root, done)
-        facts = {"iteration": done, "step": pl_module.counters.steps, "world_size": trainer.world_size}
+        self._save(running, folder)
+        if must_stop and done < self.max_iterations:
+            running.module.stop_requests.stop(folder)
+
+    def _all_must_stop(self, running: Running) -> bool:
+        """Data ranks know from the step's metrics; where a row or a matrix is shared, its ranks ask each other."""
+        layout, must_stop = running.strategy.layout, running.module.must_stop
+        if layout.dp_size == layout.world_size:
+            return must_stop
+        return running.strategy.agree("stop" if must_stop else None) is not None
+
+    def _save(self, running: Running, folder: Path) -> None:
+        trainer, done = running.trainer, running.data.next_iteration
+        facts = {"iteration": done, "step": running.step, "world_size": trainer.world_size}
         io = _WriteAside(folder, facts, trainer)
         trainer.strategy.checkpoint_io = io
         trainer.save_checkpoint(folder / STATE_FILE)
@@ -69,13 +100,20 @@ class SaveCheckpoints(Checkpoint):
             )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep every data rank's random state beside the model."""
-        checkpoint["random_states"] = Running.of(trainer).strategy.collectives.gather_objects(random_state())
+        """Keep every data rank's random state beside the model, and its rows of an iteration under way."""
+        running = Running.of(trainer)
+        checkpoint["random_states"] = running.strategy.collectives.gather_objects(random_state())
+        rows = running.data.unfinished()
+        if rows is not None:
+            parcel = torch.frombuffer(bytearray(rows), dtype=torch.uint8)  # torch.load reads tensors, not objects
+            checkpoint["unfinished"] = running.strategy.collectives.gather_objects(parcel)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Bring back the random state of this data rank, where the checkpoint knows one."""
+        running = Running.of(trainer)
+        running.data.take_up([parcel.numpy().tobytes() for parcel in checkpoint.get("unfinished", ())])
         states = checkpoint["random_states"]
-        rank = Running.of(trainer).strategy.layout.dp_rank
+        rank = running.strategy.layout.dp_rank
         if rank < len(states):
             set_random_state(states[rank])
 

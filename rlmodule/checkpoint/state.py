@@ -166,15 +166,15 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def folder_of(root: Path, iteration: int) -> Path:
-    """Where the checkpoint of the first ``iteration`` iterations lives."""
-    return root / f"iteration_{iteration:06d}"
+def folder_of(root: Path, iteration: int, step: int | None = None) -> Path:
+    """Where the checkpoint of the first ``iteration`` iterations lives; with ``step`` the next one is under way."""
+    return root / (f"iteration_{iteration:06d}" + ("" if step is None else f".step_{step:08d}"))
 
 
 def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
     """(newest whole checkpoint or None, a line for each newer one that was passed over)."""
     passed_over: list[str] = []
-    for folder in sorted(root.glob("iteration_*"), key=_iteration, reverse=True):
+    for folder in sorted(root.glob("iteration_*"), key=_age, reverse=True):
         if folder.name.endswith(_UNFINISHED):
             continue
         try:
@@ -192,14 +192,15 @@ def prune(root: Path, keep: int, newest: Path) -> None:
     Later ones, which a run resumed from an earlier checkpoint has yet to reach again, are left alone and not counted.
     """
     known = (f for f in root.glob("iteration_*") if not f.name.endswith(_UNFINISHED))
-    finished = sorted((f for f in known if _iteration(f) <= _iteration(newest)), key=_iteration)
+    finished = sorted((f for f in known if _age(f) <= _age(newest)), key=_age)
     for folder in [*finished[:-keep], *root.glob(f"*{_UNFINISHED}")]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _iteration(folder: Path) -> int:
-    digits = folder.name.removeprefix("iteration_").split(".")[0]
-    return int(digits) if digits.isdigit() else -1
+def _age(folder: Path) -> tuple[int, int]:
+    """(whole iterations, step within the next one) from a folder's name."""
+    digits, _, step = folder.name.removeprefix("iteration_").partition(".step_")
+    return int(digits) if digits.isdigit() else -1, int(step) if step.isdigit() else 0
 
 
 def _checksum(path: Path) -> str:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.types import ExperienceRow, Prompt, Sample
+from rlmodule.datamodule import RLDataModule
 from rlmodule.experience import Experience
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import ModelConfig, build_policy
@@ -166,12 +167,12 @@ class Record(L.Callback):
         self.norms.append(module.last_step.metrics["actor/grad_norm"])
 
 
-class FixedData(L.LightningDataModule):
+class FixedData(RLDataModule):
     """One iteration of fixed rows per epoch."""
 
     def __init__(self, run: FixedRun, strategy: Any) -> None:
-        super().__init__()
-        self.run, self.strategy, self.next_iteration = run, strategy, 0
+        super().__init__(None, None, None)  # the source is in the run
+        self.run, self.strategy = run, strategy
 
     def train_dataloader(self) -> DataLoader:
         run = self.run
