@@ -24,7 +24,6 @@ LAYOUTS = [
     ("fsdp2", 4, {"tp_size": 2}),
     ("deepspeed", 2, {"stage": 1}),
     ("deepspeed", 2, {"stage": 2, "offload_optimizer": True}),
-    ("deepspeed", 2, {"stage": 3}),
     ("deepspeed", 2, {"stage": 3, "offload_optimizer": True, "offload_param": True}),
 ]
 
