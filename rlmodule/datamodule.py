@@ -51,7 +51,8 @@ class RLDataModule(L.LightningDataModule):
 
         Lightning asks twice after a resume; an iteration of which nothing was trained yet is handed out again.
         """
-        if self._loader is not None and self.iteration is not None and self.iteration.sampler.consumed == self._begun_at:
+        made = self.iteration
+        if self._loader is not None and made is not None and made.sampler.consumed == self._begun_at:
             return self._loader
         number = self.next_iteration - bool(self._put_down)
         self.start(number)

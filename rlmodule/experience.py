@@ -142,7 +142,7 @@ class ExperienceMaker:
         return Iteration(facts, advantages, Experience(rows, self.collator.pad_token_id, len(facts)), sampler)
 
     def restored(self, facts: Sequence[SampleFacts], held: Mapping[int, ExperienceRow]) -> Iteration:
-        """An iteration that a checkpoint interrupted, from the rows of all ranks of that run; nothing is scored anew."""
+        """An iteration that a checkpoint interrupted, from the rows of all its ranks; nothing is scored anew."""
         sampler = self.make_sampler([f.meta for f in facts])
         owners = sampler.owners(sampler.plans)
         mine = {p: row for p, row in held.items() if self.strategy.layout.dp_rank in owners.get(p, ())}

@@ -14,14 +14,13 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
+from rlmodule.core.metrics import How, Metric
 from rlmodule.core.types import MiniBatch
 from rlmodule.objective import Objective
-from rlmodule.core.metrics import How, Metric
 from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule, matrices_of
 from rlmodule.preemption import StopRequests
 from rlmodule.reduction import reduce_metrics
 from rlmodule.update import StepResult, update
-
 
 STOP = "train/stop"  # travels with the metrics of a step, and is none
 

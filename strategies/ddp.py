@@ -1,4 +1,4 @@
-"""Distributed data parallel: every process holds the whole model, gradients are averaged over data and sequence ranks."""
+"""Distributed data parallel: every process holds the whole model, gradients are averaged over all of them."""
 
 from __future__ import annotations
 

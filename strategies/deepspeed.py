@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
-from strategies.parts.blocks import DTYPES
+from strategies.parts.blocks import DTYPES, lm_of
 from strategies.parts.inner_models import tied
 from strategies.parts.processes import Degrees
 from strategies.parts.saved_state import MOMENT
@@ -98,9 +98,9 @@ class AsTuple(nn.Module):
 class FromTuple(nn.Module):
     """The engine, as the module it stands for."""
 
-    def __init__(self, engine: nn.Module) -> None:
+    def __init__(self, engine: Any) -> None:
         super().__init__()
-        self.engine = engine
+        self.engine: Any = engine
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self.engine(*args, **kwargs)
@@ -153,7 +153,7 @@ class DeepSpeedStrategy(ShardedModels):
             buffer.data = constants[name].to(buffer.device)
         if self.cuts_parameters:
             # Log-probabilities are made from the head's weight outside of the head's own forward.
-            for parameter in model.lm.get_output_embeddings().parameters():
+            for parameter in lm_of(model).get_output_embeddings().parameters():
                 self._deepspeed.zero.register_external_parameter(outermost, parameter)
         return engine
 
@@ -245,7 +245,7 @@ class DeepSpeedStrategy(ShardedModels):
     # ---- what a checkpoint holds: whole tensors, each written by one rank, so that any strategy reads them
 
     def saved_parts(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Every tensor made whole and kept by one rank, in turns: a rank holds 1/world of model and moments at a time."""
+        """Every tensor made whole and kept by one rank, in turns: a rank holds 1/world of model and moments."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         parts: dict[str, Tensor] = {}

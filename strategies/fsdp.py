@@ -1,4 +1,4 @@
-"""FSDP1 (torch's FullyShardedDataParallel): flat parameters cut over data and sequence ranks. FSDP2 is the newer one."""
+"""FSDP1 (torch's FullyShardedDataParallel): flat parameters cut over data and sequence ranks. FSDP2 is newer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rlmodule.core.config import at_least, one_of
@@ -29,7 +28,7 @@ from strategies.parts.blocks import DTYPES, blocks_of
 from strategies.parts.inner_models import persistent_buffers, tied
 from strategies.parts.processes import Degrees
 from strategies.parts.saved_state import MOMENT
-from strategies.parts.sharded import ShardedModels
+from strategies.parts.sharded import ShardedModels, whole
 from strategies.registry import STRATEGIES
 
 SHARDING = {
@@ -112,7 +111,8 @@ class FSDPStrategy(ShardedModels):
         """Reduce now, or leave whole gradients until the last micro-batch."""
         with ExitStack() as stack:
             if not (is_last or self._options.reduce_every_micro_batch):
-                for wrapper in self._wrapped.values():
+                wrappers: list[Any] = list(self._wrapped.values())
+                for wrapper in wrappers:
                     stack.enter_context(wrapper.no_sync())
             yield
 
@@ -129,8 +129,7 @@ class FSDPStrategy(ShardedModels):
         """Gather one tensor at a time."""
         pieces = self._pieces(name)
         for names in self._aliases[name]:
-            piece = pieces[names[0]]
-            yield names, piece.to(self.root_device).full_tensor() if isinstance(piece, DTensor) else piece
+            yield names, whole(pieces[names[0]], self.root_device)
 
     def _pieces(self, name: str) -> dict[str, Tensor]:
         """Name before sharding -> this process's piece as a DTensor."""
@@ -151,7 +150,7 @@ class FSDPStrategy(ShardedModels):
 
     def put_loaded(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
         """Back through FSDP1's own view."""
-        wrapper = self._wrapped[name]
+        wrapper: Any = self._wrapped[name]
         loaded = {key.removeprefix(f"{name}."): tensor for key, tensor in parts.items()}
         model = {alias: loaded[names[0]] for names in self._aliases[name] for alias in names}
         state: dict[str, dict[str, Tensor]] = {}
@@ -160,7 +159,7 @@ class FSDPStrategy(ShardedModels):
                 parameter, _, moment = key.partition(MOMENT)
                 state.setdefault(parameter, {})[moment] = tensor
         with sharded_state(wrapper):
-            wrapper.load_state_dict({**dict(persistent_buffers(wrapper.module)), **model})
+            wrapper.load_state_dict({**dict(persistent_buffers(self._models[name])), **model})
             if state:
                 now = FullyShardedDataParallel.optim_state_dict(wrapper, optimizer)
                 now["state"] = state

@@ -10,13 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from rlmodule.core.config import at_least, one_of
-from strategies.parts.blocks import DTYPES, blocks_of
+from strategies.parts.blocks import DTYPES, blocks_of, lm_of
 from strategies.parts.inner_models import tied
 from strategies.parts.processes import Degrees
-from strategies.parts.sharded import ShardedModels
+from strategies.parts.sharded import ShardedModels, whole
 from strategies.parts.tensor_parallel import cut_matrices
 from strategies.registry import STRATEGIES
 
@@ -54,7 +53,7 @@ class FSDP2Strategy(ShardedModels):
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Cut in place: the modules keep their names, their parameters become DTensors."""
         if self.mesh.tensor is not None:
-            cut_matrices(model.lm, self.mesh.tensor)
+            cut_matrices(lm_of(model), self.mesh.tensor)
         offloads = self._options.cpu_offload and self.root_device.type != "cpu"
         how: dict[str, Any] = {
             "mesh": self.mesh.sharding,
@@ -67,7 +66,8 @@ class FSDP2Strategy(ShardedModels):
         # The outermost module takes whole micro-batches: casting its inputs would round old log-probabilities.
         outermost = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
         # Its weights (embedding, head) are needed again at once when backward begins.
-        return fully_shard(model, mp_policy=outermost, **{**how, "reshard_after_forward": False})
+        fully_shard(model, mp_policy=outermost, **{**how, "reshard_after_forward": False})
+        return model
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
@@ -83,8 +83,3 @@ class FSDP2Strategy(ShardedModels):
         """Gather one tensor at a time."""
         for names, parameter in tied(self._models[name]):
             yield names, whole(parameter.detach(), self.root_device)
-
-
-def whole(tensor: Tensor, device: torch.device) -> Tensor:
-    """The whole of a DTensor; its pieces may live in host memory, where the exchange cannot reach them."""
-    return tensor.to(device).full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -124,7 +124,7 @@ class _WriteAside(CheckpointIO):
     def __init__(self, folder: Path, facts: dict[str, Any], trainer: L.Trainer) -> None:
         self.folder = folder
         self.facts = facts
-        self.strategy = trainer.strategy
+        self.strategy = Running.of(trainer).strategy
         self.is_first = trainer.is_global_zero
         self.failure: str | None = None
 

@@ -66,8 +66,8 @@ class TrainingError(RLModuleError):
     """The run cannot go on, for a reason that lies in the data, the settings or the machine."""
 
 
-class Preempted(RLModuleError):
-    """The run was asked to stop and has saved its state; exit code 75, so that a scheduler can tell it from an error."""
+class Preempted(RLModuleError):  # noqa: N818  no error was made
+    """The run was asked to stop and has saved its state; exit code 75, which a scheduler can tell from an error."""
 
 
 _SHORT_LIST = 12  # names that still read as one line

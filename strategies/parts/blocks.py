@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,18 +13,23 @@ from rlmodule.core.errors import ConfigError
 DTYPES: Mapping[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 
 
+def lm_of(model: nn.Module) -> Any:
+    """The transformers model within one of ours."""
+    return model.get_submodule("lm")
+
+
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Modules of the classes that the transformers model says must stay in one piece, outermost first.
 
     Raises:
         ConfigError: it names none, so that there is nothing to cut along.
     """
-    names = set(model.lm._no_split_modules or ())
+    names = set(lm_of(model)._no_split_modules or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
         raise ConfigError(
             key="strategy",
-            got=type(model.lm).__name__,
+            got=type(lm_of(model)).__name__,
             because="this model does not name its blocks (_no_split_modules), so it cannot be sharded block by block",
             fix="Use strategy=ddp",
         )

@@ -104,7 +104,7 @@ class InnerModels(SavedState):
                 yield key.removeprefix(HF_PREFIX), buffer.to(dtype=dtype if buffer.is_floating_point() else None)
 
     def generator(self, name: str) -> nn.Module:
-        """The module to sample with inside ``generation_mode``: whole weights, no exchange between ranks in its forward."""
+        """The module to sample with inside ``generation_mode``: whole weights, no exchange in its forward."""
         return self._models[name]
 
     def generation_mode(self, name: str) -> AbstractContextManager[None]:

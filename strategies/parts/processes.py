@@ -39,6 +39,7 @@ class ManyProcesses(InnerModels, LightningDDPStrategy):
     """Base of the backends of several processes."""
 
     mesh: Mesh
+    exchange_device: torch.device  # where the process group wants its tensors
 
     def __init__(self, options: Any, *, device: str, num_processes: int, num_nodes: int) -> None:
         check_degrees(num_processes * num_nodes, **options.grid)
@@ -57,8 +58,8 @@ class ManyProcesses(InnerModels, LightningDDPStrategy):
         self.mesh = Mesh.of_running(self.root_device.type, **self._options.grid)
         self.layout = self.mesh.layout
         self.sequence_group = self.mesh.sequence_group
-        exchange = torch.device("cpu") if self._process_group_backend == "gloo" else self.root_device
-        self.collectives = GroupCollectives(exchange, self.mesh.data_group)
+        self.exchange_device = torch.device("cpu") if self._process_group_backend == "gloo" else self.root_device
+        self.collectives = GroupCollectives(self.exchange_device, self.mesh.data_group)
 
     def model_to_device(self) -> None:
         """Whole models stay where they are; ``wrap`` puts on the device what this process keeps."""

@@ -1,7 +1,7 @@
 """Models and optimizers in a checkpoint: every process writes and reads what it holds, by names that know no strategy.
 
-Lightning keeps loops, schedules, callbacks and data in its own state file; the tensors go into ``shards/`` beside it, in
-the format of torch.distributed.checkpoint, which cuts them anew for whoever reads. So a run may go on with another
+Lightning keeps loops, schedules, callbacks and data in its own state file; the tensors go into ``shards/`` beside it,
+in the format of torch.distributed.checkpoint, which cuts them anew for whoever reads. So a run may go on with another
 number of processes, and with another strategy. Leaves out how a folder is written safely (``checkpoint/state.py``).
 """
 
@@ -66,7 +66,7 @@ class SavedState:
             strangers = [key for key in missing if MOMENT not in key]
             if strangers:
                 raise CheckpointError(
-                    f"{folder}: it has no {strangers[0]}. It was written for another model; start anew or choose its own"
+                    f"{folder}: it has no {strangers[0]}. It was written for another model; start anew, or use its own"
                 )
             found = {key: tensor for key, tensor in wanted.items() if key in known}
             dcp.load(found, checkpoint_id=place, no_dist=not dist.is_initialized())

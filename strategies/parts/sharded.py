@@ -1,8 +1,8 @@
 """Parameters cut over processes: norms over all pieces, and a whole copy to sample with.
 
-Sampling runs a model a different number of times on each rank, which no sharded forward survives. So a rank that samples
-gets a plain copy of the model, filled with whole weights tensor by tensor, and drops it afterwards. It costs the memory
-of one whole model in the parameters' type (fp32) while sampling, and makes decoding free of exchange between ranks.
+Sampling runs a model a different number of times on each rank, which no sharded forward survives. So a rank that
+samples gets a plain copy of the model, filled with whole weights tensor by tensor, and drops it afterwards. It costs
+the memory of one whole model in fp32 while sampling, and makes decoding free of exchange between ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ class ShardedModels(ManyProcesses):
             if parameter.grad is not None and local(parameter.grad).numel():
                 by_copies.setdefault(self.copies_of(parameter), []).append(local(parameter.grad))
         mine = sum(sum_of_squares(pieces) / copies for copies, pieces in by_copies.items())
-        total = torch.tensor(mine, dtype=torch.float64, device=self.collectives.device)
+        total = torch.tensor(mine, dtype=torch.float64, device=self.exchange_device)
         dist.all_reduce(total)
         return math.sqrt(float(total))
 
@@ -58,9 +58,12 @@ class ShardedModels(ManyProcesses):
         """The whole copy; filled inside ``generation_mode`` only."""
         return self._skeletons[name]
 
-    @contextmanager
-    def generation_mode(self, name: str) -> Iterator[None]:
+    def generation_mode(self, name: str) -> AbstractContextManager[None]:
         """Fill the copy on the way in (every rank takes part), drop it on the way out (nobody is waited for)."""
+        return self._whole_copy(name)
+
+    @contextmanager
+    def _whole_copy(self, name: str) -> Iterator[None]:
         copied = self._skeletons[name]
         if self._depth[name] == 0:
             for names, tensor in self.whole_parameters(name):
@@ -82,6 +85,15 @@ def skeleton(model: nn.Module) -> nn.Module:
     """A copy in eval mode without weights: parameters on the meta device, buffers as they are."""
     weights = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=False) for p in model.parameters()}
     return copy.deepcopy(model, weights).eval()
+
+
+def whole(tensor: Tensor, device: torch.device) -> Tensor:
+    """The whole of a DTensor; its pieces may live in host memory, where the exchange cannot reach them."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    moved = tensor.to(device)
+    assert isinstance(moved, DTensor), "moving keeps the kind"
+    return moved.full_tensor()
 
 
 def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -6,7 +6,8 @@ chunk, outside of its forward. transformers' entry points are semi-public, so th
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -16,7 +17,7 @@ from rlmodule.core.errors import ConfigError
 KEPT_WHOLE = frozenset({"embed_tokens", "lm_head"})
 
 
-def cut_matrices(lm: nn.Module, mesh: DeviceMesh) -> None:
+def cut_matrices(lm: Any, mesh: DeviceMesh) -> None:
     """Cut the attention and feed-forward matrices of a transformers model over ``mesh``.
 
     Raises:

@@ -37,6 +37,7 @@ ARCHITECTURE: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
+ADAMW = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class FixedRun:
     )
     mini_batch_size: int = 6
     budget: int = 40
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
+    optimizer: OptimizerConfig = ADAMW
     architecture: Mapping[str, Any] = field(default_factory=dict)
     precision: str = "32-true"
     seed: int = 0

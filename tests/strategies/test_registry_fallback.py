@@ -51,7 +51,8 @@ def test_every_backend_is_there_for_every_device_it_runs_on(backend, device):
 
 
 @pytest.mark.parametrize(
-    ("options", "key"), [({"sp_size": 2}, "sp_size"), ({"tp_size": 4}, "tp_size"), ({"tp_size": 3, "replicas": 2}, "dp_replicate")]
+    ("options", "key"),
+    [({"sp_size": 2}, "sp_size"), ({"tp_size": 4}, "tp_size"), ({"tp_size": 3, "replicas": 2}, "dp_replicate")],
 )
 def test_degrees_that_do_not_tile_the_processes_are_refused(options, key):
     with pytest.raises(ConfigError, match=f"strategy.{key}"):

@@ -23,7 +23,13 @@ from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun, relative_differe
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
 MASTERS = [("ddp", {}), ("fsdp", {}), ("fsdp2", {}), ("deepspeed", {"stage": 1}), ("deepspeed", {"stage": 3})]
-SKIPPING = [("ddp", {}), ("fsdp", {}), ("fsdp2", {"tp_size": 2}), ("deepspeed", {"stage": 2}), ("deepspeed", {"stage": 3})]
+SKIPPING = [
+    ("ddp", {}),
+    ("fsdp", {}),
+    ("fsdp2", {"tp_size": 2}),
+    ("deepspeed", {"stage": 2}),
+    ("deepspeed", {"stage": 3}),
+]
 EXPORTING = [
     ("ddp", {}, True),
     ("fsdp", {}, True),
@@ -54,8 +60,10 @@ def test_a_rank_keeps_its_share_of_parameters_and_moments(backend, options):
     wide = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4}
 
     def watch(trainer: Any, module: Any) -> tuple[int, int, int]:
-        parameters = {p.untyped_storage().data_ptr() if not hasattr(p, "to_local") else id(p): held_bytes(p.detach())
-                      for _, p in trainer.strategy.named_parameters("policy")}
+        parameters = {
+            p.untyped_storage().data_ptr() if not hasattr(p, "to_local") else id(p): held_bytes(p.detach())
+            for _, p in trainer.strategy.named_parameters("policy")
+        }
         (optimizer,) = trainer.strategy.optimizers
         states = {}
         for state in optimizer.state.values():
@@ -160,12 +168,20 @@ def test_exported_weights_reload_with_equal_logits(tmp_path, backend, options, t
         assert np.abs(outcome.extra[0] - logits).max() < 1e-5
 
 
-COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
+COLLECTIVES = (
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "broadcast",
+)
 
 
 @pytest.mark.parametrize(("backend", "options", "norms"), [("ddp", {}, 0), ("fsdp2", {}, 1)], ids=label)
 def test_a_step_exchanges_gradients_one_norm_and_one_block_of_metrics(backend, options, norms):
     """Calls that Python makes in a step: gradients and parameters aside, one norm and one gather of metrics."""
+
     class Count(L.Callback):
         def __init__(self) -> None:
             self.steps: list[Counter[str]] = []
