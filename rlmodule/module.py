@@ -125,7 +125,7 @@ class RLModule(L.LightningModule):
         asked = Metric(float(self.stop_requests.asked_by is not None), 1.0, How.MAX)
         merged = reduce_metrics({**result.metrics, STOP: asked}, self.strategy.layout, self.strategy.collectives)
         self.must_stop = merged.pop(STOP).result > 0
-        self.last_step = self._report({name: m.result for name, m in merged.items()}, mini_batch)
+        self.last_step = self._report({name: m.result for name, m in merged.items() if m.saw_data}, mini_batch)
         self._watch(result)
 
     def _report(self, metrics: Mapping[str, float], mini_batch: MiniBatch) -> StepReport:

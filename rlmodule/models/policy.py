@@ -23,12 +23,13 @@ from transformers import (
 
 from rlmodule.batching.workload import ModelShape
 from rlmodule.core.config import one_of
+from rlmodule.core.contract import TokenObjective
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.types import MicroBatch, TokenOutputs
 from rlmodule.models.attention import ATTENTION, RaggedCache, Rows
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.ops.attention import SegmentBuckets
-from rlmodule.ops.logprobs import linear_logprobs
+from rlmodule.ops.head import linear_logprobs, linear_loss
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16}
 PACKED_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers that can be told where a sample ends
@@ -197,31 +198,39 @@ class PolicyModel(nn.Module):
         silence_dropout(lm)
 
     def forward(
-        self, batch: MicroBatch | PrefillBatch | DecodeBatch, *, with_entropy: bool = False
-    ) -> TokenOutputs | Tensor:
-        """MicroBatch -> TokenOutputs over its loss tokens; PrefillBatch, DecodeBatch -> [B, V] next-token logits."""
+        self,
+        batch: MicroBatch | PrefillBatch | DecodeBatch,
+        *,
+        objective: TokenObjective | None = None,
+        with_entropy: bool = False,
+    ) -> Tensor | TokenOutputs:
+        """A micro-batch with an objective -> scalar loss; without -> TokenOutputs of its loss tokens, no gradients.
+
+        A PrefillBatch or a DecodeBatch -> [B, V] next-token logits.
+        """
         device = batch.input_ids.device.type
         with torch.autocast(device, dtype=self.compute_dtype, enabled=self.compute_dtype is not None):
-            if isinstance(batch, MicroBatch):
-                return self._score(batch, with_entropy)
             if isinstance(batch, PrefillBatch):
                 return self._prefill(batch)
-            return self._decode(batch)
+            if isinstance(batch, DecodeBatch):
+                return self._decode(batch)
+            return self._score(batch, objective, with_entropy)
 
-    def _score(self, batch: MicroBatch, with_entropy: bool) -> TokenOutputs:
+    def _score(self, batch: MicroBatch, objective: TokenObjective | None, with_entropy: bool) -> Tensor | TokenOutputs:
         segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)
         hidden = self._hidden(batch.input_ids[None], batch.position_ids[None], segments=segments)[0]
         head = self.lm.get_output_embeddings()
-        logprob, entropy = linear_logprobs(
-            hidden[batch.loss_positions] * self.head.scale,
-            head.weight,
-            batch.labels,
-            bias=head.bias,
-            temperature=self.temperature,
-            softcap=self.head.softcap,
-            with_entropy=with_entropy,
+        inputs = (hidden[batch.loss_positions] * self.head.scale, head.weight, batch.labels)
+        options = {"bias": head.bias, "temperature": self.temperature, "softcap": self.head.softcap}
+        if objective is None:
+            return TokenOutputs(*linear_logprobs(*inputs, **options, with_entropy=with_entropy))
+        return linear_loss(
+            *inputs,
+            objective,
+            **options,
+            with_entropy=objective.needs_entropy,
+            whole_sequences=objective.whole_sequences,
         )
-        return TokenOutputs(logprob, entropy)
 
     def _prefill(self, batch: PrefillBatch) -> Tensor:
         segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)
