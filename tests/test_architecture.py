@@ -18,7 +18,7 @@ LAYERS = (
     {"core"},
     {"ops", "sampling", "sandbox", "checkpoint", "launch", "run_directory", "journal"},
     {"losses", "advantages", "batching"},
-    {"models", "data", "tasks", "rewards", "objective", "optimizer", "reduction"},
+    {"models", "data", "tasks", "rewards", "objective", "optimizer", "reduction", "preemption"},
     {"rollout", "experience", "update"},
     {"sources", "module", "summary"},
     {"datamodule"},
@@ -73,6 +73,8 @@ LIBRARIES = {
     "rlmodule/preflight.py": {"transformers"},
     "rlmodule/session.py": TORCH | {"lightning", "transformers", "omegaconf"},
     "strategies": TORCH | {"lightning"},
+    "strategies/deepspeed.py": {"deepspeed"},
+    "strategies/parts/tensor_parallel.py": {"transformers"},
     "train.py": {"hydra", "omegaconf"},
 }
 
@@ -80,6 +82,7 @@ LIBRARIES = {
 DEFERRED = {
     ("train.py", "rlmodule.session"),  # --help and tab completion must not wait for torch
     ("train.py", "strategies.registry"),  # likewise
+    ("strategies/deepspeed.py", ""),  # the device must be named before it is imported
     (
         "rlmodule/models/policy.py",
         "transformers.models.auto.configuration_auto",
