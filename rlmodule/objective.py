@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rlmodule.core.config import at_least, more_than, one_of
-from rlmodule.core.contract import Loss
+from rlmodule.core.contract import Loss, SequenceRanks
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.metrics import Metric, ratio, total
-from rlmodule.core.types import LossInputs, MicroBatch, StepTotals, TokenOutputs
+from rlmodule.core.types import LossInputs, MicroBatch, StepTotals, TokenOutputs, itself
 from rlmodule.ops.aggregate import MODES, aggregate, share_of, token_weights
 from rlmodule.ops.kl import KINDS as KL_KINDS
 from rlmodule.ops.kl import kl_per_token
@@ -72,8 +72,13 @@ class Objective:
         """Whether the policy loss reads the field ``name`` of LossInputs."""
         return name in self.loss.needs
 
-    def __call__(self, outputs: TokenOutputs, batch: MicroBatch, totals: StepTotals) -> tuple[Tensor, dict[str, Metric]]:
-        """(scalar to call backward on, metrics); the scalar of a dummy is 0 and keeps its graph."""
+    def __call__(
+        self, outputs: TokenOutputs, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        """(scalar to call backward on, metrics); the scalar of a dummy is 0 and keeps its graph.
+
+        Where ``sequence`` ranks cut a row, each has the tokens of its own slice: shares and metrics add up over them.
+        """
         settings = self.settings
         weight = token_weights(
             settings.loss_agg_mode,
@@ -90,6 +95,7 @@ class Objective:
             old_logprob=batch.old_logprob,
             advantage=batch.advantage,
             ref_logprob=batch.ref_logprob,
+            over_slices=itself if sequence is None else sequence.sum_over_slices,
         )
         policy = self.loss(inputs)
         objective = policy.loss  # [N]

@@ -14,6 +14,8 @@ from rlmodule.core.types import Sample
 from rlmodule.models.policy import shape_of
 from rlmodule.settings import Settings
 
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})  # transformers' words for what sequence ranks can share
+
 
 def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> None:
     """Refuse a run that cannot work.
@@ -21,6 +23,7 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     Raises:
         ConfigError: names both numbers and a fix.
     """
+    _check_sequence_ranks(hf_config, layout)
     _check_budget(settings, layout)
     _check_groups(settings)
     _check_equal_counts(settings, layout)
@@ -29,6 +32,62 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
         raise ConfigError(
             key="rollout.temperature", got=settings.rollout.temperature, because="demonstrations are imitated at temperature 1", fix="Use 1.0"
         )
+
+
+def planned_layout(world_size: int, sp_size: int, tp_size: int) -> Layout:
+    """The layout that so many processes make.
+
+    Raises:
+        ConfigError: names the numbers that do not divide.
+    """
+    for name, size in (("sp_size", sp_size), ("tp_size", tp_size)):
+        if world_size % size:
+            raise ConfigError(
+                key=f"strategy.{name}",
+                got=size,
+                because=f"it does not divide the {world_size} processes of this run",
+                fix=f"Use one of {_divisors(world_size)}, or another trainer.devices",
+            )
+    if world_size % (sp_size * tp_size):
+        raise ConfigError(
+            key="strategy.sp_size",
+            got=sp_size,
+            because=f"{world_size} processes do not divide into sp_size={sp_size} x tp_size={tp_size}",
+            fix=f"Use trainer.devices={sp_size * tp_size} or a multiple of it",
+        )
+    return Layout(world_size, sp_size=sp_size, tp_size=tp_size)
+
+
+def _check_sequence_ranks(hf_config: PreTrainedConfig, layout: Layout) -> None:
+    """Attention heads are dealt out over sequence ranks; layers that mix positions in another way cannot be cut."""
+    shape, sp_size = shape_of(hf_config), layout.sp_size
+    if sp_size == 1:
+        return
+    heads, kv_heads = shape.num_heads // layout.tp_size, max(1, shape.num_kv_heads // layout.tp_size)
+    fits = [s for s in _divisors(heads) if kv_heads % s == 0 or s % kv_heads == 0]
+    if sp_size not in fits:
+        raise ConfigError(
+            key="strategy.sp_size",
+            got=sp_size,
+            because=f"num_attention_heads={shape.num_heads} and num_key_value_heads={shape.num_kv_heads} do not split over "
+            f"sp_size={sp_size}"
+            + (f" after tp_size={layout.tp_size}" if layout.tp_size > 1 else "")
+            + ": it must divide the former, and divide or be a multiple of the latter",
+            fix=f"Use one of {fits}",
+        )
+    kinds = hf_config.get_text_config().to_dict().get("layer_types") or []
+    others = sorted(set(kinds) - ATTENTION_LAYERS)
+    if others:
+        raise ConfigError(
+            key="strategy.sp_size",
+            got=sp_size,
+            because=f"this model has layers of type {', '.join(others)}, which read a row from its start and cannot be cut",
+            fix="Use strategy.sp_size=1",
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _check_budget(settings: Settings, layout: Layout) -> None:

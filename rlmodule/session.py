@@ -45,7 +45,7 @@ from rlmodule.launch import launched_from_outside
 from rlmodule.models.policy import build_policy, load_model_config, load_tokenizer, parameter_count
 from rlmodule.module import RLModule
 from rlmodule.objective import Objective
-from rlmodule.preflight import RunPlan, check, check_samples, workload_of
+from rlmodule.preflight import RunPlan, check, check_samples, planned_layout, workload_of
 from rlmodule.run_context import RunContext
 from rlmodule.run_directory import RunDirectory
 from rlmodule.settings import Settings
@@ -159,6 +159,16 @@ class Session:
                 fix="Use torchrun --nnodes=... train.py ..., or trainer.num_nodes=1",
             )
 
+    @cached_property
+    def layout(self) -> Layout:
+        """How the processes of this run divide the work; where this one sits is known once they have met.
+
+        Raises:
+            ConfigError: the processes do not divide like that.
+        """
+        strategy = self.new_strategy()
+        return planned_layout(self.world_size, strategy.sp_size, strategy.tp_size)
+
     # ---- before anything is loaded
 
     @cached_property
@@ -193,8 +203,7 @@ class Session:
         Raises:
             RLModuleError: what is wrong and what to do about it.
         """
-        layout = Layout(self.world_size)
-        self.new_strategy()
+        layout = self.layout
         check(self.settings, self.hf_config, layout)
         assert self.train_rows is not None and self.val_prompts is not None, "reading them checks them"
         if self.settings.algorithm.source == "demonstrations":
@@ -336,7 +345,7 @@ class Session:
         s = self.settings
         name = s.model.path or str(s.model.architecture.get("model_type"))
         devices = f"{self.world_size} {self.device} process{'es' if self.world_size > 1 else ''}"
-        plan = RunPlan(s, Layout(self.world_size), name, num_parameters, devices, self._describe_rows())
+        plan = RunPlan(s, self.layout, name, num_parameters, devices, self._describe_rows())
         is_first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")))) == 0
         return RunContext(
             run_dir=self.run_dir.root,

@@ -24,7 +24,7 @@ class StepResult:
     """What one mini-batch did.
 
     Args:
-        metrics: this rank's parts, to be merged over data ranks.
+        metrics: this rank's parts, to be merged over token ranks.
         grad_norm: global norm before clipping; NaN for an empty mini-batch.
         stepped: whether parameters were updated.
         empty: whether the whole mini-batch had no loss token.
@@ -60,7 +60,7 @@ def update(
         for index, micro_batch in enumerate(mini_batch.micro_batches):
             with strategy.micro_batch(is_last=index == len(mini_batch.micro_batches) - 1):
                 outputs = policy(micro_batch, with_entropy=objective.needs_entropy)
-                loss, metrics = objective(outputs, micro_batch, totals)
+                loss, metrics = objective(outputs, micro_batch, totals, strategy.sequence)
                 backward(loss)
             parts.append(metrics)
         lr = float(optimizer.param_groups[0]["lr"])

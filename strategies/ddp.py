@@ -1,4 +1,4 @@
-"""Distributed data parallel: every process holds the whole model, gradients are averaged over data ranks."""
+"""Distributed data parallel: every process holds the whole model, gradients are averaged over all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rlmodule.core.config import at_least
 from strategies.parts.collectives import GroupCollectives
 from strategies.parts.inner_models import InnerModels
-from strategies.parts.mesh import current_layout
+from strategies.parts.mesh import current_layout, sequence_group
+from strategies.parts.ulysses import Ulysses
 from strategies.registry import STRATEGIES
 
 
@@ -25,9 +26,11 @@ class DDPOptions:
 
     bucket_cap_mb: int = 25  # megabytes of gradients per all-reduce
     gradient_as_bucket_view: bool = True  # gradients live in the buckets: one copy of them less
+    sp_size: int = 1  # ranks that share each packed row (Ulysses)
 
     def __post_init__(self) -> None:
         at_least("bucket_cap_mb", self.bucket_cap_mb, 1)
+        at_least("sp_size", self.sp_size, 1)
 
 
 @STRATEGIES.register(model_type="language_model", backend="ddp", device=["cpu", "cuda", "npu", "xpu"])
@@ -39,13 +42,15 @@ class DDPStrategy(InnerModels, LightningDDPStrategy):
     def __init__(self, options: DDPOptions, *, device: str, num_processes: int, num_nodes: int) -> None:
         super().__init__()
         self._options = options
+        self.sp_size = options.sp_size
 
     def setup_distributed(self) -> None:
         """Join the process group, then see where this process sits."""
         super().setup_distributed()
-        self.layout = current_layout()
+        self.layout = current_layout(self.sp_size)
         device = torch.device("cpu") if self._process_group_backend == "gloo" else self.root_device
         self.collectives = GroupCollectives(device)
+        self.sequence = Ulysses.of(sequence_group(self.layout), device)
 
     def configure_ddp(self) -> None:
         """Lightning's place for wrapping: wrap the inner models instead of the LightningModule."""

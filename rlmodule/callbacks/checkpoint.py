@@ -66,13 +66,13 @@ class SaveCheckpoints(Checkpoint):
             )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep every data rank's random state beside the model."""
+        """Keep every token rank's random state beside the model."""
         checkpoint["random_states"] = trainer.strategy.collectives.gather_objects(random_state())
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Bring back the random state of this data rank, where the checkpoint knows one."""
+        """Bring back the random state of this token rank, where the checkpoint knows one."""
         states = checkpoint["random_states"]
-        rank = trainer.strategy.layout.dp_rank
+        rank = trainer.strategy.layout.token_rank
         if rank < len(states):
             set_random_state(states[rank])
 

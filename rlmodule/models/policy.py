@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from rlmodule.batching.workload import ModelShape
 from rlmodule.core.config import one_of
+from rlmodule.core.contract import SequenceRanks
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.types import MicroBatch, TokenOutputs
 from rlmodule.models.attention import ATTENTION, RaggedCache, Rows
@@ -152,7 +153,13 @@ class PolicyModel(nn.Module):
         lm: causal LM in fp32, attention set to the project's own.
         temperature: divides logits in scoring and sampling alike.
         compute_dtype: matmuls run in it under autocast; None computes in the weights' own type.
+
+    Attributes:
+        sequence: ranks that share a packed row, set by the strategy; scoring and training then see a slice of it, while
+            sampling runs whole rows on every rank.
     """
+
+    sequence: SequenceRanks | None = None
 
     def __init__(self, lm: nn.Module, *, temperature: float = 1.0, compute_dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -174,7 +181,7 @@ class PolicyModel(nn.Module):
 
     def _score(self, batch: MicroBatch, with_entropy: bool) -> TokenOutputs:
         segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)
-        hidden = self._hidden(batch.input_ids[None], batch.position_ids[None], segments=segments)[0]
+        hidden = self._hidden(batch.input_ids[None], batch.position_ids[None], segments=segments, sequence=self.sequence)[0]
         head = self.lm.get_output_embeddings()
         logprob, entropy = linear_logprobs(
             hidden[batch.loss_positions] * self.head.scale,

@@ -14,15 +14,18 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
-from rlmodule.core.contract import Collectives, Layout
+from rlmodule.core.contract import Collectives, Layout, SequenceRanks
 from strategies.parts.collectives import LocalCollectives
 
 
 class InnerModels:
     """Mixin for Lightning strategies: the part of the Strategy contract that does not depend on the backend."""
 
+    sp_size: int = 1
+    tp_size: int = 1
     layout: Layout = Layout()
     collectives: Collectives = LocalCollectives()
+    sequence: SequenceRanks | None = None
     _models: Mapping[str, nn.Module] = {}
     _wrapped: Mapping[str, nn.Module] = {}
 
@@ -31,6 +34,8 @@ class InnerModels:
         if self._models and all(self._models.get(name) is model for name, model in models.items()):
             return
         self._models = dict(models)
+        for model in models.values():
+            model.sequence = self.sequence  # type: ignore[assignment]
         self._wrapped = {name: self.wrap(model) for name, model in models.items()}
 
     def wrap(self, model: nn.Module) -> nn.Module:

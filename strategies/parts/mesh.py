@@ -33,3 +33,17 @@ def current_layout(sp_size: int = 1, tp_size: int = 1) -> Layout:
     if not (dist.is_available() and dist.is_initialized()):
         return Layout()
     return Layout(world_size=dist.get_world_size(), rank=dist.get_rank(), sp_size=sp_size, tp_size=tp_size)
+
+
+def sequence_group(layout: Layout) -> dist.ProcessGroup | None:
+    """The ranks that share this process's rows; None where rows are not cut. Every rank of the world calls it."""
+    if layout.sp_size == 1:
+        return None
+    mine = None
+    for data_rank in range(layout.dp_size):
+        for tp_rank in range(layout.tp_size):
+            first = data_rank * layout.sp_size * layout.tp_size + tp_rank
+            ranks = [first + i * layout.tp_size for i in range(layout.sp_size)]
+            group = dist.new_group(ranks)
+            mine = group if layout.rank in ranks else mine
+    return mine

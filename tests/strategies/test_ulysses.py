@@ -1,0 +1,196 @@
+"""Sequence parallelism changes nothing: log-probs, entropies, gradients and metrics are those of the uncut row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlmodule.batching.collate import DynamicCollator, pad_to_multiple, pack_rows, shifted_labels, cut_for_rank
+from rlmodule.core.contract import Layout, SequenceRanks
+from rlmodule.core.metrics import merge
+from rlmodule.core.types import ExperienceRow, LossInputs, Prompt, Sample, StepTotals, TokenLoss
+from rlmodule.losses.ppo_clip import PPOClip
+from rlmodule.models.policy import ModelConfig, PolicyModel, build_policy
+from rlmodule.objective import AlgorithmConfig, Objective
+from rlmodule.reduction import reduce_metrics
+from strategies.parts.collectives import GroupCollectives, LocalCollectives
+from strategies.parts.mesh import current_layout, sequence_group
+from strategies.parts.ulysses import Ulysses
+from tests.helpers.ranks import run_on_ranks
+
+LENGTHS = ((3, 4), (2, 1), (1, 9), (4, 0), (5, 2))  # (prompt, response) tokens; 31 in all, no multiple of 2 or 4
+CPU = torch.device("cpu")
+
+
+def policy_of(kv_heads: int = 2, **architecture: Any) -> PolicyModel:
+    values = {
+        "model_type": "qwen3",
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "tie_word_embeddings": True,
+        **architecture,
+    }
+    return build_policy(ModelConfig(architecture=values, tokenizer="byte"), seed=3, temperature=0.7)
+
+
+def row_of(number: int, prompt_len: int, response_len: int) -> ExperienceRow:
+    rng = torch.Generator().manual_seed(number)
+    ids = torch.randint(1, 32, (prompt_len + response_len,), generator=rng)
+    mask = torch.rand(response_len, generator=rng) < 0.8
+    old, ref, advantage = torch.randn(3, response_len, generator=rng)
+    prompt = Prompt(row=number, ids=tuple(ids[:prompt_len].tolist()), text="")
+    sample = Sample(number, number // 2, prompt, ids[prompt_len:], mask)
+    return ExperienceRow(sample, advantage=advantage, old_logprob=old - 3, ref_logprob=ref - 3)
+
+
+ROWS = [row_of(i, *lengths) for i, lengths in enumerate(LENGTHS)]
+
+
+def totals_of(rows: list[ExperienceRow], layout: Layout) -> StepTotals:
+    groups: dict[int, int] = {}
+    for row in rows:
+        if row.sample.meta.loss_tokens:
+            groups[row.sample.group_id] = groups.get(row.sample.group_id, 0) + row.sample.meta.loss_tokens
+    live = sum(row.sample.meta.loss_tokens > 0 for row in rows)
+    return StepTotals(sum(groups.values()), live, layout.dp_size, layout.sp_size, groups)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one mini-batch gave: metrics and loss of all ranks together, gradients averaged over them."""
+
+    logprob: Tensor
+    entropy: Tensor
+    gradients: dict[str, Tensor]
+    metrics: dict[str, float]
+
+
+def step_of(policy: PolicyModel, objective: Objective, layout: Layout, sequence: SequenceRanks | None) -> Step:
+    """One mini-batch in two micro-steps; data ranks beyond the second get dummies."""
+    totals = totals_of(ROWS, layout)
+    collate = DynamicCollator(pad_token_id=0, sp_size=layout.sp_size, sp_rank=layout.sp_rank)
+    plan = [[[0, 1, 2, 3, 4], []]] if layout.dp_size == 1 else [[[0, 2], []], [[1, 3], [4]]]
+    policy.sequence = sequence
+    outputs, metrics = [], []
+    for places in plan[layout.dp_rank]:
+        batch = collate.pack([ROWS[p] for p in places], totals)
+        out = policy(batch, with_entropy=True)
+        loss, part = objective(out, batch, totals, sequence)
+        loss.backward()
+        outputs.append(out)
+        metrics.append(part)
+    gradients = {name: p.grad for name, p in policy.named_parameters()}
+    if layout.world_size > 1:
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+            gradient /= layout.world_size
+    logprob = [o.logprob.detach() for o in outputs]
+    entropy = [o.entropy.detach() for o in outputs]
+    if sequence is not None:
+        logprob, entropy = sequence.gather_slices(logprob), sequence.gather_slices(entropy)
+    collectives = GroupCollectives(CPU) if layout.world_size > 1 else LocalCollectives()
+    merged = reduce_metrics(merge(metrics), layout, collectives)
+    return Step(torch.cat(logprob), torch.cat(entropy), gradients, {name: m.result for name, m in merged.items()})
+
+
+@dataclass(frozen=True)
+class SequenceRatio:
+    """A loss of whole sequences: the token ratio is that of the sequence's mean log-ratio (as in GSPO)."""
+
+    needs = frozenset({"old_logprob", "advantage"})
+
+    def __call__(self, x: LossInputs) -> TokenLoss:
+        total = x.sum_per_sequence(x.logprob - x.old_logprob)
+        ratio = (total / x.loss_tokens.clamp(min=1)).exp()[x.sequence]
+        return TokenLoss(-ratio * x.advantage)
+
+
+def objective_of(loss: Any = None, mode: str = "token-mean") -> Objective:
+    settings = AlgorithmConfig(loss_agg_mode=mode, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
+    return Objective(PPOClip() if loss is None else loss, settings)
+
+
+def on_rank(rank: int, sp_size: int, cases: list[tuple[dict[str, Any], Objective]]) -> list[Step]:
+    layout = current_layout(sp_size)
+    sequence = Ulysses.of(sequence_group(layout), CPU)
+    return [step_of(policy_of(**model), objective, layout, sequence) for model, objective in cases]
+
+
+WINDOWED = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+GEMMA = {"model_type": "gemma3_text", "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+CASES: list[tuple[dict[str, Any], Objective]] = [
+    ({"kv_heads": 4}, objective_of()),
+    ({"kv_heads": 2}, objective_of(mode="seq-mean-token-mean")),
+    ({"kv_heads": 1}, objective_of(mode="prompt-mean")),
+    ({"kv_heads": 2, **WINDOWED}, objective_of()),
+    ({"kv_heads": 2, **GEMMA}, objective_of()),
+    ({"kv_heads": 2}, objective_of(SequenceRatio())),
+]
+
+
+@pytest.fixture(scope="module")
+def uncut() -> list[Step]:
+    return [step_of(policy_of(**model), objective, Layout(), None) for model, objective in CASES]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("world_size", "sp_size"), [(2, 2), (4, 4), (4, 2)], ids=["sp2", "sp4", "dp2 x sp2"])
+def test_cutting_the_row_changes_nothing(uncut: list[Step], world_size: int, sp_size: int) -> None:
+    by_rank = run_on_ranks(world_size, on_rank, sp_size, CASES)
+    for number, expected in enumerate(uncut):
+        for rank, steps in enumerate(by_rank):
+            got = steps[number]
+            if world_size == sp_size:  # one data rank holds every sample
+                torch.testing.assert_close(got.logprob, expected.logprob, rtol=1e-6, atol=1e-6)
+                torch.testing.assert_close(got.entropy, expected.entropy, rtol=1e-6, atol=1e-6)
+            for name, gradient in expected.gradients.items():
+                scale = float(gradient.abs().max())
+                torch.testing.assert_close(
+                    got.gradients[name], gradient, rtol=0, atol=2e-6 * scale, msg=lambda m, n=name, r=rank: f"{n} on {r}: {m}"
+                )
+            assert got.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-7)
+            assert norm_of(got) == pytest.approx(norm_of(expected), rel=1e-6)
+
+
+def norm_of(step: Step) -> float:
+    return float(torch.stack([g.double().norm() for g in step.gradients.values()]).norm())
+
+
+def test_the_windowed_cases_have_windows() -> None:
+    for number in (3, 4):
+        layers = policy_of(**CASES[number][0]).lm.base_model.layers
+        assert any(layer.self_attn.sliding_window == 4 for layer in layers)
+
+
+def test_sp_02_padding_is_a_segment_of_its_own() -> None:
+    rows = [row_of(9, length - 1, 1) for length in (4, 3, 3)]
+    padded = pad_to_multiple(pack_rows(rows, totals_of(rows, Layout())), 4, 0)
+    assert len(padded.input_ids) == 12
+    assert padded.cu_seqlens.tolist() == [0, 4, 7, 10, 12]
+    assert padded.position_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 0, 1]
+    assert int(padded.loss_positions.max()) < 10, "padding carries no loss"
+
+
+def test_sp_03_shares_of_slices_add_up() -> None:
+    totals = StepTotals(tokens=4, sequences=1, dp_size=1, sp_size=2)
+    shares = [3.0 / 4 * totals.gradient_ranks, 5.0 / 4 * totals.gradient_ranks]
+    assert shares == [1.5, 2.5]
+    assert sum(shares) / totals.gradient_ranks == 2.0
+
+
+def test_sp_05_labels_are_shifted_before_the_row_is_cut() -> None:
+    ids = torch.arange(10, 18)
+    sample = Sample(0, 0, Prompt(0, (10,), ""), ids[1:], torch.ones(7, dtype=torch.bool))
+    batch = pack_rows([ExperienceRow(sample)], StepTotals(7, 1, group_tokens={0: 7}))
+    slices = [shifted_labels(cut_for_rank(batch, rank, 2)).tolist() for rank in range(2)]
+    assert slices == [[11, 12, 13, 14], [15, 16, 17, -100]]
