@@ -31,7 +31,6 @@ class Counters:
         skipped: updates skipped for a norm that was not finite.
         skipped_in_a_row: the same since the last update taken.
         empty: mini-batches without a loss token.
-        tokens: prompt and response tokens trained on, over all ranks.
     """
 
     steps: int = 0
@@ -39,7 +38,6 @@ class Counters:
     skipped: int = 0
     skipped_in_a_row: int = 0
     empty: int = 0
-    tokens: int = 0
 
     def count(self, result: StepResult) -> None:
         """Take note of one mini-batch."""

@@ -64,7 +64,7 @@ class DDPStrategy(InnerModels, LightningDDPStrategy):
         return DistributedDataParallel(
             model,
             device_ids=self.determine_ddp_device_ids(),
-            broadcast_buffers=False,
+            forward_sync_buffers=False,
             bucket_cap_mb=self._options.bucket_cap_mb,
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
         )

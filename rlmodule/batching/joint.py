@@ -25,7 +25,7 @@ from rlmodule.batching.partition import Ints, by_falling_cost
 from rlmodule.batching.workload import Floats
 
 # Over the bound by this part is as good as level: clocks and kernels of real ranks differ by more. A packing that is
-# near after its trial is levelled at once, before others are tried.
+# near after its trial is levelled further at once, before others are tried.
 GOOD_ENOUGH, NEAR = 7e-4, 3e-3
 # First packings in the order they are tried, with the tilt of their heights.
 FILLINGS = (
@@ -36,8 +36,8 @@ FILLINGS = (
     (filled_roomiest, 0.25),
     (filled_roomiest, 0.4),
 )
-# Rounds of levelling for every packing, and rounds and polishing attempts for the best.
-TRIAL_ROUNDS, ROUNDS, ATTEMPTS = 4, 40, 40
+# Rounds of levelling for every packing, for one that is near, for the best; and attempts to polish the best.
+TRIAL_ROUNDS, NEAR_ROUNDS, ROUNDS, ATTEMPTS = 4, 12, 40, 40
 # With more cells than this only the quick filling is tried and nothing is polished: many samples level by themselves.
 MANY_CELLS = 10_000
 # One micro-step more is tried when the cells are this full and the plan is this far from the bound, and taken when it
@@ -92,7 +92,7 @@ def _packed(problem: Problem, num_steps: int) -> Cells | None:
         cells = Cells(problem, cell, num_steps)
         reached = level(cells, heights, TRIAL_ROUNDS, goal)
         if reached <= least * (1 + NEAR):
-            reached = level(cells, heights, ROUNDS, goal)
+            reached = level(cells, heights, NEAR_ROUNDS, goal)
         if reached <= goal:
             return cells
         tried.append((reached, len(tried), cells, heights))
