@@ -34,30 +34,6 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
         )
 
 
-def planned_layout(world_size: int, sp_size: int, tp_size: int) -> Layout:
-    """The layout that so many processes make.
-
-    Raises:
-        ConfigError: names the numbers that do not divide.
-    """
-    for name, size in (("sp_size", sp_size), ("tp_size", tp_size)):
-        if world_size % size:
-            raise ConfigError(
-                key=f"strategy.{name}",
-                got=size,
-                because=f"it does not divide the {world_size} processes of this run",
-                fix=f"Use one of {_divisors(world_size)}, or another trainer.devices",
-            )
-    if world_size % (sp_size * tp_size):
-        raise ConfigError(
-            key="strategy.sp_size",
-            got=sp_size,
-            because=f"{world_size} processes do not divide into sp_size={sp_size} x tp_size={tp_size}",
-            fix=f"Use trainer.devices={sp_size * tp_size} or a multiple of it",
-        )
-    return Layout(world_size, sp_size=sp_size, tp_size=tp_size)
-
-
 def _check_sequence_ranks(hf_config: PreTrainedConfig, layout: Layout) -> None:
     """Attention heads are dealt out over sequence ranks; layers that mix positions in another way cannot be cut."""
     shape, sp_size = shape_of(hf_config), layout.sp_size

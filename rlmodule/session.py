@@ -45,7 +45,7 @@ from rlmodule.launch import launched_from_outside
 from rlmodule.models.policy import build_policy, load_model_config, load_tokenizer, parameter_count
 from rlmodule.module import RLModule
 from rlmodule.objective import Objective
-from rlmodule.preflight import RunPlan, check, check_samples, planned_layout, workload_of
+from rlmodule.preflight import RunPlan, check, check_samples, workload_of
 from rlmodule.run_context import RunContext
 from rlmodule.run_directory import RunDirectory
 from rlmodule.settings import Settings
@@ -136,11 +136,23 @@ class Session:
         """The strategy chosen by name, for this machine."""
         return self.menu.lookup(MODEL_TYPE, self.settings.backend, device=os.environ.get("RLMODULE_DEVICE", self.device))
 
+    @cached_property
+    def strategy_options(self) -> Any:
+        """The strategy's own options, checked."""
+        return convert(self.strategy_class.options, self.strategy_node, "strategy", ignore=("name",))
+
+    @property
+    def layout(self) -> Layout:
+        """How the run's processes are laid out, seen from the first."""
+        return self.strategy_class.layout_of(self.strategy_options, self.world_size)
+
     def new_strategy(self) -> Any:
-        """The strategy, with its own options checked."""
-        options = convert(self.strategy_class.options, self.strategy_node, "strategy", ignore=("name",))
+        """The strategy, which refuses options that do not fit the number of processes."""
         return self.strategy_class(
-            options, device=self.device, num_processes=self.num_processes, num_nodes=self.settings.trainer.num_nodes
+            self.strategy_options,
+            device=self.device,
+            num_processes=self.num_processes,
+            num_nodes=self.settings.trainer.num_nodes,
         )
 
     def join_peers(self) -> None:
@@ -158,16 +170,6 @@ class Session:
                 because="this process was started alone, and several machines need torchrun or srun",
                 fix="Use torchrun --nnodes=... train.py ..., or trainer.num_nodes=1",
             )
-
-    @cached_property
-    def layout(self) -> Layout:
-        """How the processes of this run divide the work; where this one sits is known once they have met.
-
-        Raises:
-            ConfigError: the processes do not divide like that.
-        """
-        strategy = self.new_strategy()
-        return planned_layout(self.world_size, strategy.sp_size, strategy.tp_size)
 
     # ---- before anything is loaded
 
@@ -203,6 +205,7 @@ class Session:
         Raises:
             RLModuleError: what is wrong and what to do about it.
         """
+        self.new_strategy()
         layout = self.layout
         check(self.settings, self.hf_config, layout)
         assert self.train_rows is not None and self.val_prompts is not None, "reading them checks them"

@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rlmodule.core.config import at_least
+from rlmodule.core.contract import Layout
 from strategies.parts.collectives import GroupCollectives
 from strategies.parts.inner_models import InnerModels
-from strategies.parts.mesh import current_layout, sequence_group
+from strategies.parts.mesh import check_degrees, current_layout, sequence_group
 from strategies.parts.ulysses import Ulysses
 from strategies.registry import STRATEGIES
 
@@ -40,14 +41,19 @@ class DDPStrategy(InnerModels, LightningDDPStrategy):
     options: ClassVar[type] = DDPOptions
 
     def __init__(self, options: DDPOptions, *, device: str, num_processes: int, num_nodes: int) -> None:
+        check_degrees(num_processes * num_nodes, sp_size=options.sp_size)
         super().__init__()
         self._options = options
-        self.sp_size = options.sp_size
+
+    @classmethod
+    def layout_of(cls, options: DDPOptions, world_size: int) -> Layout:
+        """The layout a run will have, known before its processes are started."""
+        return Layout(world_size, sp_size=options.sp_size)
 
     def setup_distributed(self) -> None:
         """Join the process group, then see where this process sits."""
         super().setup_distributed()
-        self.layout = current_layout(self.sp_size)
+        self.layout = current_layout(self._options.sp_size)
         device = torch.device("cpu") if self._process_group_backend == "gloo" else self.root_device
         self.collectives = GroupCollectives(device)
         self.sequence = Ulysses.of(sequence_group(self.layout), device)

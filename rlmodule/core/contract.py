@@ -112,8 +112,6 @@ class Strategy(Protocol):
     It wraps the INNER models, never the LightningModule: every micro-batch is one call of a wrapped model's own forward.
     """
 
-    sp_size: int  # sequence and tensor ranks of the finished layout, known before the ranks meet
-    tp_size: int
     layout: Layout
     collectives: Collectives
     sequence: SequenceRanks | None  # None where a row is not cut

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -21,13 +22,16 @@ from strategies.parts.collectives import LocalCollectives
 class InnerModels:
     """Mixin for Lightning strategies: the part of the Strategy contract that does not depend on the backend."""
 
-    sp_size: int = 1
-    tp_size: int = 1
     layout: Layout = Layout()
     collectives: Collectives = LocalCollectives()
     sequence: SequenceRanks | None = None
     _models: Mapping[str, nn.Module] = {}
     _wrapped: Mapping[str, nn.Module] = {}
+
+    @classmethod
+    def layout_of(cls, options: Any, world_size: int) -> Layout:
+        """The layout a run will have, known before its processes are started."""
+        return Layout(world_size)
 
     def shard(self, models: Mapping[str, nn.Module]) -> None:
         """Wrap each model once; a second set-up of the same models (validate, then fit) keeps the wrappers."""

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from rlmodule.core.contract import Layout
+from rlmodule.core.errors import ConfigError
 
 
 def detect_device() -> str:
@@ -47,3 +48,21 @@ def sequence_group(layout: Layout) -> dist.ProcessGroup | None:
             group = dist.new_group(ranks)
             mine = group if layout.rank in ranks else mine
     return mine
+
+
+def check_degrees(world_size: int, *, sp_size: int = 1, tp_size: int = 1, replicas: int = 1) -> None:
+    """Refuse degrees that do not tile the processes, before any process is started.
+
+    Raises:
+        ConfigError: names the degree and what it does not divide.
+    """
+    left = world_size
+    for key, size in (("tp_size", tp_size), ("sp_size", sp_size), ("dp_replicate", replicas)):
+        if left % size:
+            raise ConfigError(
+                key=f"strategy.{key}",
+                got=size,
+                because=f"it does not divide the {left} processes that are left to it, of {world_size} in all",
+                fix=f"Use strategy.{key}=1, or trainer.devices so that tensor x sequence x replicas divides the processes",
+            )
+        left //= size
