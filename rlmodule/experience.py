@@ -114,6 +114,7 @@ class ExperienceMaker:
         collator: packs samples for the scoring passes.
         make_sampler: metas of the iteration -> its sampler.
         device: where forward passes run.
+        reference_in_policy: the reference is the policy without its adapter, and no model of its own.
     """
 
     strategy: Strategy
@@ -122,6 +123,7 @@ class ExperienceMaker:
     collator: DynamicCollator
     make_sampler: Callable[[Sequence[SampleMeta]], BalancedSampler]
     device: torch.device
+    reference_in_policy: bool = False
 
     def __call__(self, collect: Callable[[], list[ScoredSample]], watch: Stopwatch) -> Iteration:
         """Run every stage; ``collect`` gives this rank's responses and may fail, which then every rank learns."""
@@ -163,11 +165,16 @@ class ExperienceMaker:
                 rows = {p: replace(row, old_logprob=scores[p]) for p, row in rows.items()}
         if self.objective.needs_reference:
             with watch.phase("ref_logprob"):
-                scores = self.score("reference", samples, sampler)
+                if self.reference_in_policy:
+                    scores = self.score("policy", samples, sampler, with_adapter=False)
+                else:
+                    scores = self.score("reference", samples, sampler)
                 rows = {p: replace(row, ref_logprob=scores[p]) for p, row in rows.items()}
         return rows
 
-    def score(self, model: str, samples: Mapping[int, Sample], sampler: BalancedSampler) -> dict[int, Tensor]:
+    def score(
+        self, model: str, samples: Mapping[int, Sample], sampler: BalancedSampler, *, with_adapter: bool = True
+    ) -> dict[int, Tensor]:
         """Log-probabilities [R] of every sample held here, whole also where a row is cut over ranks, from the micro-batches the first update will run.
 
         The same micro-batches give the same rounding, so the first ratio of an update is exactly 1. Tokens without loss
@@ -181,7 +188,7 @@ class ExperienceMaker:
             for share in sampler.shares(sampler.first_epoch):
                 mini_batch = self.collator(unscored.__getitems__(share))
                 for micro_batch, positions in zip(mini_batch.micro_batches, share.micro_batches, strict=True):
-                    parts.append(forward(micro_batch.to(self.device)).logprob.cpu())
+                    parts.append(forward(micro_batch.to(self.device), with_adapter=with_adapter).logprob.cpu())
                     places.append(positions)
         rows = parts if sequence is None else sequence.gather_slices(parts)
         return {p: r for row, at in zip(rows, places, strict=True) for p, r in _by_sample(row, at, samples).items()}

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from rlmodule.batching.workload import Workload
+from rlmodule.callbacks.export import ADAPTER, ExportSettings
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import Sample
+from rlmodule.models.lora import check_installed, is_adapter
 from rlmodule.models.policy import shape_of
 from rlmodule.settings import Settings
 
@@ -24,6 +26,7 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
         ConfigError: names both numbers and a fix.
     """
     _check_sequence_ranks(hf_config, layout)
+    _check_lora(settings)
     _check_budget(settings, layout)
     _check_groups(settings)
     _check_equal_counts(settings, layout)
@@ -60,6 +63,23 @@ def _check_sequence_ranks(hf_config: PreTrainedConfig, layout: Layout) -> None:
             because=f"this model has layers of type {', '.join(others)}, which read a row from its start and cannot be cut",
             fix="Use strategy.sp_size=1",
         )
+
+
+def _check_lora(settings: Settings) -> None:
+    """Adapters need peft; exported alone they need a base that somebody can load."""
+    if not settings.model.lora.is_on:
+        return
+    check_installed()
+    export = settings.callbacks.get("export")
+    if not isinstance(export, ExportSettings) or export.lora != ADAPTER:
+        return
+    reason = None
+    if settings.model.path is None and not settings.needs_warm_start:
+        reason = "the base is random weights that nobody keeps"
+    elif is_adapter(settings.model.path):
+        reason = "the base is an adapter merged with its own base, which nobody keeps"
+    if reason is not None:
+        raise ConfigError(key="callbacks.export.lora", got=ADAPTER, because=reason, fix="Use callbacks.export.lora=merged")
 
 
 def _divisors(number: int) -> list[int]:
@@ -158,7 +178,8 @@ class RunPlan:
             else f"{s.batching.micro_batch_size_per_gpu} samples per micro-batch and device"
         )
         return {
-            "model": f"{self.model_name}, {self.num_parameters:,} parameters, {s.model.precision}",
+            "model": f"{self.model_name}, {self.num_parameters:,} parameters, {s.model.precision}"
+            + (f", LoRA r={s.model.lora.r}" if s.model.lora.is_on else ""),
             "data": self.prompts,
             "objective": f"{type(s.loss).__name__}, {s.algorithm.loss_agg_mode}"
             + ("" if s.advantage is None else f", advantage {type(s.advantage).__name__}")

@@ -42,6 +42,7 @@ from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.experience import ExperienceMaker
 from rlmodule.launch import launched_from_outside
+from rlmodule.models.compiled import check_compiler
 from rlmodule.models.policy import build_policy, load_model_config, load_tokenizer, parameter_count
 from rlmodule.module import RLModule
 from rlmodule.objective import Objective
@@ -208,6 +209,8 @@ class Session:
         self.new_strategy()
         layout = self.layout
         check(self.settings, self.hf_config, layout)
+        if self.settings.model.compile:
+            check_compiler(self.device)
         assert self.train_rows is not None and self.val_prompts is not None, "reading them checks them"
         if self.settings.algorithm.source == "demonstrations":
             check_samples(self.train_rows, self.settings, layout)
@@ -295,7 +298,7 @@ class Session:
         policy = build_policy(settings.model, seed=settings.run.seed, temperature=settings.rollout.temperature)
         models: dict[str, nn.Module] = {"policy": policy}
         objective = Objective(settings.loss, settings.algorithm)
-        if objective.needs_reference:
+        if objective.needs_reference and policy.lora is None:
             models["reference"] = frozen_copy(policy)
         module = RLModule(
             models,
@@ -399,7 +402,15 @@ class Session:
             )
 
         collator = DynamicCollator(0 if pad is None else pad, layout.sp_size, layout.sp_rank)
-        return ExperienceMaker(strategy, objective, s.advantage, collator, make_sampler, strategy.root_device)
+        return ExperienceMaker(
+            strategy,
+            objective,
+            s.advantage,
+            collator,
+            make_sampler,
+            strategy.root_device,
+            reference_in_policy=s.model.lora.is_on,
+        )
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:

@@ -21,6 +21,7 @@ from rlmodule.core.registry import Registry
 from rlmodule.data.prompts import DataConfig
 from rlmodule.losses import LOSSES
 from rlmodule.losses.sft import SFT
+from rlmodule.models.lora import LoraSettings
 from rlmodule.models.policy import ModelConfig
 from rlmodule.objective import AlgorithmConfig
 from rlmodule.optimizer import OptimizerConfig
@@ -160,6 +161,7 @@ class Settings:
         )
         return replace(
             self,
+            model=replace(self.model, lora=LoraSettings(), compile=False),
             algorithm=AlgorithmConfig(
                 source="demonstrations", train_batch_size=warm.batch_size * steps_per_iteration, log_entropy=False
             ),
