@@ -35,8 +35,13 @@ class OptimizerConfig:
         for name in ("lr", "weight_decay", "warmup_steps", "min_lr_ratio", "max_grad_norm"):
             at_least(name, getattr(self, name), 0)
         more_than("eps", self.eps, 0)
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(key="betas", got=self.betas, because="each must be at least 0 and below 1", fix="Use [0.9,0.95]")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(
+                key="betas",
+                got=self.betas,
+                because="two numbers are needed, at least 0 and below 1",
+                fix="Use [0.9,0.95]",
+            )
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:

@@ -16,8 +16,6 @@ from rlmodule.models.lora import check_installed, is_adapter
 from rlmodule.models.policy import shape_of
 from rlmodule.settings import Settings
 
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})  # transformers' words for what sequence ranks can share
-
 
 def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> None:
     """Refuse a run that cannot work.
@@ -33,12 +31,15 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     _check_positions(settings, hf_config)
     if settings.rollout.temperature != 1.0 and settings.algorithm.source == "demonstrations":
         raise ConfigError(
-            key="rollout.temperature", got=settings.rollout.temperature, because="demonstrations are imitated at temperature 1", fix="Use 1.0"
+            key="rollout.temperature",
+            got=settings.rollout.temperature,
+            because="demonstrations are imitated at temperature 1",
+            fix="Use 1.0",
         )
 
 
 def _check_sequence_ranks(hf_config: PreTrainedConfig, layout: Layout) -> None:
-    """Attention heads are dealt out over sequence ranks; layers that mix positions in another way cannot be cut."""
+    """Attention heads are dealt out over sequence ranks."""
     shape, sp_size = shape_of(hf_config), layout.sp_size
     if sp_size == 1:
         return
@@ -48,20 +49,11 @@ def _check_sequence_ranks(hf_config: PreTrainedConfig, layout: Layout) -> None:
         raise ConfigError(
             key="strategy.sp_size",
             got=sp_size,
-            because=f"num_attention_heads={shape.num_heads} and num_key_value_heads={shape.num_kv_heads} do not split over "
-            f"sp_size={sp_size}"
+            because=f"num_attention_heads={shape.num_heads} and num_key_value_heads={shape.num_kv_heads} do not split "
+            f"over sp_size={sp_size}"
             + (f" after tp_size={layout.tp_size}" if layout.tp_size > 1 else "")
             + ": it must divide the former, and divide or be a multiple of the latter",
             fix=f"Use one of {fits}",
-        )
-    kinds = hf_config.get_text_config().to_dict().get("layer_types") or []
-    others = sorted(set(kinds) - ATTENTION_LAYERS)
-    if others:
-        raise ConfigError(
-            key="strategy.sp_size",
-            got=sp_size,
-            because=f"this model has layers of type {', '.join(others)}, which read a row from its start and cannot be cut",
-            fix="Use strategy.sp_size=1",
         )
 
 
@@ -79,7 +71,9 @@ def _check_lora(settings: Settings) -> None:
     elif is_adapter(settings.model.path):
         reason = "the base is an adapter merged with its own base, which nobody keeps"
     if reason is not None:
-        raise ConfigError(key="callbacks.export.lora", got=ADAPTER, because=reason, fix="Use callbacks.export.lora=merged")
+        raise ConfigError(
+            key="callbacks.export.lora", got=ADAPTER, because=reason, fix="Use callbacks.export.lora=merged"
+        )
 
 
 def _divisors(number: int) -> list[int]:
@@ -115,7 +109,7 @@ def check_samples(samples: Sequence[Sample], settings: Settings, layout: Layout)
             raise ConfigError(
                 key="batching.max_token_len_per_gpu",
                 got=settings.batching.max_token_len_per_gpu,
-                because=f"the demonstration in row {sample.prompt.row} has {sample.meta.length} tokens, and one micro-batch holds {budget}",
+                because=f"the demonstration in row {sample.prompt.row + 1} has {sample.meta.length} tokens, and one micro-batch holds {budget}",
                 fix=f"Use batching.max_token_len_per_gpu={-(-sample.meta.length // layout.sp_size)} or more",
             )
 
@@ -142,7 +136,7 @@ def _check_equal_counts(settings: Settings, layout: Layout) -> None:
 
 
 def _check_positions(settings: Settings, hf_config: PreTrainedConfig) -> None:
-    limit = hf_config.get_text_config().to_dict().get("max_position_embeddings")
+    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     longest = settings.data.max_prompt_length + settings.rollout.max_response_length
     if limit is not None and longest > limit:
         raise ConfigError(
@@ -169,8 +163,10 @@ class RunPlan:
         s = self.settings
         per_iteration = s.algorithm.train_batch_size
         imitates = s.algorithm.source == "demonstrations"
-        samples = f"{per_iteration} demonstrations" if imitates else (
-            f"{per_iteration} prompts x {s.rollout.n} responses = {per_iteration * s.rollout.n} samples"
+        samples = (
+            f"{per_iteration} demonstrations"
+            if imitates
+            else (f"{per_iteration} prompts x {s.rollout.n} responses = {per_iteration * s.rollout.n} samples")
         )
         micro = (
             f"at most {s.batching.max_token_len_per_gpu:,} tokens per micro-batch and device ({s.batching.planner} planner)"

@@ -105,7 +105,10 @@ class Session:
         here = "cpu" if found is None else found.type
         if wanted not in ("auto", "cpu", here):
             raise ConfigError(
-                key="trainer.accelerator", got=wanted, because=f"this machine has {here} only", fix="Use trainer.accelerator=auto"
+                key="trainer.accelerator",
+                got=wanted,
+                because=f"this machine has {here} only",
+                fix="Use trainer.accelerator=auto",
             )
         return here if wanted == "auto" else wanted
 
@@ -118,7 +121,10 @@ class Session:
             return here or 1
         if here is not None and int(devices) > here:
             raise ConfigError(
-                key="trainer.devices", got=devices, because=f"this machine has {here} {self.device} devices", fix=f"Use trainer.devices={here}"
+                key="trainer.devices",
+                got=devices,
+                because=f"this machine has {here} {self.device} devices",
+                fix=f"Use trainer.devices={here}",
             )
         return int(devices)
 
@@ -135,7 +141,9 @@ class Session:
     @cached_property
     def strategy_class(self) -> Any:
         """The strategy chosen by name, for this machine."""
-        return self.menu.lookup(MODEL_TYPE, self.settings.backend, device=os.environ.get("RLMODULE_DEVICE", self.device))
+        return self.menu.lookup(
+            MODEL_TYPE, self.settings.backend, device=os.environ.get("RLMODULE_DEVICE", self.device)
+        )
 
     @cached_property
     def strategy_options(self) -> Any:
@@ -198,7 +206,11 @@ class Session:
     def val_prompts(self) -> Sequence[Prompt]:
         """Held-out prompts; none where the data has none."""
         s = self.settings
-        return load_prompts(s.data, self.tokenizer, "test", s.task) if s.data.has_validation and s.reward is not None else []
+        return (
+            load_prompts(s.data, self.tokenizer, "test", s.task)
+            if s.data.has_validation and s.reward is not None
+            else []
+        )
 
     def check(self) -> None:
         """Everything that can be said without weights.
@@ -263,7 +275,9 @@ class Session:
         """Imitate demonstrations with the random model, on one process whatever the layout of the run."""
         inner = RunDirectory(self.run_dir.warm_start)
         inner.root.mkdir(parents=True, exist_ok=True)
-        print(f"warm start: {self.settings.warm_start.steps} steps of imitation, so that there is something to reinforce")
+        print(
+            f"warm start: {self.settings.warm_start.steps} steps of imitation, so that there is something to reinforce"
+        )
         Session(self.settings.for_warm_start(), inner, self.menu).fit()
         self._warm_start_stamp.write_text(self._warm_start_key)
 
@@ -288,7 +302,12 @@ class Session:
         quieten()
         settings = self.settings
         if settings.needs_warm_start:
-            warm = Session(settings.starting_from(str(self.run_dir.warm_start / "policy")), self.run_dir, self.menu, self.strategy_node)
+            warm = Session(
+                settings.starting_from(str(self.run_dir.warm_start / "policy")),
+                self.run_dir,
+                self.menu,
+                self.strategy_node,
+            )
             warm.is_first = self.is_first
             warm.fit()
             return
@@ -312,7 +331,10 @@ class Session:
         callbacks = [made.connect(context) for made in settings.callbacks.values()]
         datamodule = self._datamodule(objective, strategy, context.journal.begin_iteration)
         self._trainer(strategy, callbacks, step).fit(
-            module, datamodule=datamodule, ckpt_path=None if checkpoint is None else checkpoint / STATE_FILE, weights_only=True
+            module,
+            datamodule=datamodule,
+            ckpt_path=None if checkpoint is None else checkpoint / STATE_FILE,
+            weights_only=True,
         )
 
     def result(self) -> float | None:
@@ -327,7 +349,11 @@ class Session:
         writer = False
         if settings.logger == "tensorboard":
             writer = TensorBoardLogger(
-                self.run_dir.root, name="tensorboard", version="", default_hp_metric=False, purge_step=purge_step(resumed_step)
+                self.run_dir.root,
+                name="tensorboard",
+                version="",
+                default_hp_metric=False,
+                purge_step=purge_step(resumed_step),
             )
         return L.Trainer(
             accelerator="gpu" if self.device == "cuda" else self.device,
@@ -358,7 +384,15 @@ class Session:
             is_first=is_first,
             max_iterations=s.trainer.max_epochs,
             describe=plan.lines(),
-            hparams=flat({"optimizer": asdict(s.optimizer), "algorithm": asdict(s.algorithm), "batching": asdict(s.batching), "rollout": asdict(s.rollout), "seed": s.run.seed}),
+            hparams=flat(
+                {
+                    "optimizer": asdict(s.optimizer),
+                    "algorithm": asdict(s.algorithm),
+                    "batching": asdict(s.batching),
+                    "rollout": asdict(s.rollout),
+                    "seed": s.run.seed,
+                }
+            ),
             resumed_step=resumed_step,
             val_prompts=self.val_prompts,
             tokenizer=self.tokenizer,
@@ -383,7 +417,10 @@ class Session:
 
         def engine() -> RolloutEngine:
             return s.rollout.connect(
-                partial(strategy.wrapped, "policy"), partial(strategy.eval_mode, "policy"), self.tokenizer, strategy.root_device
+                partial(strategy.wrapped, "policy"),
+                partial(strategy.eval_mode, "policy"),
+                self.tokenizer,
+                strategy.root_device,
             )
 
         return RolloutSource(
@@ -398,7 +435,13 @@ class Session:
 
         def make_sampler(metas: Sequence[SampleMeta]) -> BalancedSampler:
             return BalancedSampler(
-                metas, s.batching, layout, seed=s.run.seed, iteration=iteration, epochs=s.algorithm.ppo_epochs, cost=cost
+                metas,
+                s.batching,
+                layout,
+                seed=s.run.seed,
+                iteration=iteration,
+                epochs=s.algorithm.ppo_epochs,
+                cost=cost,
             )
 
         collator = DynamicCollator(0 if pad is None else pad, layout.sp_size, layout.sp_rank)
@@ -451,6 +494,7 @@ def quieten() -> None:
     for advice in (
         ".*does not have many workers.*",  # batches are built in microseconds
         ".*module.s. in eval mode at the start.*",  # a reference model is meant to be
+        ".*is_gradient_checkpointing. is deprecated.*",  # peft 0.21 on transformers 5.24
         ".*isinstance.treespec, LeafSpec.*",  # Lightning 2.6 on torch 2.13
     ):
         warnings.filterwarnings("ignore", message=advice)

@@ -1,4 +1,4 @@
-"""Where samples come from: rollouts of the current policy, or demonstrations. Both feed the same planner and the same step."""
+"""Where samples come from: rollouts of the current policy, or demonstrations. Both feed the same planner and step."""
 
 from __future__ import annotations
 
@@ -96,5 +96,9 @@ def _renamed(sample: Sample, counter: int) -> Sample:
 
 
 def share_of_rank(items: Sequence[T], layout: Layout) -> list[T]:
-    """Every n-th item for n token ranks (the ranks that share a row divide its sampling too), so that long and short neighbours spread over ranks."""
+    """Every n-th item for n token ranks, so that long and short neighbours spread over them.
+
+    Ranks that share rows in training divide the sampling of whole responses as well; samples then move to every rank
+    that trains on them.
+    """
     return list(items[layout.token_rank :: layout.token_ranks])

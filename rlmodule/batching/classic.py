@@ -45,7 +45,8 @@ def plan_fixed_size(cost: Floats, dp_size: int, micro_batch_size: int) -> Packin
     order = by_falling_cost(cost)
     per_step = dp_size * micro_batch_size
     steps = [order[start : start + per_step] for start in range(0, len(order), per_step)]
-    return packing_of([[step[part].tolist() for part in balanced_counts(cost[step], dp_size)] for step in steps])
+    cells = [[step[part].tolist() for part in balanced_counts(cost[step], dp_size)] for step in steps]
+    return packing_of(cells).with_ranks_evened(cost)
 
 
 def plan_fixed_size_classic(cost: Floats, dp_size: int, micro_batch_size: int) -> Packing:

@@ -117,6 +117,7 @@ def best_exchanges(cells: Cells, first: Ints, second: Ints, wished: Floats, turn
     pairs = len(first)
     offers = _offers(cells, np.concatenate([first, second]), _offered(pairs), turn)  # [2P, w]
     subsets, as_columns = _subsets(offers.shape[1])  # [K, w], [w, K]
+    # At most two ones in a column: sums of two costs, the same to the last bit on every machine.
     sums = cells.cost[offers] @ as_columns  # [2P, K]
     # [P, K, K]: how far the net cost that moves is from the wish, for every choice of mine and theirs
     miss = (sums[:pairs] - wished[:, None])[:, :, None] - sums[pairs:, None, :]

@@ -70,11 +70,6 @@ class Heights:
     target: Floats
     from_sample: NDArray[np.bool_]
 
-    @property
-    def num_steps(self) -> int:
-        """Micro-steps, M."""
-        return len(self.target)
-
 
 def water_filled(problem: Problem, num_steps: int, tilt: float = 0.0) -> Heights:
     """Heights that add up to the work of a rank: as high as the largest sample must be, level for the rest.

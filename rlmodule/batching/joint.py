@@ -42,7 +42,7 @@ TRIAL_ROUNDS, NEAR_ROUNDS, ROUNDS, ATTEMPTS = 4, 12, 40, 40
 MANY_CELLS = 10_000
 # One micro-step more is tried when the cells are this full and the plan is this far from the bound, and taken when it
 # saves that part of the cost.
-FULL, FAR, WORTH_A_STEP = 0.97, 0.005, 0.002
+FULL, FAR, WORTH_A_STEP = 0.97, 0.01, 0.002
 
 
 def plan_joint(

@@ -42,7 +42,7 @@ def blocks_of_one_mix(cost: Floats, mini_batch_size: int, seed: int) -> list[Int
     """
     falling = by_falling_cost(cost)
     num_gathered = _tail_size(cost[falling], mini_batch_size)
-    sizes = np.array([len(block) for block in blocks_in_order(len(cost), mini_batch_size)])
+    sizes = np.array([len(block) for block in blocks_in_order(len(cost), mini_batch_size)], np.int64)
     room = np.clip(np.cumsum(sizes) - num_gathered, 0, sizes)  # left in each block by the gathered ones
     # Seat k of a block with r seats draws the place (k + u) / r in the sorted rest: one of each stratum to every block.
     drawn = np.random.default_rng(seed).random(int(room.sum()))

@@ -1,4 +1,4 @@
-"""Saves what resumes the run, at the end of an iteration: model, optimizer, schedule, random state, position in the data.
+"""Saves what resumes the run, at the end of an iteration: model, optimizer, schedule, random state, place in the data.
 
 Leaves out how a folder is written safely (``checkpoint/state.py``).
 """
@@ -40,7 +40,7 @@ class CheckpointSettings:
 
 
 class SaveCheckpoints(Checkpoint):
-    """Lightning runs callbacks of this base class after all others, so what they keep is up to date when it is saved."""
+    """Lightning runs callbacks of this base class last, so what the others keep is up to date when it is saved."""
 
     def __init__(self, settings: CheckpointSettings, root: Path, max_iterations: int) -> None:
         super().__init__()

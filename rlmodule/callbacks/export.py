@@ -39,7 +39,7 @@ class ExportSettings:
 
 
 class ExportPolicy(L.Callback):
-    """``<run_dir>/policy`` loads with ``AutoModelForCausalLM.from_pretrained``; an adapter with peft, on top of its base."""
+    """``<run_dir>/policy`` loads with ``AutoModelForCausalLM.from_pretrained``; an adapter with peft, over its base."""
 
     def __init__(self, context: RunContext, dtype: torch.dtype, lora: str = MERGED) -> None:
         self.context = context

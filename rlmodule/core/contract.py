@@ -18,6 +18,7 @@ from rlmodule.core.types import AdvantageInputs, LossInputs, Prompt, Sample, Sco
 
 Item = TypeVar("Item")
 
+
 @dataclass(frozen=True)
 class Layout:
     """Where this process sits: tensor-parallel ranks are nearest, then sequence, then data."""
@@ -71,6 +72,7 @@ class Layout:
         """Whether this process writes files and talks to the user."""
         return self.rank == 0
 
+
 class Collectives(Protocol):
     """The few exchanges that the engine makes between token ranks (``Layout.token_ranks``, in the order of
     ``Layout.token_rank``): sequence ranks hold different tokens, tensor ranks repeat them and are left out. A world of
@@ -87,6 +89,7 @@ class Collectives(Protocol):
 
     def broadcast(self, item: Item) -> Item:
         """Token rank 0's picklable object on every rank."""
+
 
 class SequenceRanks(Protocol):
     """The ranks that hold the slices of one packed row, as a model and its loss see them. Every rank calls in step."""
@@ -106,10 +109,11 @@ class SequenceRanks(Protocol):
     def gather_slices(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """[n] of this slice of each micro-batch -> [N] of its whole row, on every rank; one exchange for all."""
 
+
 class Strategy(Protocol):
     """How models are spread over processes. One class per backend in ``strategies/``, on top of a Lightning strategy.
 
-    It wraps the INNER models, never the LightningModule: every micro-batch is one call of a wrapped model's own forward.
+    It wraps the INNER models, never the LightningModule: a micro-batch is one call of a wrapped model's own forward.
     """
 
     layout: Layout
@@ -140,6 +144,7 @@ class Strategy(Protocol):
     def eval_mode(self, name: str) -> AbstractContextManager[None]:
         """Parameters on the device, module in eval mode, no gradients; undone on exit, also on error."""
 
+
 class Loss(Protocol):
     """A policy loss: loss tokens in, per-token loss out. Frozen dataclass whose fields are its config keys.
 
@@ -151,6 +156,7 @@ class Loss(Protocol):
     def __call__(self, x: LossInputs) -> TokenLoss:
         """[N] loss tokens -> [N] losses and metrics; no reduction, no ``.item()``."""
 
+
 class Advantage(Protocol):
     """A sequence-level advantage estimator. Frozen dataclass whose fields are its config keys."""
 
@@ -159,11 +165,13 @@ class Advantage(Protocol):
     def __call__(self, x: AdvantageInputs) -> Tensor:
         """[B] rewards of the whole iteration -> [B] float64 advantages; 0 for unscored responses."""
 
+
 class Reward(Protocol):
     """A judge of responses. Frozen dataclass whose fields are its config keys."""
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         """One verdict per sample, in order."""
+
 
 class Task(Protocol):
     """A built-in verifiable task: makes its own prompts, knows its answers, can show how a beginner answers."""
@@ -174,11 +182,13 @@ class Task(Protocol):
     def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
         """(prompt, response) pairs for a warm start; prompts come from the training split's side."""
 
+
 class RolloutEngine(Protocol):
     """Samples responses. Sampling is keyed by sample id, so who samples what does not matter."""
 
     def generate(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> list[Sample]:
         """One response per request, in order."""
+
 
 @dataclass(frozen=True)
 class SampleRequest:
@@ -196,5 +206,6 @@ class SampleRequest:
     group_id: int
     seed: int = 0
     greedy: bool = False
+
 
 Clock = Callable[[], float]

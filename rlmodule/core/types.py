@@ -6,7 +6,7 @@ Shape legend, used in every docstring of the project:
     ``V`` vocabulary                     ``H`` hidden size                     ``G`` groups
 Log-probabilities, entropies and KL are in nats; lengths in tokens; times in seconds.
 
-    Prompt -> Sample (rollout) -> ScoredSample (reward) -> ExperienceRow (log-probs, advantage) -> MicroBatch -> MiniBatch
+    Prompt -> Sample (rollout) -> ScoredSample (reward) -> ExperienceRow (scores, advantage) -> MicroBatch -> MiniBatch
 """
 
 from __future__ import annotations

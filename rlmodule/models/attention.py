@@ -53,7 +53,9 @@ def attention_forward(
         out = packed_attention(query, key, value, segments.cu_seqlens, scale, buckets=segments, **limits)
         return sequence.gather_heads(out), None
     assert key_lengths is not None, "a forward pass says how its row is cut: segments= or key_lengths="
-    return ragged_decode_attention(query, key, value, key_lengths, scale, sliding_window=sliding_window, softcap=softcap), None
+    return ragged_decode_attention(
+        query, key, value, key_lengths, scale, sliding_window=sliding_window, softcap=softcap
+    ), None
 
 
 AttentionInterface.register(ATTENTION, attention_forward)
@@ -68,7 +70,7 @@ class Rows:
 
 
 class RaggedLayer(CacheLayerMixin):
-    """Keys and values of one layer, [B, heads, capacity, D], filled from the left; row b holds ``lengths[b]`` entries."""
+    """Keys and values of one layer, [B, heads, capacity, D], filled from the left up to ``lengths[b]`` in row b."""
 
     def __init__(self, owner: RaggedCache) -> None:
         super().__init__()
@@ -131,7 +133,9 @@ class RaggedCache(Cache):
         self.writing: Rows | None = None
         super().__init__(layers=[])
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Store one layer's new entries; layers are made when first seen."""
         while len(self.layers) <= layer_idx:
             self.layers.append(RaggedLayer(self))

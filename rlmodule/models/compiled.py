@@ -26,7 +26,10 @@ def check_compiler(device: str) -> None:
     """
     if device == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
         raise ConfigError(
-            key="model.compile", got=True, because="compiling for the CPU needs a C++ compiler, and none is on the PATH", fix="Use model.compile=false"
+            key="model.compile",
+            got=True,
+            because="compiling for the CPU needs a C++ compiler, and none is on the PATH",
+            fix="Use model.compile=false",
         )
 
 
@@ -40,7 +43,10 @@ def compile_blocks(lm: nn.Module, backend: str = "inductor") -> None:
     blocks = [module for module in lm.modules() if type(module).__name__ in names]
     if not blocks:
         raise ConfigError(
-            key="model.compile", got=True, because=f"{type(lm).__name__} does not say what its blocks are", fix="Use model.compile=false"
+            key="model.compile",
+            got=True,
+            because=f"{type(lm).__name__} does not say what its blocks are",
+            fix="Use model.compile=false",
         )
     AttentionInterface.register(ATTENTION_UNCOMPILED, torch.compiler.disable(attention_forward))
     lm.set_attn_implementation(ATTENTION_UNCOMPILED)

@@ -38,7 +38,7 @@ class LoraSettings:
 
     r: int = 0  # rank of the adapters; 0 trains every weight
     alpha: int = 16  # an adapter adds alpha / r times its product
-    dropout: float = 0.0  # must stay 0: the update has to see the network that gave the old log-probs
+    dropout: float = 0.0  # must stay 0: the update has to see the network of the old log-probs
     target_modules: Any = ALL_LINEAR  # all-linear, or a list of module names such as [q_proj,v_proj]
 
     def __post_init__(self) -> None:
@@ -48,7 +48,7 @@ class LoraSettings:
             raise ConfigError(
                 key="lora.dropout",
                 got=self.dropout,
-                because="dropout makes the update see another network than the one that gave the old log-probabilities, "
+                because="with it the update sees another network than the one that gave the old log-probabilities, "
                 "and random masks depend on how the work is cut",
                 fix="Use model.lora.dropout=0.0",
             )
@@ -145,18 +145,24 @@ def adapter_only(weights: Weights) -> Iterator[tuple[str, Tensor]]:
 
 def _taken_apart(name: str) -> tuple[str, str | None]:
     """Name -> (module, which of the three matrices of an adapted layer), or None for every other weight."""
-    for kind, ending in (("weight", ".base_layer.weight"), ("lora_A", f".lora_A.{ADAPTER}.weight"), ("lora_B", f".lora_B.{ADAPTER}.weight")):
+    for kind, ending in (
+        ("weight", ".base_layer.weight"),
+        ("lora_A", f".lora_A.{ADAPTER}.weight"),
+        ("lora_B", f".lora_B.{ADAPTER}.weight"),
+    ):
         if name.endswith(ending):
             return name.removesuffix(ending), kind
     return name, None
 
 
 def save_adapter(folder: Path, lm: nn.Module, weights: Weights) -> None:
-    """Write a folder that ``PeftModel.from_pretrained`` loads on top of the base; ``weights`` as ``adapter_only`` gives."""
+    """Write a folder that ``PeftModel.from_pretrained`` loads over the base; ``weights`` come from ``adapter_only``."""
     folder.mkdir(parents=True, exist_ok=True)
     config: LoraConfig = lm.peft_config[ADAPTER]
     config.save_pretrained(str(folder))
-    save_file({name: tensor.contiguous() for name, tensor in weights}, folder / "adapter_model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights}, folder / "adapter_model.safetensors", {"format": "pt"}
+    )
 
 
 def is_adapter(path: str | None) -> bool:

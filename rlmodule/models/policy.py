@@ -30,6 +30,7 @@ from rlmodule.ops.attention import SegmentBuckets
 from rlmodule.ops.logprobs import linear_logprobs
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16}
+PACKED_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers that can be told where a sample ends
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class ModelConfig:
             raise ConfigError(
                 key="compile",
                 got=True,
-                because=f"a compiled block cannot be made again in backward (activation_checkpointing={self.activation_checkpointing})",
+                because="a compiled block cannot be made again in backward, as "
+                f"activation_checkpointing={self.activation_checkpointing} wants it",
                 fix="Use model.compile=false, or model.activation_checkpointing=none",
             )
         if (self.path is None) == (not self.architecture):
@@ -109,7 +111,10 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         raise ConfigError(
-            key="model.architecture.model_type", got=model_type, because="transformers knows no such model", fix=did_you_mean(model_type, CONFIG_MAPPING)
+            key="model.architecture.model_type",
+            got=model_type,
+            because="transformers knows no such model",
+            fix=did_you_mean(model_type, CONFIG_MAPPING),
         ) from None
     unknown = [name for name in values if not hasattr(type(made)(), name)]
     if unknown:
@@ -125,7 +130,11 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
 def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> PolicyModel:
     """Load the weights in fp32, or draw random ones from ``seed`` without touching the global random state."""
     hf_config = load_model_config(config)
-    options: dict[str, Any] = {"attn_implementation": ATTENTION, "dtype": torch.float32, "trust_remote_code": config.trust_remote_code}
+    options: dict[str, Any] = {
+        "attn_implementation": ATTENTION,
+        "dtype": torch.float32,
+        "trust_remote_code": config.trust_remote_code,
+    }
     try:
         if config.path is not None:
             lm = AutoModelForCausalLM.from_pretrained(base_of(config.path), **options)
@@ -140,12 +149,15 @@ def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> Polic
             because=f"the model cannot be built ({_first_line(error)})",
             fix="Choose a causal LM whose attention goes through transformers' attention interface",
         ) from error
+    _refuse_leaks(lm, config)
     if is_adapter(config.path):
         assert config.path is not None
         lm = merge_start(lm, config.path)
     recompute_activations(lm, config.activation_checkpointing)
     if config.lora.is_on:
-        base = config.path if config.path is None or not Path(config.path).is_dir() else str(Path(config.path).absolute())
+        base = (
+            config.path if config.path is None or not Path(config.path).is_dir() else str(Path(config.path).absolute())
+        )
         add_adapter(lm, config.lora, seed=seed, base=base)
     if config.compile:
         compile_blocks(lm)
@@ -158,9 +170,23 @@ def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> Polic
     )
 
 
+def _refuse_leaks(lm: nn.Module, config: ModelConfig) -> None:
+    """Refuse a model in which packed samples would see each other: attention of its own, or a state that runs along."""
+    foreign = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS
+    if lm._supports_attention_backend and not lm._is_stateful and not foreign:
+        return
+    raise ConfigError(
+        key="model.path" if config.path else "model.architecture.model_type",
+        got=config.path or config.architecture.get("model_type"),
+        because=f"{type(lm).__name__} has {', '.join(sorted(foreign)) or 'attention of its own'}, "
+        "in which samples laid end to end would see each other",
+        fix="Choose a causal LM whose attention goes through transformers' attention interface in every layer",
+    )
+
+
 @dataclass(frozen=True, eq=False)
 class PrefillBatch:
-    """Prompts end to end, to be read into an empty cache. ``input_ids`` [T], ``position_ids`` [T], ``last`` [B] positions."""
+    """Prompts end to end, to be read into an empty cache: ``input_ids``, ``position_ids`` [T], ``last`` [B] positions."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -221,7 +247,9 @@ class PolicyModel(nn.Module):
         """
         device = batch.input_ids.device.type
         with ExitStack() as state:
-            state.enter_context(torch.autocast(device, dtype=self.compute_dtype, enabled=self.compute_dtype is not None))
+            state.enter_context(
+                torch.autocast(device, dtype=self.compute_dtype, enabled=self.compute_dtype is not None)
+            )
             if not with_adapter:
                 assert self.lora is not None, "there is no adapter to leave out"
                 state.enter_context(without_adapter(self.lm))
@@ -233,7 +261,9 @@ class PolicyModel(nn.Module):
 
     def _score(self, batch: MicroBatch, with_entropy: bool) -> TokenOutputs:
         segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)
-        hidden = self._hidden(batch.input_ids[None], batch.position_ids[None], segments=segments, sequence=self.sequence)[0]
+        hidden = self._hidden(
+            batch.input_ids[None], batch.position_ids[None], segments=segments, sequence=self.sequence
+        )[0]
         head = self.lm.get_output_embeddings()
         logprob, entropy = linear_logprobs(
             hidden[batch.loss_positions] * self.head.scale,
@@ -251,7 +281,9 @@ class PolicyModel(nn.Module):
         lengths = batch.cu_seqlens.diff()
         rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         batch.cache.writing = Rows(row=rows, place=batch.position_ids)
-        hidden = self._hidden(batch.input_ids[None], batch.position_ids[None], segments=segments, cache=batch.cache, use_cache=True)
+        hidden = self._hidden(
+            batch.input_ids[None], batch.position_ids[None], segments=segments, cache=batch.cache, use_cache=True
+        )
         batch.cache.writing = None
         return self._logits(hidden[0, batch.last])
 
@@ -265,7 +297,9 @@ class PolicyModel(nn.Module):
 
     def _hidden(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool = False, **kwargs: Any) -> Tensor:
         # use_cache must be said: left out, transformers makes a cache and packed samples attend to each other.
-        return self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, **kwargs).last_hidden_state
+        return self.lm.base_model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, **kwargs
+        ).last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[B, H] -> [B, V] fp32 logits, temperature applied."""
@@ -311,23 +345,26 @@ def silence_dropout(model: nn.Module) -> None:
 def shape_of(config: PreTrainedConfig) -> ModelShape:
     """The sizes that decide what a token costs."""
     text = config.get_text_config()
-    values = text.to_dict()
-    heads = int(values["num_attention_heads"])
-    hidden = int(values["hidden_size"])
-    layers = int(values["num_hidden_layers"])
-    kinds = values.get("layer_types") or []
-    window = values.get("sliding_window")
+
+    def value(
+        name: str,
+    ) -> Any:  # not from to_dict(): older families have names of their own, which attributes translate
+        return getattr(text, name, None)
+
+    heads, hidden, layers = (int(value(n)) for n in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    kinds = value("layer_types") or []
+    window = value("sliding_window")
     windowed = sum(kind == "sliding_attention" for kind in kinds) if kinds else (layers if window else 0)
-    experts = values.get("num_experts_per_tok")
-    inner = values.get("moe_intermediate_size") if experts else None
+    experts = value("num_experts_per_tok")
+    inner = value("moe_intermediate_size") if experts else None
     return ModelShape(
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=int(values.get("num_key_value_heads") or heads),
-        head_dim=int(values.get("head_dim") or hidden // heads),
-        intermediate_size=int(inner or values.get("intermediate_size") or 4 * hidden),
-        vocab_size=int(values["vocab_size"]),
+        num_kv_heads=int(value("num_key_value_heads") or heads),
+        head_dim=int(value("head_dim") or hidden // heads),
+        intermediate_size=int(inner or value("intermediate_size") or 4 * hidden),
+        vocab_size=int(value("vocab_size")),
         num_experts_per_token=int(experts or 1),
         sliding_window=int(window) if window and windowed else None,
         num_windowed_layers=windowed if window else 0,
@@ -339,7 +376,9 @@ def parameter_count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def save_pretrained(folder: Path, lm: nn.Module, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None = None) -> None:
+def save_pretrained(
+    folder: Path, lm: nn.Module, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads; ``weights`` replace the module's own."""
     lm.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
     tokenizer.save_pretrained(folder)
@@ -347,5 +386,3 @@ def save_pretrained(folder: Path, lm: nn.Module, tokenizer: PreTrainedTokenizerB
 
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-

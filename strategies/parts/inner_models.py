@@ -97,4 +97,3 @@ def _mode(module: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for part, was in before:
             part.training = was
-

@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism (arXiv:2309.14509): a packed row is cut over ranks, heads are exchanged around attention.
+"""Ulysses sequence parallelism (arXiv:2309.14509): rows are cut over ranks, heads are exchanged around attention.
 
 A rank holds T/sp tokens of all heads; attention needs T tokens of some heads. One all-to-all makes the one from the
 other, its mirror goes back. Nothing is kept between calls and nothing is global: the model carries this object to its
@@ -37,7 +37,7 @@ class Ulysses:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, device: torch.device) -> Ulysses | None:
-        """The view of this process; None where rows are not cut. ``device`` is where the backend wants small objects."""
+        """The view of this process; None where rows are not cut. ``device`` is where small objects travel."""
         if group is None or dist.get_world_size(group) == 1:
             return None
         return cls(group, GroupCollectives(device, group), dist.get_world_size(group), dist.get_rank(group))
@@ -78,7 +78,7 @@ class Ulysses:
 
 
 class _Exchange(torch.autograd.Function):
-    """``x[r]`` goes to rank r; what rank r sent here comes back at r. Its own mirror, so backward is the same exchange."""
+    """``x[r]`` goes to rank r; what rank r sent here arrives at r. Its own mirror: backward is the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -242,6 +242,17 @@ def test_given_logits_may_have_any_leading_shape():
         logprobs_from_logits(logits, labels, 0.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_size", [4, 100])
+def test_scoring_and_training_give_the_same_bits(dtype, chunk_size):
+    """The old log-probabilities come from a pass without gradients or entropy; the first ratio has to be exactly 1."""
+    hidden, weight, _, labels = problem(dtype)
+    trained, _ = linear_logprobs(hidden, weight, labels, chunk_size=chunk_size, with_entropy=True)
+    with torch.no_grad():
+        scored, _ = linear_logprobs(hidden, weight, labels, chunk_size=chunk_size)
+    assert torch.equal(trained, scored)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the head on a CUDA device with float64 on the host")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_cuda_the_head_agrees_with_float64_on_the_host(dtype):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlmodule.batching.collate import DynamicCollator, pad_to_multiple, pack_rows, shifted_labels, cut_for_rank
+from rlmodule.batching.collate import DynamicCollator, cut_for_rank, pack_rows, pad_to_multiple, shifted_labels
 from rlmodule.core.contract import Layout, SequenceRanks
 from rlmodule.core.metrics import merge
 from rlmodule.core.types import ExperienceRow, LossInputs, Prompt, Sample, StepTotals, TokenLoss
@@ -156,7 +156,11 @@ def test_cutting_the_row_changes_nothing(uncut: list[Step], world_size: int, sp_
             for name, gradient in expected.gradients.items():
                 scale = float(gradient.abs().max())
                 torch.testing.assert_close(
-                    got.gradients[name], gradient, rtol=0, atol=2e-6 * scale, msg=lambda m, n=name, r=rank: f"{n} on {r}: {m}"
+                    got.gradients[name],
+                    gradient,
+                    rtol=0,
+                    atol=2e-6 * scale,
+                    msg=lambda m, n=name, r=rank: f"{n} on {r}: {m}",
                 )
             assert got.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-7)
             assert norm_of(got) == pytest.approx(norm_of(expected), rel=1e-6)

@@ -1,0 +1,321 @@
+"""Laws of the plan. A law is tried on random batches; how good plans are, on the cases of the benchmark.
+
+That fresh processes make the same plan is shared case BAT-08, in ``tests/cases``.
+"""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlmodule.batching.plan import PLANNERS, MiniBatchPlan, plan_batch, required_multiple, restore_order, top_up
+from rlmodule.batching.workload import ModelShape, Workload
+from rlmodule.core.errors import ConfigError
+from rlmodule.core.types import SampleMeta, StepTotals
+
+ROOT = Path(__file__).parents[2]
+CASES = json.loads((ROOT / "benchmarks" / "planner_cases.json").read_text())["cases"]
+
+
+def metas_of(lengths, group_size=4):
+    """Samples of one prompt token; every response token has a loss."""
+    return [SampleMeta(i, i // group_size, 1, n - 1, n - 1) for i, n in enumerate(lengths)]
+
+
+def members(plans):
+    return [sorted(plan.positions) for plan in plans]
+
+
+@st.composite
+def settings_of_a_batch(draw):
+    lengths = draw(st.lists(st.integers(2, 90) | st.sampled_from([5, 60]), min_size=1, max_size=60))
+    return metas_of(lengths), {
+        "mini_batch_size": draw(st.integers(1, 70)),
+        "dp_size": draw(st.integers(1, 9)),
+        "token_budget": draw(st.integers(max(lengths), 200)),
+        "planner": draw(st.sampled_from(PLANNERS)),
+        "multiple_of": draw(st.sampled_from([1, 1, 3])),
+        "cost": draw(st.sampled_from([None, Workload(step_cost=1e5)])),
+        "seed": draw(st.integers(0, 3)),
+    }
+
+
+@settings(max_examples=150, deadline=None)
+@given(settings_of_a_batch())
+def test_every_sample_once_within_budget_in_as_many_micro_steps_on_every_rank(batch):
+    metas, choices = batch
+    plans = plan_batch(metas, **choices)
+    assert sorted(position for plan in plans for position in plan.positions) == list(range(len(metas)))
+    for plan in plans:
+        assert len(plan.micro_batches) == choices["dp_size"]
+        assert {len(rank) for rank in plan.micro_batches} == {plan.num_micro_steps}
+        assert plan.num_micro_steps % choices["multiple_of"] == 0
+        for micro_batch in (m for rank in plan.micro_batches for m in rank):
+            assert sum(metas[position].length for position in micro_batch) <= choices["token_budget"]
+            assert list(micro_batch) == sorted(micro_batch)
+
+
+@settings(max_examples=60, deadline=None)
+@given(settings_of_a_batch(), st.integers(1, 9))
+def test_membership_does_not_depend_on_ranks_or_budget(batch, other_dp_size):
+    metas, choices = batch
+    other = {**choices, "dp_size": other_dp_size, "token_budget": choices["token_budget"] + 50}
+    assert members(plan_batch(metas, **choices)) == members(plan_batch(metas, **other))
+
+
+@settings(max_examples=60, deadline=None)
+@given(settings_of_a_batch())
+def test_totals_count_each_mini_batch_whatever_the_ranks(batch):
+    metas, choices = batch
+    for plan in plan_batch(metas, **choices):
+        held = [metas[position] for position in plan.positions]
+        assert plan.totals.tokens == sum(m.loss_tokens for m in held)
+        assert plan.totals.sequences == len(held)
+        groups = Counter()
+        for m in held:
+            groups[m.group_id] += m.loss_tokens
+        assert plan.totals.group_tokens == groups
+        assert plan.totals.dp_size == choices["dp_size"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(settings_of_a_batch(), st.integers(1, 5))
+def test_micro_batches_of_fixed_size_hold_at_most_that_many(batch, micro_batch_size):
+    metas, choices = batch
+    choices = {**choices, "micro_batch_size": micro_batch_size, "token_budget": 1}
+    for plan in plan_batch(metas, **choices):
+        sizes = sorted((len(m) for rank in plan.micro_batches for m in rank), reverse=True)
+        assert sizes[0] <= micro_batch_size
+        full = len(plan.positions) // (choices["dp_size"] * micro_batch_size)
+        assert plan.num_micro_steps - full <= choices["multiple_of"], "no more micro-steps than the counts ask for"
+
+
+@pytest.mark.parametrize("planner", ["joint", "karmarkar_karp"])
+def test_mini_batches_are_consecutive_blocks(planner):
+    plans = plan_batch(metas_of(range(3, 13)), mini_batch_size=4, dp_size=2, token_budget=30, planner=planner)
+    assert members(plans) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_free_membership_keeps_counts_and_mix_and_follows_the_seed():
+    lengths = np.random.default_rng(0).permutation(np.repeat([100, 200, 300, 400], 16)).tolist()
+    choices = {"mini_batch_size": 16, "dp_size": 2, "token_budget": 2000, "planner": "joint_free"}
+    plans = plan_batch(metas_of(lengths), **choices, seed=0)
+    for block in members(plans):
+        assert Counter(lengths[position] for position in block) == {100: 4, 200: 4, 300: 4, 400: 4}
+    assert members(plans) != members(plan_batch(metas_of(lengths), **choices, seed=1))
+    assert plans == plan_batch(metas_of(lengths), **choices, seed=0)
+
+
+def test_free_membership_keeps_outliers_together():
+    """Four samples of a hundred times the cost of a short one: dealt out, each would hold up a step of its own."""
+    lengths = [10] * 60 + [1000] * 4
+    plans = plan_batch(
+        metas_of(lengths), mini_batch_size=16, dp_size=4, token_budget=1000, planner="joint_free", cost=lengths
+    )
+    assert [len(plan.positions) for plan in plans] == [16] * 4
+    assert [sum(p >= 60 for p in plan.positions) for plan in plans] == [4, 0, 0, 0]
+
+
+@pytest.mark.parametrize("mode", ["joint", "joint_free"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_lockstep_time_is_that_of_the_reference_or_better(case, mode):
+    plans = plan_batch(
+        metas_of(case["lengths"]),
+        mini_batch_size=case["mini_batch_size"],
+        dp_size=case["dp_size"],
+        token_budget=case["token_budget"],
+        planner=mode,
+    )
+    work = sum(24576 * n + n * n for n in case["lengths"])
+    step = sum(plan.lockstep_cost for plan in plans) * case["dp_size"] / work
+    assert step <= case[mode]["step"] + 0.003
+    assert step >= 1.0 - 1e-12
+
+
+def test_the_largest_micro_step_runs_first():
+    plan = plan_batch(metas_of([9, 9, 5, 5, 2, 2]), mini_batch_size=6, dp_size=2, token_budget=9)[0]
+    heights = [max(step) for step in zip(*plan.cost, strict=True)]
+    assert heights == sorted(heights, reverse=True)
+    assert heights[0] == 24576 * 9 + 81
+
+
+def test_balanced_ends_put_small_micro_steps_at_both_ends():
+    lengths = [10, 9, 8, 7, 6]
+    plan = plan_batch(
+        metas_of(lengths), mini_batch_size=5, dp_size=1, token_budget=10, order="balanced_ends", cost=lengths
+    )[0]
+    assert plan.cost == ((6.0, 8.0, 10.0, 9.0, 7.0),)
+
+
+def test_one_more_micro_step_has_to_be_worth_its_price():
+    """Two micro-batches of 50,000 tokens just hold these: 40 + 5 + 5 and 35 + 15 thousand.
+
+    With a second micro-step the first one is 40 against 35 + 5, and the rest 15 against 5: 1.8 % less waiting.
+    """
+    metas = metas_of([40_000, 15_000, 5_000, 5_000, 35_000])
+    choices = {"mini_batch_size": 5, "dp_size": 2, "token_budget": 50_000}
+    free, priced = (plan_batch(metas, **choices, cost=Workload(step_cost=price))[0] for price in (0.0, 1e9))
+    assert (free.num_micro_steps, priced.num_micro_steps) == (2, 1)
+    assert free.lockstep_cost < priced.lockstep_cost < free.lockstep_cost + 1e9
+
+
+def test_classic_planner_gives_every_rank_as_many_samples():
+    lengths = np.random.default_rng(1).integers(2, 100, 48).tolist()
+    plan = plan_batch(metas_of(lengths), mini_batch_size=48, dp_size=4, token_budget=150, planner="karmarkar_karp")[0]
+    assert [sum(map(len, rank)) for rank in plan.micro_batches] == [12] * 4
+
+
+def test_fixed_size_puts_like_samples_into_one_micro_step():
+    """Cut at random, every micro-step would hold one of the long samples; sorted, one micro-step holds both."""
+    lengths = [50, 2, 2, 2, 50, 2, 2, 2]
+    plan = plan_batch(
+        metas_of(lengths), mini_batch_size=8, dp_size=2, token_budget=1, micro_batch_size=2, cost=lengths
+    )[0]
+    assert plan.cost == ((52.0, 4.0), (52.0, 4.0))
+
+
+def test_cost_may_be_given_per_sample():
+    plan = plan_batch(metas_of([5] * 4), mini_batch_size=4, dp_size=2, token_budget=10, cost=np.array([4, 3, 2, 1]))[0]
+    assert [sum(rank) for rank in plan.cost] == [5.0, 5.0]
+
+
+def test_cost_may_come_from_the_model():
+    shape = ModelShape(64, 2, 4, 4, 16, 128, 1000)
+    plan = plan_batch(metas_of([5, 9]), mini_batch_size=2, dp_size=2, token_budget=10, cost=Workload(shape))[0]
+    assert sorted(sum(rank) for rank in plan.cost) == shape.flops([5, 9], [4, 8]).tolist()
+
+
+def test_metrics_of_a_plan_worked_by_hand():
+    """As it came: 9+8 and 2+1 tokens; balanced by cost = length: 9+1 and 8+2."""
+    lengths = [9, 8, 2, 1]
+    metas = [SampleMeta(i, i, 0, n, n) for i, n in enumerate(lengths)]
+    plan = plan_batch(metas, mini_batch_size=4, dp_size=2, token_budget=20, cost=lengths)[0]
+    assert plan.metrics == {
+        "global_seqlen/min": 3,
+        "global_seqlen/max": 17,
+        "global_seqlen/minmax_diff": 14,
+        "global_seqlen/balanced_min": 10,
+        "global_seqlen/balanced_max": 10,
+        "global_seqlen/mean": 10,
+        "balance/lockstep_efficiency": 1,
+        "balance/max_over_mean": 1,
+        "balance/num_micro_steps": 1,
+        "balance/padding_tokens": 0,
+    }
+
+
+def test_waiting_lowers_the_efficiency():
+    """One rank has 3, the other 1: half of the mean 2 is spent waiting for 3."""
+    plan = plan_batch(metas_of([5, 5]), mini_batch_size=2, dp_size=2, token_budget=5, cost=[3, 1])[0]
+    assert plan.lockstep_cost == 3
+    assert plan.lockstep_efficiency == pytest.approx(2 / 3)
+    assert plan.max_over_mean == 1.5
+
+
+def test_padding_is_planned_but_counts_nowhere():
+    metas = metas_of([6, 6, 6])
+    padded = [*metas, SampleMeta(-1, -1, 1, 1, 0, is_padding=True)]
+    plan = plan_batch(padded, mini_batch_size=4, dp_size=2, token_budget=12)[0]
+    assert sorted(plan.positions) == [0, 1, 2, 3]
+    assert plan.totals == replace(plan_batch(metas, mini_batch_size=3, dp_size=2, token_budget=12)[0].totals)
+    assert plan.metrics["global_seqlen/mean"] == 9
+    assert plan.metrics["balance/padding_tokens"] == 2
+
+
+def test_a_dummy_micro_batch_costs_two_tokens_and_no_work():
+    plan = plan_batch(metas_of([5]), mini_batch_size=1, dp_size=3, token_budget=5)[0]
+    assert sorted(map(len, (m for rank in plan.micro_batches for m in rank))) == [0, 0, 1]
+    assert plan.metrics["balance/padding_tokens"] == 4
+
+
+def test_sequences_without_loss_tokens_are_planned_and_not_counted():
+    metas = [SampleMeta(0, 0, 2, 3, 3), SampleMeta(1, 1, 2, 3, 0)]
+    plan = plan_batch(metas, mini_batch_size=2, dp_size=1, token_budget=10)[0]
+    assert plan.positions == [0, 1]
+    assert plan.totals == StepTotals(tokens=3, sequences=1, group_tokens={0: 3})
+
+
+def test_no_samples_no_plans():
+    for planner in PLANNERS:
+        assert plan_batch([], mini_batch_size=4, dp_size=2, token_budget=8, planner=planner) == ()
+
+
+def test_a_sample_longer_than_the_budget_is_refused_with_numbers_and_a_remedy():
+    metas = [SampleMeta(7, 0, 1, 3, 3), SampleMeta(11, 1, 20, 13, 13)]
+    with pytest.raises(ConfigError) as caught:
+        plan_batch(metas, mini_batch_size=2, dp_size=1, token_budget=32, sp_size=2)
+    message = str(caught.value)
+    assert caught.value.key == "batching.max_token_len_per_gpu"
+    for fact in ("=16:", "sample 11", "33 tokens", "holds 32", "Use 17 or more"):
+        assert fact in message, message
+
+
+def test_a_misspelt_planner_is_refused_with_the_nearest_names():
+    with pytest.raises(ConfigError, match=r"batching\.planner=karmakar.*Did you mean karmarkar_karp"):
+        plan_batch([], mini_batch_size=4, dp_size=2, token_budget=8, planner="karmakar")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"mini_batch_size": 0}, {"token_budget": 0}, {"micro_batch_size": 0}, {"order": "up"}]
+)
+def test_settings_that_cannot_work_are_refused(wrong):
+    with pytest.raises(ConfigError, match=r"batching\."):
+        plan_batch(metas_of([5]), **{"mini_batch_size": 4, "dp_size": 2, "token_budget": 8, **wrong})
+
+
+def test_a_plan_that_holds_a_sample_twice_is_refused():
+    totals = StepTotals(tokens=2, sequences=2)
+    with pytest.raises(AssertionError, match=r"twice here: \[3\]"):
+        MiniBatchPlan((((3,), (3,)),), totals, ((1.0, 1.0),), (2,), (2,), 0)
+
+
+def test_a_plan_with_unequal_micro_steps_is_refused():
+    totals = StepTotals(tokens=3, sequences=3)
+    with pytest.raises(AssertionError, match=r"same number of micro-steps, got \[1, 2\]"):
+        MiniBatchPlan((((0,), (1,)), ((2,),)), totals, ((1.0, 1.0), (1.0,)), (2, 1), (2, 1), 0)
+
+
+def test_required_multiple_is_the_least_common_one():
+    assert required_multiple(8) == 8
+    assert required_multiple(8, 12) == 24
+    assert required_multiple(4, 32, 48) == 96
+
+
+@given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 4))
+def test_topped_up_batches_spread_fillers_over_the_mini_batches(num_samples, mini_batch_size, num_mini_batches):
+    metas = metas_of([5] * num_samples)
+    multiple = mini_batch_size * num_mini_batches
+    filled = top_up(metas, multiple, mini_batch_size)
+    assert len(filled) == num_samples + -num_samples % multiple
+    assert [m for m in filled if not m.is_padding] == metas
+    added = [
+        sum(m.is_padding for m in filled[start : start + mini_batch_size])
+        for start in range(0, len(filled), mini_batch_size)
+    ]
+    assert max(added, default=0) - min(added, default=0) <= 1
+
+
+def test_fillers_are_minimal_without_loss_and_have_new_negative_ids():
+    filled = top_up([SampleMeta(-5, 3, 4, 4, 4)], 4, 2)
+    fillers = [m for m in filled if m.is_padding]
+    assert len(fillers) == 3
+    assert {(m.prompt_len, m.response_len, m.loss_tokens) for m in fillers} == {(1, 1, 0)}
+    assert all(m.sample_id < -5 and m.group_id < -5 for m in fillers)
+    assert len({m.sample_id for m in fillers}) == len({m.group_id for m in fillers}) == 3
+
+
+@given(st.permutations(range(12)), st.integers(1, 5))
+def test_results_come_back_in_input_order(order, size):
+    cut = [list(order[start : start + size]) for start in range(0, 12, size)]
+    outputs = [[[place] * place for place in part] for part in cut]  # of every length
+    assert restore_order(cut, outputs) == [[place] * place for place in range(12)]
+
+
+def test_a_result_for_every_place_is_required():
+    with pytest.raises(AssertionError, match="2 results for 1 places"):
+        restore_order([[0], [0]], [["a"], ["b"]])

@@ -1,0 +1,230 @@
+"""Tiny models, samples and strategies made on the spot: real parts, only small. Random numbers come from seeds."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from rlmodule.batching.collate import DynamicCollator
+from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
+from rlmodule.core.contract import Layout, Loss
+from rlmodule.core.types import ExperienceRow, MiniBatch, Prompt, Sample
+from rlmodule.experience import Experience
+from rlmodule.losses.ppo_clip import PPOClip
+from rlmodule.models.policy import ModelConfig, PolicyModel, build_policy
+from rlmodule.objective import AlgorithmConfig, Objective
+from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.update import StepResult, update
+from strategies.ddp import DDPOptions, DDPStrategy
+from strategies.parts.collectives import GroupCollectives
+from strategies.parts.mesh import current_layout
+from strategies.single import SingleOptions, SingleStrategy
+
+VOCABULARY = 64
+POSITIONS = 64
+_SPECIAL = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+_SMALL = {
+    **_SPECIAL,
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": POSITIONS,
+}
+
+# One of each kind: rotary, tied, with biases, windowed, capped, scaled, with experts, with absolute positions.
+FAMILIES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3": {**_SMALL, "head_dim": 8, "tie_word_embeddings": True},
+    "qwen2": {**_SMALL},
+    "llama": {**_SMALL},
+    "mistral": {**_SMALL, "sliding_window": 4},
+    "gemma2": {**_SMALL, "head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
+    "granite": {**_SMALL, "logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+    "cohere": {**_SMALL, "logit_scale": 0.25},
+    "qwen3_moe": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "gpt2": {
+        **_SPECIAL,
+        "vocab_size": VOCABULARY,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": POSITIONS,
+    },
+}
+WINDOWED = ("mistral", "gemma2")
+
+
+def architecture(family: str = "qwen3", **changes: Any) -> dict[str, Any]:
+    """What ``ModelConfig.architecture`` wants."""
+    return {"model_type": family, **FAMILIES[family], **changes}
+
+
+def tiny_policy(
+    family: str = "qwen3", *, seed: int = 0, temperature: float = 1.0, precision: str = "32-true", **changes: Any
+) -> PolicyModel:
+    """A policy of about 20,000 weights. They are larger than usual, so that its distributions are far from flat."""
+    config = ModelConfig(architecture=architecture(family, **changes), precision=precision)
+    policy = build_policy(config, seed=seed, temperature=temperature)
+    rng = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(0, 0.15, generator=rng)
+            else:
+                parameter.add_(torch.randn(parameter.shape, generator=rng) * 0.1)
+    return policy
+
+
+def stock(policy: PolicyModel) -> nn.Module:
+    """The same weights in transformers' own model with its own eager attention, in eval mode."""
+    config = copy.deepcopy(policy.lm.config)
+    config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model.load_state_dict(policy.lm.state_dict())
+    return model.eval()
+
+
+def tokens(count: int, rng: torch.Generator) -> Tensor:
+    """[count] int64 ids that are neither padding nor an end."""
+    return torch.randint(2, VOCABULARY, (count,), generator=rng)
+
+
+def sample(
+    sample_id: int,
+    prompt_len: int = 3,
+    response_len: int = 4,
+    *,
+    loss_mask: Sequence[bool] | None = None,
+    group: int | None = None,
+    seed: int = 0,
+) -> Sample:
+    """A sample of random tokens, a function of its arguments; without a mask every response token counts."""
+    rng = torch.Generator().manual_seed(1_000_003 * seed + sample_id)
+    mask = torch.ones(response_len, dtype=torch.bool) if loss_mask is None else torch.tensor(loss_mask)
+    return Sample(
+        sample_id=sample_id,
+        group_id=sample_id if group is None else group,
+        prompt=Prompt(row=sample_id, ids=tuple(tokens(prompt_len, rng).tolist()), text=""),
+        response_ids=tokens(response_len, rng),
+        loss_mask=mask,
+    )
+
+
+def row(item: Sample, *, seed: int = 0) -> ExperienceRow:
+    """Ready to train on: made-up advantage and log-probabilities, keyed by the sample's id."""
+    rng = torch.Generator().manual_seed(7919 * seed + item.sample_id)
+    length = len(item.response_ids)
+    return ExperienceRow(
+        item,
+        advantage=torch.randn((), generator=rng).expand(length).clone(),
+        old_logprob=-4.0 + torch.randn(length, generator=rng) * 0.5,
+        ref_logprob=-4.0 + torch.randn(length, generator=rng) * 0.5,
+    )
+
+
+# Prompt and response lengths of one mini-batch, and which response tokens count where not all do: the fourth has none.
+LENGTHS = ((3, 4), (5, 1), (2, 9), (4, 3), (1, 6), (6, 2), (3, 11), (2, 2))
+MASKS: Mapping[int, Sequence[bool]] = {3: [False] * 3, 4: [True, False, False, True, True, True]}
+
+
+def mixed_rows(lengths: Sequence[tuple[int, int]] = LENGTHS, *, seed: int = 0) -> list[ExperienceRow]:
+    """Rows of unlike lengths in groups of two; of one some tokens carry no loss, of another none does."""
+    return [
+        row(sample(i, prompt, response, loss_mask=MASKS.get(i), group=i // 2, seed=seed), seed=seed)
+        for i, (prompt, response) in enumerate(lengths)
+    ]
+
+
+def share_rows(
+    rows: Sequence[ExperienceRow], config: BatchingConfig, layout: Layout | None = None, *, epochs: int = 1
+) -> list[MiniBatch]:
+    """One rank's mini-batches of these rows, the way a run makes them."""
+    layout = layout or Layout()
+    sampler = BalancedSampler([r.sample.meta for r in rows], config, layout, seed=0, iteration=0, epochs=epochs)
+    experience = Experience(dict(enumerate(rows)), 0, len(rows))
+    collator = DynamicCollator(0, layout.sp_size, layout.sp_rank)
+    return [collator(experience.__getitems__(share)) for share in sampler.shares(sampler.plans)]
+
+
+def single(models: Mapping[str, nn.Module]) -> SingleStrategy:
+    """The strategy of one process, around these models."""
+    strategy = SingleStrategy(SingleOptions(), device="cpu", num_processes=1, num_nodes=1)
+    strategy.shard(models)
+    return strategy
+
+
+def ddp(models: Mapping[str, nn.Module]) -> DDPStrategy:
+    """The data-parallel strategy of this forked rank, around these models; no trainer."""
+    layout = current_layout()
+    strategy = DDPStrategy(DDPOptions(), device="cpu", num_processes=layout.world_size, num_nodes=1)
+    strategy.parallel_devices = [torch.device("cpu")] * layout.world_size
+    strategy.cluster_environment = LightningEnvironment()
+    strategy.layout, strategy.collectives = layout, GroupCollectives(torch.device("cpu"))
+    strategy.shard(models)
+    return strategy
+
+
+class Stepper:
+    """Trains a policy by ``update`` on mini-batches that it is given.
+
+    Args:
+        policy: trains.
+        wrap: models -> strategy; ``single`` or ``ddp``.
+        loss: policy loss.
+        algorithm: aggregation and the other terms.
+        optimizer: of every step.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        wrap: Callable[[Mapping[str, nn.Module]], Any] = single,
+        *,
+        loss: Loss | None = None,
+        algorithm: AlgorithmConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> None:
+        self.policy = policy
+        self.strategy = wrap({"policy": policy})
+        self.objective = Objective(loss or PPOClip(), algorithm or AlgorithmConfig(log_entropy=False))
+        self.config = optimizer or OptimizerConfig(lr=1e-2, warmup_steps=0)
+        self.optimizer = build_optimizer(self.config, policy)
+        self.schedule = build_schedule(self.config, self.optimizer, run_steps=100)
+
+    def __call__(self, mini_batch: MiniBatch) -> StepResult:
+        """One optimizer step."""
+        return update(
+            mini_batch,
+            strategy=self.strategy,
+            objective=self.objective,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            max_grad_norm=self.config.max_grad_norm,
+            backward=lambda loss: loss.backward(),
+        )
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """A copy of every parameter."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def numpy_weights(model: nn.Module) -> dict[str, np.ndarray]:
+    """The same as arrays, which cross from a forked rank without sharing memory."""
+    return {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
+
+
+def without_loss(item: ExperienceRow) -> ExperienceRow:
+    """The row with every loss token taken away."""
+    mask = torch.zeros_like(item.sample.loss_mask)
+    return replace(item, sample=replace(item.sample, loss_mask=mask))

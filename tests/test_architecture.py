@@ -1,0 +1,290 @@
+"""The house keeps its shape: who imports whom, which libraries live where, what menu folders hold, how files are named.
+
+Reads the source with ``ast`` and imports nothing of it. The table of ``ARCHITECTURE.md``, for the tree as it is, stands
+at the top as data; a new file has to find its place there.
+"""
+
+import ast
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# A unit is a package or a module right under rlmodule/. A layer may import those above it, never one beside it.
+LAYERS = (
+    {"core"},
+    {"ops", "sampling", "sandbox", "checkpoint", "launch", "run_directory", "journal"},
+    {"losses", "advantages", "batching"},
+    {"models", "data", "tasks", "rewards", "objective", "optimizer", "reduction"},
+    {"rollout", "experience", "update"},
+    {"sources", "module", "summary"},
+    {"datamodule"},
+    {"run_context"},
+    {"callbacks"},
+    {"settings"},
+    {"preflight"},
+    {"session"},
+)
+# Tighter than the layers: what maths and plans may see, whatever lies to their left.
+ONLY = {
+    "ops": {"core"},
+    "batching": {"core"},
+    "losses": {"core", "ops"},
+    "advantages": {"core", "ops"},
+    "data": {"core"},
+    "tasks": {"core"},
+    "rewards": {"core", "sandbox"},
+    "launch": {"core"},
+    "run_directory": {"core"},
+}
+
+TORCH = {"torch"}
+# Libraries beside Python's own, by unit; a longer path says what one file may use on top.
+LIBRARIES = {
+    "rlmodule/core": TORCH | {"numpy"},
+    "rlmodule/core/config.py": {"omegaconf"},
+    "rlmodule/ops": TORCH,
+    "rlmodule/losses": TORCH,
+    "rlmodule/advantages": TORCH,
+    "rlmodule/batching": TORCH | {"numpy"},
+    "rlmodule/models": TORCH | {"transformers"},
+    "rlmodule/models/byte_tokenizer.py": {"tokenizers"},
+    "rlmodule/models/lora.py": {"peft", "safetensors"},
+    "rlmodule/data": TORCH | {"transformers", "numpy"},
+    "rlmodule/data/chat.py": {"jinja2"},
+    "rlmodule/data/files.py": {"pyarrow"},
+    "rlmodule/rewards": TORCH | {"transformers"},
+    "rlmodule/rollout": TORCH | {"transformers", "numpy"},
+    "rlmodule/sampling.py": TORCH | {"numpy"},
+    "rlmodule/objective.py": TORCH,
+    "rlmodule/optimizer.py": TORCH,
+    "rlmodule/reduction.py": TORCH,
+    "rlmodule/experience.py": TORCH,
+    "rlmodule/update.py": TORCH,
+    "rlmodule/module.py": TORCH | {"lightning"},
+    "rlmodule/datamodule.py": TORCH | {"lightning"},
+    "rlmodule/run_context.py": TORCH | {"lightning", "transformers"},
+    "rlmodule/callbacks": TORCH | {"lightning", "transformers"},
+    "rlmodule/callbacks/progress.py": {"rich"},
+    "rlmodule/callbacks/report.py": {"rich", "matplotlib"},
+    "rlmodule/settings.py": {"omegaconf"},
+    "rlmodule/preflight.py": {"transformers"},
+    "rlmodule/session.py": TORCH | {"lightning", "transformers", "omegaconf"},
+    "strategies": TORCH | {"lightning"},
+    "train.py": {"hydra", "omegaconf"},
+}
+
+# Imports inside a function: a chosen component's optional dependency, and these, each for the reason beside it.
+DEFERRED = {
+    ("train.py", "rlmodule.session"),  # --help and tab completion must not wait for torch
+    ("train.py", "strategies.registry"),  # likewise
+    ("rlmodule/models/lora.py", ""),  # peft, optional: for those who train adapters
+    (
+        "rlmodule/models/policy.py",
+        "transformers.models.auto.configuration_auto",
+    ),  # only to say what exists, on an error
+}
+
+# Folders whose files are the menu: file name = config name = registry name.
+MENUS = {
+    "losses": "LOSSES",
+    "advantages": "ADVANTAGES",
+    "rewards": "REWARDS",
+    "tasks": "TASKS",
+    "rollout": "ROLLOUTS",
+    "callbacks": "CALLBACKS",
+}
+
+VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module. ``deferred``: inside a function; ``for_types``: under ``if TYPE_CHECKING``."""
+
+    name: str
+    line: int
+    deferred: bool
+    for_types: bool
+
+
+def sources(*places: str) -> list[Path]:
+    """Python files of folders and files, in order."""
+    below = {path for place in places for path in (ROOT / place).rglob("*.py")}
+    return sorted(below | {ROOT / place for place in places if place.endswith(".py")})
+
+
+def shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports_of(path: Path) -> list[Import]:
+    """Every import of a file. A relative one fails: all are written in full."""
+    found: list[Import] = []
+
+    def walk(node: ast.AST, deferred: bool, for_types: bool) -> None:
+        if isinstance(node, ast.Import):
+            found.extend(Import(alias.name, node.lineno, deferred, for_types) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{shown(path)}:{node.lineno}: write the import in full"
+            module = str(node.module)
+            # `from package import module` names the module, so that it finds its layer.
+            found.extend(Import(f"{module}.{alias.name}", node.lineno, deferred, for_types) for alias in node.names)
+        inside = deferred or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        typing = for_types or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test))
+        for child in ast.iter_child_nodes(node):
+            walk(child, inside, typing)
+
+    walk(ast.parse(path.read_text(encoding="utf-8")), deferred=False, for_types=False)
+    return found
+
+
+def unit_of(module: str) -> str:
+    """``rlmodule.core.types.Sample`` -> ``core``; the package itself, which holds the version, is ``""``."""
+    name = (module + ".").split(".")[1]
+    return name if any(name in layer for layer in LAYERS) else ""
+
+
+def own_unit(path: Path) -> str:
+    first = path.relative_to(ROOT / "rlmodule").parts[0]
+    return first.removesuffix(".py")
+
+
+def layer_of(unit: str) -> int:
+    places = [i for i, layer in enumerate(LAYERS) if unit in layer]
+    assert len(places) == 1, f"rlmodule/{unit} stands in {len(places)} layers of the table; give it exactly one"
+    return places[0]
+
+
+def test_every_unit_has_one_layer_and_every_layer_lists_what_exists():
+    there = {own_unit(path) for path in sources("rlmodule")} - {"__init__"}
+    listed = {unit for layer in LAYERS for unit in layer}
+    assert there == listed
+    for unit in there:
+        layer_of(unit)
+
+
+@pytest.mark.parametrize("path", sources("rlmodule"), ids=shown)
+def test_left_does_not_import_right(path):
+    unit = own_unit(path)
+    for found in imports_of(path):
+        top = found.name.split(".")[0]
+        assert top not in ("strategies", "train"), f"{shown(path)}:{found.line}: rlmodule never imports {top}"
+        if top != "rlmodule" or unit == "__init__":
+            continue
+        other = unit_of(found.name)
+        if other in ("", unit):
+            continue
+        # Types alone may point to the right: nothing is loaded, and a protocol has to name what it is about.
+        if found.for_types:
+            continue
+        assert layer_of(other) < layer_of(unit), f"{shown(path)}:{found.line}: {unit} may not import {other}"
+        allowed = ONLY.get(unit, {other})
+        assert other in allowed, f"{shown(path)}:{found.line}: {unit} sees {sorted(allowed)} only, not {other}"
+
+
+@pytest.mark.parametrize("path", sources("strategies"), ids=shown)
+def test_strategies_see_the_core_and_their_parts_alone(path):
+    own = path.relative_to(ROOT / "strategies").with_suffix("").parts
+    for found in imports_of(path):
+        parts = found.name.split(".")
+        if parts[0] == "rlmodule":
+            assert parts[1] == "core", f"{shown(path)}:{found.line}: a strategy implements rlmodule.core.contract"
+        if parts[0] == "strategies":
+            allowed = {"parts"} if own[0] in ("parts", "registry") else {"parts", "registry"}
+            assert parts[1] in allowed, f"{shown(path)}:{found.line}: {own[0]} may not import {parts[1]}"
+        assert parts[0] != "train", f"{shown(path)}:{found.line}: nobody imports train.py"
+
+
+@pytest.mark.parametrize("path", sources("rlmodule", "strategies", "train.py"), ids=shown)
+def test_libraries_stay_where_they_belong(path):
+    allowed = {
+        name
+        for place, names in LIBRARIES.items()
+        if shown(path) == place or shown(path).startswith(place + "/")
+        for name in names
+    }
+    for found in imports_of(path):
+        top = found.name.split(".")[0]
+        if top in sys.stdlib_module_names or top in ("rlmodule", "strategies"):
+            continue
+        assert top in allowed, f"{shown(path)}:{found.line}: {top} is not for this file"
+
+
+def test_every_entry_of_the_library_table_is_used():
+    for place, names in LIBRARIES.items():
+        used = {found.name.split(".")[0] for path in sources(place) for found in imports_of(path)}
+        shared = {"numpy", "torch", "transformers"}  # granted to a layer, needed by none of its files in particular
+        assert names <= used | shared, f"{place}: {names - used - shared} is allowed and not used"
+
+
+def test_no_import_hides_in_a_function():
+    hidden = {
+        (shown(path), ".".join(found.name.split(".")[:-1]))
+        for path in sources("rlmodule", "strategies", "train.py")
+        for found in imports_of(path)
+        if found.deferred
+    }
+    assert hidden == DEFERRED
+
+
+def test_opening_a_package_imports_nothing_heavy():
+    """``import rlmodule.losses`` reads a menu; it must not bring torch and its friends along on its own account."""
+    for path in (p for p in sources("rlmodule", "strategies") if p.name == "__init__.py"):
+        for found in imports_of(path):
+            top = found.name.split(".")[0]
+            light = top in sys.stdlib_module_names or top in ("rlmodule", "strategies")
+            assert light or found.for_types, f"{shown(path)}:{found.line}: {top} in an __init__.py"
+
+
+@pytest.mark.parametrize(("folder", "registry"), MENUS.items(), ids=list(MENUS))
+def test_a_menu_folder_holds_components_only(folder, registry):
+    """One registered class per file, and no folder below."""
+    package = ROOT / "rlmodule" / folder
+    assert not [p for p in package.iterdir() if p.is_dir() and p.name != "__pycache__"]
+    for path in package.glob("*.py"):
+        if path.name == "__init__.py":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        registered = [
+            node.name
+            for node in tree.body
+            if isinstance(node, ast.ClassDef)
+            and any(ast.unparse(decorator) == f"{registry}.register" for decorator in node.decorator_list)
+        ]
+        assert len(registered) == 1, f"{shown(path)} registers {registered}"
+
+
+def test_a_strategy_file_registers_strategies_and_the_rest_is_parts():
+    for path in (ROOT / "strategies").glob("*.py"):
+        if path.stem in ("__init__", "registry"):
+            continue
+        classes = [n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.ClassDef)]
+        assert any("STRATEGIES.register" in ast.unparse(d) for c in classes for d in c.decorator_list), shown(path)
+
+
+def test_names_say_what_is_inside():
+    for path in sources("rlmodule", "strategies", "benchmarks", "tests"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        if parts[:2] == ("tests", "helpers"):
+            continue
+        assert not VAGUE & set(parts), f"{shown(path)} says nothing"
+
+
+def test_every_file_says_what_it_is_for():
+    for path in sources("rlmodule", "strategies", "benchmarks", "train.py"):
+        assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))), (
+            f"{shown(path)} does not say what it is for"
+        )
+
+
+def test_every_test_file_mirrors_a_file():
+    """``tests/a/test_b.py`` is about ``rlmodule/a/b.py`` or a part of it; cases and whole runs stand apart."""
+    for path in sources("tests"):
+        parts = path.relative_to(ROOT / "tests").parts
+        if len(parts) == 1 or parts[0] in ("helpers", "cases", "end_to_end", "strategies"):
+            continue
+        assert (ROOT / "rlmodule" / parts[0]).is_dir(), f"{shown(path)} mirrors nothing"

@@ -1,0 +1,292 @@
+"""Every key in ``conf/`` has an owner and a reader, every choice composes, and a wrong one is refused in words.
+
+Composes with Hydra in this process, as ``train.py`` does, and converts as a run does. Whole command lines are in
+``end_to_end/test_bad_input.py``.
+"""
+
+import dataclasses
+import functools
+
+import hydra
+import pytest
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+import train
+from rlmodule.advantages import ADVANTAGES
+from rlmodule.batching.sampler import BatchingConfig
+from rlmodule.callbacks import CALLBACKS
+from rlmodule.core.errors import ConfigError, RLModuleError
+from rlmodule.data.prompts import DataConfig
+from rlmodule.losses import LOSSES
+from rlmodule.models.policy import ModelConfig
+from rlmodule.objective import AlgorithmConfig
+from rlmodule.optimizer import OptimizerConfig
+from rlmodule.rewards import REWARDS
+from rlmodule.rollout import ROLLOUTS
+from rlmodule.run_directory import RunDirectory
+from rlmodule.session import Session
+from rlmodule.settings import RunSection, Settings, TrainerConfig, WarmStartConfig
+from rlmodule.tasks import TASKS
+from strategies.registry import STRATEGIES
+
+# Sections of one dataclass, and sections whose dataclass is chosen from a menu by the key ``name``.
+SECTIONS = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "algorithm": AlgorithmConfig,
+    "batching": BatchingConfig,
+    "optimizer": OptimizerConfig,
+    "warm_start": WarmStartConfig,
+    "trainer": TrainerConfig,
+}
+COMPONENTS = {"loss": LOSSES, "advantage": ADVANTAGES, "reward": REWARDS, "rollout": ROLLOUTS}
+
+# What a choice cannot do without: files and functions are the user's.
+NEEDS = {
+    "model=local": ["model.path=folder"],
+    "data=files": ["data.train_files=[prompts.jsonl]"],
+    "reward=function": ["reward.path=math:sqrt"],
+}
+
+CHOICES = [
+    f"{path.parent.name}={path.stem}" for path in sorted(train.CONF.glob("*/*.yaml")) if path.parent.name != "callbacks"
+]
+CALLBACK_FILES = sorted(path.stem for path in (train.CONF / "callbacks").glob("*.yaml"))
+
+
+@functools.cache
+def compose(*overrides):
+    """The configuration of ``python train.py OVERRIDES``; shared, so nobody may change it."""
+    with hydra.initialize_config_dir(str(train.CONF), version_base="1.3"):
+        return hydra.compose("train", [*(more for o in overrides for more in NEEDS.get(o, [])), *overrides])
+
+
+def fields_of(cls):
+    return {field.name for field in dataclasses.fields(cls) if field.init}
+
+
+@pytest.mark.parametrize("choice", [c for c in CHOICES if c != "reward=function"])
+def test_every_choice_composes_and_converts(choice):
+    """A key without an owner would be refused here."""
+    config = compose(choice)
+    settings = Settings.read(config)
+    assert settings.run == RunSection()
+    group, name = choice.split("=")
+    if group == "strategy" and name != "auto":
+        options = STRATEGIES.lookup("language_model", name, device="cpu").options
+        assert set(config.strategy) == fields_of(options) | {"name"}
+
+
+@pytest.mark.parametrize("name", CALLBACK_FILES)
+def test_every_set_of_callbacks_composes_and_converts(name):
+    settings = Settings.read(compose(f"callbacks={name}"))
+    if name not in ("default", "none"):
+        assert list(settings.callbacks) == [name], "a file of the menu switches on the callback of its name"
+
+
+def test_the_default_switches_every_callback_on_and_saves_last():
+    settings = Settings.read(compose())
+    assert sorted(settings.callbacks) == CALLBACKS.names()
+    assert list(settings.callbacks)[-1] == "checkpoint"
+
+
+@pytest.mark.parametrize("choice", [c for c in CHOICES if c.split("=")[0] in SECTIONS])
+def test_every_field_of_a_section_can_be_seen_and_set(choice):
+    """Hydra refuses a key that stands in no file, so a field that is missing here could not be set."""
+    group = choice.split("=")[0]
+    assert set(compose(choice)[group]) == fields_of(SECTIONS[group])
+
+
+@pytest.mark.parametrize("choice", [c for c in CHOICES if c.split("=")[0] in COMPONENTS])
+def test_every_field_of_a_component_can_be_seen_and_set(choice):
+    group = choice.split("=")[0]
+    section = compose(choice)[group]
+    assert set(section) == fields_of(COMPONENTS[group].get(section.name)) | {"name"}
+
+
+@pytest.mark.parametrize("task", TASKS.names())
+def test_every_field_of_a_task_can_be_seen_and_set(task):
+    config = compose(f"data={task}")
+    assert config.data.task == task
+    assert set(config.data.task_args) == fields_of(TASKS.get(task))
+
+
+@pytest.mark.parametrize("name", CALLBACKS.names())
+def test_every_field_of_a_callback_can_be_seen_and_set(name):
+    assert set(compose(f"callbacks={name}").callbacks[name]) == fields_of(CALLBACKS.get(name))
+
+
+def test_the_keys_at_the_top_are_those_of_the_run():
+    groups = {path.parent.name for path in train.CONF.glob("*/*.yaml")} - {"experiment", "sweep", "debug"}
+    assert set(compose()) == groups | fields_of(RunSection)
+
+
+@pytest.mark.parametrize("group", COMPONENTS)
+def test_every_component_has_a_file_of_its_name(group):
+    there = set(train.menu(group))
+    assert set(COMPONENTS[group].names()) <= there
+    for name in COMPONENTS[group].names():
+        assert compose(f"{group}={name}")[group].name == name
+
+
+def test_every_strategy_and_every_callback_has_a_file_of_its_name():
+    assert set(STRATEGIES.backends()) | {"auto"} == set(train.menu("strategy"))
+    for name in STRATEGIES.backends():
+        assert compose(f"strategy={name}").strategy.name == name
+    assert set(CALLBACKS.names()) | {"default", "none"} == set(train.menu("callbacks"))
+
+
+def test_conf_says_what_the_code_says():
+    """Defaults stand in the file a person reads and in the dataclass a program uses; where they differ it is on purpose.
+
+    On purpose: sizes of the built-in example, which dataclasses leave at sizes for real models.
+    """
+    purpose = {
+        "data": {"task", "task_args", "max_prompt_length", "max_response_length", "warm_start_steps"},
+        "model": {"architecture", "tokenizer"},
+        "algorithm": {"loss_scale_factor"},
+        "optimizer": {"schedule", "min_lr_ratio"},
+        "warm_start": {"steps"},
+        "trainer": {"devices"},
+        "loss": {"clip_ratio_high"},
+        "rollout": {"max_response_length"},
+    }
+    config = compose()
+    read = Settings.read(config)
+    sections = {group: (SECTIONS[group], config[group]) for group in SECTIONS}
+    sections |= {group: (COMPONENTS[group].get(config[group].name), config[group]) for group in COMPONENTS}
+    sections |= {f"callbacks.{name}": (CALLBACKS.get(name), config.callbacks[name]) for name in config.callbacks}
+    assert read.trainer.devices == TrainerConfig().devices, "1 and '1' are the same number of processes"
+    for group, (cls, section) in sections.items():
+        given = OmegaConf.to_container(section, resolve=True)
+        for field in dataclasses.fields(cls):
+            if not field.init or field.name in purpose.get(group, ()):
+                continue
+            default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+            default = dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default
+            value = tuple(given[field.name]) if isinstance(default, tuple) else given[field.name]
+            assert value == default, f"{group}.{field.name}"
+
+
+def test_the_name_that_is_printed_for_help_lists_every_menu():
+    """``known_keys`` and ``menu`` are what a misspelt word is compared with."""
+    known = set(train.known_keys())
+    assert {"optimizer.lr", "data.task_args.test_size", "callbacks.report.dpi", "seed", "rollout"} <= known
+    assert train.menu("algorithm") == sorted(p.stem for p in (train.CONF / "algorithm").glob("*.yaml"))
+
+
+# ---- SPEC 11: the key, the value, the reason, the fix
+
+
+def refusal_of(tmp_path, *overrides):
+    """The error that ends ``python train.py OVERRIDES`` before a model is loaded."""
+    try:
+        with pytest.raises(RLModuleError) as caught:
+            config = compose(f"run_dir={tmp_path / 'run'}", *overrides)
+            Session.read(config, RunDirectory(tmp_path / "run"), STRATEGIES).check()
+    except HydraException as error:
+        return train.explained(error)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "got", "says"),
+    [
+        (["strategy=fsdp3"], "strategy", "fsdp3", "Known: auto, ddp, single"),
+        (["loss=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip?"),
+        (["advantage=grop"], "advantage", "grop", "Did you mean grpo"),
+        (["data=sorrt"], "data", "sorrt", "Did you mean sort?"),
+        (["loss.name=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip?"),
+        (["reward.name=exact"], "reward", "exact", "exact_match"),
+        (["data.task=sorrt"], "data.task", "sorrt", "Did you mean sort?"),
+        (["strategy.name=fsdp3"], "strategy", "fsdp3", "Known: ddp, single"),
+        (["batching.max_token_len_per_gpu=4"], "batching.max_token_len_per_gpu", 4, "32 + rollout.max_response_length=8"),
+        (["batching.max_token_len_per_gpu=4"], "batching.max_token_len_per_gpu", 4, "Use batching.max_token_len_per_gpu=40"),
+        (["trainer.devices=-3"], "trainer.devices", "-3", "Use trainer.devices=1"),
+        (["trainer.devices=two"], "trainer.devices", "two", "Use trainer.devices=1"),
+        (["trainer.devices=2", "strategy=single"], "trainer.devices", 2, "Use strategy=ddp, or trainer.devices=1"),
+        (["trainer.max_epochs=0"], "trainer.max_epochs", 0, "must be at least 1"),
+        (["trainer.max_epochs=many"], "trainer.max_epochs", "many", "Give a value of type int"),
+        (["trainer.accelerator=tpu"], "trainer.accelerator", "tpu", "Known: auto, cpu"),
+        (["optimizer.lr=-1"], "optimizer.lr", -1.0, "must be at least 0"),
+        (["optimizer.lr=fast"], "optimizer.lr", "fast", "Give a value of type float"),
+        (["optimizer.schedule=cosin"], "optimizer.schedule", "cosin", "Did you mean cosine?"),
+        (["optimizer.betas=[0.9,1.5]"], "optimizer.betas", [0.9, 1.5], "Use [0.9,0.95]"),
+        (["optimizer.betas=[0.9]"], "optimizer.betas", [0.9], "two numbers are needed"),
+        (["algorithm.loss_agg_mode=token_mean"], "algorithm.loss_agg_mode", "token_mean", "token-mean"),
+        (["algorithm.kl_loss_type=k9"], "algorithm.kl_loss_type", "k9", "k3"),
+        (["rollout.temperature=0"], "rollout.temperature", 0.0, "Use rollout.temperature=1.0"),
+        (["rollout.top_p=0"], "rollout.top_p", 0.0, "greater than 0"),
+        (["rollout.n=1"], "rollout.n", 1, "Use rollout.n=8"),
+        (["rollout.max_response_length=500", "batching.max_token_len_per_gpu=1000"], "rollout.max_response_length", 500, "256"),
+        (["batching.use_dynamic_bsz=false"], "batching.micro_batch_size_per_gpu", None, "batching.use_dynamic_bsz=true"),
+        (["batching.planner=best"], "batching.planner", "best", "Known: joint"),
+        (["batching.equal_counts=true", "batching.mini_batch_size=15", "trainer.devices=2"], "batching.mini_batch_size", 15, "=16"),
+        (["logger=wandb"], "logger", "wandb", "Known: none, tensorboard"),
+        (["model=tiny", "model.path=folder"], "model.path", "folder", "exactly one must be given"),
+        (["model=local", "model.path=/nowhere"], "model.path", "/nowhere", "Give a folder that holds config.json"),
+        (["model.architecture.model_type=qwen33"], "model.architecture.model_type", "qwen33", "Did you mean qwen3"),
+        (["+model.architecture.hiden_size=8"], "model.architecture.hiden_size", 8, "Did you mean hidden_size"),
+        (["data.overlong_prompt=drop"], "data.overlong_prompt", "drop", "Known: error, filter, truncate_left"),
+        (["data=files", "data.train_files=[]"], "data.train_files", [], "data.task=sort"),
+        (["data.task_args.test_size=5000"], "data.task_args.test_size", 5000, "Use test_size=1024"),
+        (["algorithm=sft", "algorithm.use_kl_loss=true"], "algorithm.use_kl_loss", True, "Use false"),
+        (["algorithm=sft", "rollout.temperature=0.5"], "rollout.temperature", 0.5, "Use 1.0"),
+        (["callbacks.checkpoint.keep=0"], "callbacks.checkpoint.keep", 0, "must be at least 1"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_names_key_value_and_fix(tmp_path, overrides, key, got, says):
+    error = refusal_of(tmp_path, *overrides)
+    assert isinstance(error, ConfigError)
+    assert (error.key, error.got) == (key, got)
+    assert str(error).startswith(f"{key}={got}: ")
+    assert says in str(error)
+    assert error.because
+    assert not (tmp_path / "run").exists(), "a run that is refused leaves nothing behind"
+
+
+OWN_FILES = ["data=files", "data.max_prompt_length=100", "data.max_response_length=100", "rollout.n=2"]
+
+
+def test_data_files_are_checked_before_a_model_is_loaded(tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"prompt": "fine", "answer": "1"}\n{"prompt": \n')
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    long = tmp_path / "long.jsonl"
+    long.write_text('{"prompt": "' + "x" * 2000 + '", "answer": "1"}\n')
+    for file, place, says in (
+        (broken, f"{broken}:2", "not valid JSON"),
+        (empty, str(empty), ""),
+        (tmp_path / "absent.jsonl", "data.train_files", "absent.jsonl"),
+        (long, f"{long}:1", "data.max_prompt_length"),
+    ):
+        message = str(refusal_of(tmp_path, *OWN_FILES, f"data.train_files=[{file}]"))
+        assert message.startswith(place), message
+        assert says in message
+
+
+def test_a_demonstration_that_fits_no_micro_batch_is_named(tmp_path):
+    """SPEC 3: for offline data the check is over the file, and names the row."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a", "completion": "' + "b" * 100 + '"}\n')
+    error = refusal_of(
+        tmp_path, "algorithm=sft", *OWN_FILES, f"data.train_files=[{file}]", "batching.max_token_len_per_gpu=64"
+    )
+    assert isinstance(error, ConfigError)
+    assert error.key == "batching.max_token_len_per_gpu"
+    assert "row 2 has 104 tokens" in str(error)
+    assert "Use batching.max_token_len_per_gpu=104 or more" in str(error)
+
+
+def test_a_value_that_cannot_be_read_is_explained():
+    with pytest.raises(HydraException) as caught:
+        compose("data.system_prompt={a")
+    error = train.explained(caught.value)
+    assert (error.key, error.got) == ("data.system_prompt", "{a")
+    assert "Quote values" in str(error)
+    with pytest.raises(HydraException) as caught:
+        compose("loss=sft,ppo_clip")
+    assert "'loss=sft,ppo_clip'" in str(train.explained(caught.value))
+    assert "--multirun" in str(train.explained(caught.value))
