@@ -107,8 +107,8 @@ class RLModule(L.LightningModule):
             mini_batch,
             strategy=self.strategy,
             objective=self.objective,
-            optimizer=self.optimizers(),
-            schedule=self.lr_schedulers(),
+            optimizer=self.optimizers(),  # type: ignore[arg-type]  # there is one
+            schedule=self.lr_schedulers(),  # type: ignore[arg-type]
             max_grad_norm=self.optimizer_config.max_grad_norm,
             backward=self.manual_backward,
         )

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from omegaconf import DictConfig
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ from rlmodule.core.contract import Layout, RolloutEngine
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import Prompt, Sample, SampleMeta
 from rlmodule.data.demonstrations import file_demonstrations, task_demonstrations
-from rlmodule.data.prompts import load_prompts
+from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.experience import ExperienceMaker
@@ -192,12 +192,19 @@ class Session:
         """The model's tokenizer."""
         return load_tokenizer(self.settings.model)
 
+    @property
+    def _imitates(self) -> bool:
+        return self.settings.algorithm.source == "demonstrations"
+
     @cached_property
-    def train_rows(self) -> Sequence[Prompt] | Sequence[Sample]:
-        """Prompts to answer, or demonstrations to imitate."""
+    def prompts(self) -> PromptTable:
+        """Prompts to answer."""
+        return load_prompts(self.settings.data, self.tokenizer, "train", self.settings.task)
+
+    @cached_property
+    def demonstrations(self) -> Sequence[Sample]:
+        """Samples to imitate."""
         s = self.settings
-        if s.algorithm.source == "rollouts":
-            return load_prompts(s.data, self.tokenizer, "train", s.task)
         if s.task is not None:
             return task_demonstrations(s.task, DEMONSTRATIONS, s.run.seed, s.data, self.tokenizer)
         return file_demonstrations(s.data, self.tokenizer, "train")
@@ -223,9 +230,10 @@ class Session:
         check(self.settings, self.hf_config, layout)
         if self.settings.model.compile:
             check_compiler(self.device)
-        assert self.train_rows is not None and self.val_prompts is not None, "reading them checks them"
-        if self.settings.algorithm.source == "demonstrations":
-            check_samples(self.train_rows, self.settings, layout)
+        if self._imitates:
+            check_samples(self.demonstrations, self.settings, layout)
+        else:
+            _ = self.prompts, self.val_prompts  # reading them checks them
         self.resume_from()
 
     def resume_from(self) -> Path | None:
@@ -346,7 +354,7 @@ class Session:
 
     def _trainer(self, strategy: Any, callbacks: list[L.Callback], resumed_step: int | None) -> L.Trainer:
         settings = self.settings
-        writer = False
+        writer: TensorBoardLogger | bool = False
         if settings.logger == "tensorboard":
             writer = TensorBoardLogger(
                 self.run_dir.root,
@@ -399,20 +407,19 @@ class Session:
         )
 
     def _describe_rows(self) -> str:
-        if self.settings.algorithm.source == "demonstrations":
-            return f"{len(self.train_rows)} demonstrations"
-        return self.train_rows.describe()
+        return f"{len(self.demonstrations)} demonstrations" if self._imitates else self.prompts.describe()
 
     def _datamodule(self, objective: Objective, strategy: Any, start: Callable[[int], None]) -> RLDataModule:
-        stream = PromptStream(len(self.train_rows), self.settings.run.seed, self.settings.data.shuffle)
+        count = len(self.demonstrations if self._imitates else self.prompts)
+        stream = PromptStream(count, self.settings.run.seed, self.settings.data.shuffle)
         source = self._source(strategy, stream)
         return RLDataModule(source, stream, partial(self._maker, objective, strategy), start=start)
 
     def _source(self, strategy: Any, stream: PromptStream) -> Source:
         s = self.settings
         layout = lambda: strategy.layout  # noqa: E731  known once the strategy is set up
-        if s.algorithm.source == "demonstrations":
-            return DemonstrationSource(self.train_rows, stream, s.algorithm.train_batch_size, layout)
+        if self._imitates:
+            return DemonstrationSource(self.demonstrations, stream, s.algorithm.train_batch_size, layout)
         assert s.reward is not None, "rollouts are judged"
 
         def engine() -> RolloutEngine:
@@ -424,7 +431,7 @@ class Session:
             )
 
         return RolloutSource(
-            self.train_rows, stream, s.algorithm.train_batch_size, s.rollout.n, engine, s.reward, layout, s.run.seed
+            self.prompts, stream, s.algorithm.train_batch_size, s.rollout.n, engine, s.reward, layout, s.run.seed
         )
 
     def _maker(self, objective: Objective, strategy: Any, iteration: int) -> ExperienceMaker:

@@ -15,7 +15,7 @@ from rlmodule.core.config import one_of
 from rlmodule.core.contract import Strategy
 from rlmodule.models.lora import adapter_only, merged, save_adapter
 from rlmodule.models.policy import PolicyModel, save_pretrained
-from rlmodule.run_context import RunContext
+from rlmodule.run_context import RunContext, Running
 
 MERGED, ADAPTER = "merged", "adapter"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -48,10 +48,11 @@ class ExportPolicy(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Every rank takes part in the stream; the first one writes."""
-        if trainer.datamodule.next_iteration < self.context.max_iterations:
+        running = Running.of(trainer)
+        if running.data.next_iteration < self.context.max_iterations:
             return
-        policy = pl_module.models["policy"]
-        weights = self._weights(trainer.strategy, policy)
+        policy = running.policy
+        weights = self._weights(running.strategy, policy)
         if trainer.is_global_zero:
             folder = self.context.run_dir / "policy"
             aside = folder.with_name("policy.writing")

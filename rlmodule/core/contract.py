@@ -94,8 +94,13 @@ class Collectives(Protocol):
 class SequenceRanks(Protocol):
     """The ranks that hold the slices of one packed row, as a model and its loss see them. Every rank calls in step."""
 
-    size: int
-    rank: int
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+
+    @property
+    def rank(self) -> int:
+        """This process's place, which is that of its slice in the row."""
 
     def scatter_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[1, heads, T/size, D] of this slice -> [1, heads/size, T, D] of the row; differentiable, one exchange."""

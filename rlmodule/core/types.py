@@ -215,7 +215,7 @@ class MicroBatch:
 
     def pin_memory(self) -> MicroBatch:
         """The same micro-batch in page-locked host memory."""
-        return replace(self, **{k: v.pin_memory() for k, v in _tensors(self).items()})
+        return replace(self, **{k: v.pin_memory() for k, v in _tensors(self).items()})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)

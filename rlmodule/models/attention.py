@@ -46,12 +46,19 @@ def attention_forward(
     assert s_aux is None, "attention sinks are not supported"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if segments is not None:
-        limits = {"sliding_window": sliding_window, "softcap": softcap}
-        if sequence is None:
-            return packed_attention(query, key, value, segments.cu_seqlens, scale, buckets=segments, **limits), None
-        query, key, value = sequence.scatter_heads(query, key, value)
-        out = packed_attention(query, key, value, segments.cu_seqlens, scale, buckets=segments, **limits)
-        return sequence.gather_heads(out), None
+        if sequence is not None:
+            query, key, value = sequence.scatter_heads(query, key, value)
+        out = packed_attention(
+            query,
+            key,
+            value,
+            segments.cu_seqlens,
+            scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            buckets=segments,
+        )
+        return out if sequence is None else sequence.gather_heads(out), None
     assert key_lengths is not None, "a forward pass says how its row is cut: segments= or key_lengths="
     return ragged_decode_attention(
         query, key, value, key_lengths, scale, sliding_window=sliding_window, softcap=softcap
@@ -139,11 +146,15 @@ class RaggedCache(Cache):
         """Store one layer's new entries; layers are made when first seen."""
         while len(self.layers) <= layer_idx:
             self.layers.append(RaggedLayer(self))
-        return self.layers[layer_idx].update(key_states, value_states)
+        return self._ragged[layer_idx].update(key_states, value_states)
+
+    @property
+    def _ragged(self) -> list[RaggedLayer]:
+        return self.layers  # type: ignore[return-value]  # none of another kind is ever added
 
     def select(self, rows: Tensor) -> None:
         """Keep (and repeat) the given rows in every layer."""
-        for layer in self.layers:
+        for layer in self._ragged:
             layer.select(rows)
         self.lengths = self.lengths.index_select(0, rows)
         self.longest = int(self.lengths.max())

@@ -9,8 +9,7 @@ from __future__ import annotations
 import shutil
 
 import torch
-from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.models.attention import attention_forward
@@ -33,7 +32,7 @@ def check_compiler(device: str) -> None:
         )
 
 
-def compile_blocks(lm: nn.Module, backend: str = "inductor") -> None:
+def compile_blocks(lm: PreTrainedModel, backend: str = "inductor") -> None:
     """Compile every block of ``lm`` in place; names of weights stay as they are.
 
     Raises:

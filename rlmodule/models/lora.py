@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rlmodule.core.config import at_least
 from rlmodule.core.errors import ConfigError, DependencyError
@@ -155,10 +156,10 @@ def _taken_apart(name: str) -> tuple[str, str | None]:
     return name, None
 
 
-def save_adapter(folder: Path, lm: nn.Module, weights: Weights) -> None:
+def save_adapter(folder: Path, lm: PreTrainedModel, weights: Weights) -> None:
     """Write a folder that ``PeftModel.from_pretrained`` loads over the base; ``weights`` come from ``adapter_only``."""
     folder.mkdir(parents=True, exist_ok=True)
-    config: LoraConfig = lm.peft_config[ADAPTER]
+    config: LoraConfig = lm.peft_config[ADAPTER]  # type: ignore[index, assignment]
     config.save_pretrained(str(folder))
     save_file(
         {name: tensor.contiguous() for name, tensor in weights}, folder / "adapter_model.safetensors", {"format": "pt"}
@@ -185,7 +186,7 @@ def base_of(path: str) -> str:
     return str(base)
 
 
-def merge_start(lm: nn.Module, path: str) -> nn.Module:
+def merge_start(lm: PreTrainedModel, path: str) -> PreTrainedModel:
     """``lm`` with the adapter of a folder merged into its weights, as a plain model."""
     return _peft().PeftModel.from_pretrained(lm, path).merge_and_unload()
 

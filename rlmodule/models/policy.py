@@ -13,7 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rlmodule.batching.workload import ModelShape
 from rlmodule.core.config import one_of
@@ -152,7 +159,7 @@ def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> Polic
     _refuse_leaks(lm, config)
     if is_adapter(config.path):
         assert config.path is not None
-        lm = merge_start(lm, config.path)
+        lm = merge_start(lm, config.path)  # type: ignore[assignment]
     recompute_activations(lm, config.activation_checkpointing)
     if config.lora.is_on:
         base = (
@@ -170,7 +177,7 @@ def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> Polic
     )
 
 
-def _refuse_leaks(lm: nn.Module, config: ModelConfig) -> None:
+def _refuse_leaks(lm: PreTrainedModel, config: ModelConfig) -> None:
     """Refuse a model in which packed samples would see each other: attention of its own, or a state that runs along."""
     foreign = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS
     if lm._supports_attention_backend and not lm._is_stateful and not foreign:
@@ -186,7 +193,7 @@ def _refuse_leaks(lm: nn.Module, config: ModelConfig) -> None:
 
 @dataclass(frozen=True, eq=False)
 class PrefillBatch:
-    """Prompts end to end, to be read into an empty cache: ``input_ids``, ``position_ids`` [T], ``last`` [B] positions."""
+    """Prompts end to end, to be read into an empty cache: ``input_ids`` and ``position_ids`` [T], ``last`` [B]."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -218,11 +225,12 @@ class PolicyModel(nn.Module):
             sampling runs whole rows on every rank.
     """
 
+    lm: PreTrainedModel
     sequence: SequenceRanks | None = None
 
     def __init__(
         self,
-        lm: nn.Module,
+        lm: PreTrainedModel,
         *,
         temperature: float = 1.0,
         compute_dtype: torch.dtype | None = None,
@@ -377,7 +385,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def save_pretrained(
-    folder: Path, lm: nn.Module, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None = None
+    folder: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None = None
 ) -> None:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads; ``weights`` replace the module's own."""
     lm.save_pretrained(folder, state_dict=None if weights is None else dict(weights))

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
 
 from rlmodule.core.errors import ConfigError
 
@@ -30,7 +30,7 @@ KEPT = {
 }
 
 
-def recompute_activations(lm: nn.Module, mode: str) -> None:
+def recompute_activations(lm: PreTrainedModel, mode: str) -> None:
     """Make ``lm`` recompute its blocks in train mode: all of a block (full), or all but matrix products and attention.
 
     Raises:

@@ -121,7 +121,7 @@ class Engine:
             loss_mask=torch.ones_like(ids, dtype=torch.bool),
             sampler_logprob=logprob,
             finish=finish,
-            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            text=str(self.tokenizer.decode(ids, skip_special_tokens=True)),
         )
 
 

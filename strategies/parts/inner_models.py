@@ -72,7 +72,7 @@ class InnerModels:
 
     def full_weights(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor), one at a time; tied tensors under each of their names."""
-        for key, tensor in self._models[name].lm.state_dict().items():
+        for key, tensor in self._models[name].get_submodule("lm").state_dict().items():
             yield key, tensor.detach().to(dtype=dtype if tensor.is_floating_point() else None)
 
     @contextmanager
@@ -86,6 +86,13 @@ class InnerModels:
         """Eval mode without gradients inside, the mode before it afterwards, also on error."""
         with _mode(self._wrapped[name], training=False), torch.no_grad():
             yield
+
+
+def inner_models_of(module: nn.Module | None) -> Mapping[str, nn.Module]:
+    """What a LightningModule of this project gives to be wrapped."""
+    found = module.inner_models() if module is not None else {}  # type: ignore[operator]
+    assert isinstance(found, Mapping)
+    return found
 
 
 @contextmanager

@@ -63,6 +63,6 @@ def check_degrees(world_size: int, *, sp_size: int = 1, tp_size: int = 1, replic
                 key=f"strategy.{key}",
                 got=size,
                 because=f"it does not divide the {left} processes that are left to it, of {world_size} in all",
-                fix=f"Use strategy.{key}=1, or trainer.devices so that tensor x sequence x replicas divides the processes",
+                fix=f"Use strategy.{key}=1, or trainer.devices so that tensor x sequence x replicas divides them",
             )
         left //= size
