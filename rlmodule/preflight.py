@@ -23,7 +23,7 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     Raises:
         ConfigError: names both numbers and a fix.
     """
-    _check_sequence_ranks(hf_config, layout)
+    check_sequence_ranks(hf_config, layout)
     _check_lora(settings)
     _check_budget(settings, layout)
     _check_groups(settings)
@@ -38,8 +38,12 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
         )
 
 
-def _check_sequence_ranks(hf_config: PreTrainedConfig, layout: Layout) -> None:
-    """Attention heads are dealt out over sequence ranks."""
+def check_sequence_ranks(hf_config: PreTrainedConfig, layout: Layout) -> None:
+    """Refuse attention heads that do not divide over sequence ranks.
+
+    Raises:
+        ConfigError: names the three numbers and the sizes that work.
+    """
     shape, sp_size = shape_of(hf_config), layout.sp_size
     if sp_size == 1:
         return

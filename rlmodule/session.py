@@ -322,23 +322,12 @@ class Session:
         torch.set_num_threads(settings.trainer.num_threads or max(1, min(2, os.cpu_count() or 1) // self.num_processes))
         checkpoint = self.resume_from()
         step = None if checkpoint is None else int(verify(checkpoint).facts["step"])
-        policy = build_policy(settings.model, seed=settings.run.seed, temperature=settings.rollout.temperature)
-        models: dict[str, nn.Module] = {"policy": policy}
         objective = Objective(settings.loss, settings.algorithm)
-        if objective.needs_reference and policy.lora is None:
-            models["reference"] = frozen_copy(policy)
-        module = RLModule(
-            models,
-            objective,
-            settings.optimizer,
-            run_steps=settings.run_steps,
-            max_skipped_in_a_row=settings.trainer.max_skipped_in_a_row,
-        )
-        strategy = self.new_strategy()
-        context = self._context(parameter_count(policy), step)
+        module, strategy = self.new_module(objective), self.new_strategy()
+        context = self._context(parameter_count(module.models["policy"]), step)
         callbacks = [made.connect(context) for made in settings.callbacks.values()]
         datamodule = self._datamodule(objective, strategy, context.journal.begin_iteration)
-        self._trainer(strategy, callbacks, step).fit(
+        self.trainer(strategy, callbacks, step).fit(
             module,
             datamodule=datamodule,
             ckpt_path=None if checkpoint is None else checkpoint / STATE_FILE,
@@ -352,7 +341,23 @@ class Session:
         value = json.loads(self.run_dir.summary.read_text()).get("val_accuracy_end")
         return None if value is None else float(value)
 
-    def _trainer(self, strategy: Any, callbacks: list[L.Callback], resumed_step: int | None) -> L.Trainer:
+    def new_module(self, objective: Objective) -> RLModule:
+        """The policy and, where the objective wants one, its frozen reference, with what trains them."""
+        settings = self.settings
+        policy = build_policy(settings.model, seed=settings.run.seed, temperature=settings.rollout.temperature)
+        models: dict[str, nn.Module] = {"policy": policy}
+        if objective.needs_reference and policy.lora is None:
+            models["reference"] = frozen_copy(policy)
+        return RLModule(
+            models,
+            objective,
+            settings.optimizer,
+            run_steps=settings.run_steps,
+            max_skipped_in_a_row=settings.trainer.max_skipped_in_a_row,
+        )
+
+    def trainer(self, strategy: Any, callbacks: list[L.Callback], resumed_step: int | None) -> L.Trainer:
+        """Lightning's trainer, set up for this run."""
         settings = self.settings
         writer: TensorBoardLogger | bool = False
         if settings.logger == "tensorboard":
@@ -413,7 +418,7 @@ class Session:
         count = len(self.demonstrations if self._imitates else self.prompts)
         stream = PromptStream(count, self.settings.run.seed, self.settings.data.shuffle)
         source = self._source(strategy, stream)
-        return RLDataModule(source, stream, partial(self._maker, objective, strategy), start=start)
+        return RLDataModule(source, stream, partial(self.maker, objective, strategy), start=start)
 
     def _source(self, strategy: Any, stream: PromptStream) -> Source:
         s = self.settings
@@ -434,7 +439,8 @@ class Session:
             self.prompts, stream, s.algorithm.train_batch_size, s.rollout.n, engine, s.reward, layout, s.run.seed
         )
 
-    def _maker(self, objective: Objective, strategy: Any, iteration: int) -> ExperienceMaker:
+    def maker(self, objective: Objective, strategy: Any, iteration: int) -> ExperienceMaker:
+        """Turns the samples of one iteration into mini-batches."""
         s = self.settings
         layout = strategy.layout
         pad = self.tokenizer.pad_token_id

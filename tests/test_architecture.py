@@ -27,6 +27,7 @@ LAYERS = (
     {"settings"},
     {"preflight"},
     {"session"},
+    {"parity"},
 )
 # Tighter than the layers: what maths and plans may see, whatever lies to their left.
 ONLY = {
@@ -73,6 +74,8 @@ LIBRARIES = {
     "rlmodule/settings.py": {"omegaconf"},
     "rlmodule/preflight.py": {"transformers"},
     "rlmodule/session.py": TORCH | {"lightning", "transformers", "omegaconf"},
+    "rlmodule/parity": TORCH | {"lightning"},
+    "rlmodule/parity/report.py": {"rich"},
     "strategies": TORCH | {"lightning"},
     "train.py": {"hydra", "omegaconf"},
 }
@@ -81,6 +84,7 @@ LIBRARIES = {
 DEFERRED = {
     ("train.py", "rlmodule.session"),  # --help and tab completion must not wait for torch
     ("train.py", "strategies.registry"),  # likewise
+    ("train.py", "rlmodule.parity.report"),  # likewise
     ("rlmodule/models/lora.py", ""),  # peft, optional: for those who train adapters
     (
         "rlmodule/models/policy.py",

@@ -20,7 +20,7 @@ from rlmodule.models.lora import LoraSettings, adapter_only, merged, save_adapte
 from rlmodule.models.policy import ModelConfig, PolicyModel, build_policy, load_model_config, save_pretrained
 from rlmodule.optimizer import OptimizerConfig
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.tiny import Stepper, architecture, ddp, mixed_rows, numpy_weights, share_rows, single, weights_of
+from tests.helpers.tiny import Stepper, architecture, ddp, mixed_rows, share_rows, single, weights_of
 
 # peft 0.21 asks transformers 5.24 by a name that is on its way out.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -153,14 +153,14 @@ def test_a_model_whose_head_is_tied_keeps_it_tied(tmp_path: Path) -> None:
     assert lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
 
 
-def on_rank(rank: int) -> dict[str, object]:
+def on_rank(rank: int) -> dict[str, Tensor]:
     from rlmodule.core.contract import Layout
 
     policy = policy_of()
     stepper = Stepper(policy, ddp, optimizer=OptimizerConfig(lr=1e-2, warmup_steps=0))
     (mini_batch,) = share_rows(mixed_rows(), BatchingConfig(), Layout(2, rank))
     stepper(mini_batch)
-    return numpy_weights(policy)
+    return weights_of(policy)
 
 
 @pytest.mark.ranks
@@ -171,7 +171,7 @@ def test_two_ranks_train_the_same_adapters_as_one() -> None:
     stepper(mini_batch)
     for weights in run_on_ranks(2, on_rank):
         for name, tensor in weights_of(policy).items():
-            torch.testing.assert_close(torch.from_numpy(weights[name]), tensor, rtol=1e-4, atol=1e-6, msg=name)
+            torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_settings_that_cannot_work_are_refused() -> None:
