@@ -502,7 +502,8 @@ def join_process_group() -> None:
 
 def quieten() -> None:
     """Keep advice that does not apply here off the terminal."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
     for advice in (
         ".*does not have many workers.*",  # batches are built in microseconds

@@ -81,7 +81,7 @@ class ParityConfig:
 
     layouts: list[str] = field(default_factory=list)  # names of layouts to compare; empty for all
     steps: int = 5  # optimizer steps
-    samples_per_step: int = 8  # samples of one step; the last step has a single one
+    samples_per_step: int = 16  # samples of one step; the last step has a single one
     longest: int = 64  # tokens of the longest sample; a micro-batch holds twice as many
     tolerance: float = 1e-5  # largest relative difference of loss, gradient norm and every metric
     parameter_tolerance: float = 1e-4  # largest relative difference of every weight after the last step

@@ -40,7 +40,7 @@ def _difference(values: Sequence[float | None], reference: Sequence[float | None
 
 
 def parameter_difference(weights: Tensors, reference: Mapping[str, Tensor]) -> tuple[str, float]:
-    """(name, difference) of the tensor that is furthest off, relative to its largest entry; holds one tensor at a time."""
+    """(name, difference) of the tensor that is furthest off, relative to its largest entry; one tensor at a time."""
     seen: dict[str, float] = {}
     for name, tensor in weights:
         if name not in reference or reference[name].shape != tensor.shape:

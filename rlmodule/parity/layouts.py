@@ -41,7 +41,7 @@ REFERENCE = ParityLayout("single", "single")
 LAYOUTS: Sequence[ParityLayout] = (
     REFERENCE,
     ParityLayout("half_budget", "single, half the token budget", budget=0.5),
-    ParityLayout("other_order", "single, micro-batches in another order", batching={"order": "balanced_ends"}),
+    ParityLayout("other_order", "single, the same in another order", budget=0.5, batching={"order": "balanced_ends"}),
     ParityLayout("fixed_size", "single, 2 samples per micro-batch", batching=FIXED_SIZE),
     ParityLayout("ddp_2", "ddp 2", "ddp", 2),
     ParityLayout("ddp_sp2", "ddp dp1 x sp2", "ddp", 2, {"sp_size": 2}),

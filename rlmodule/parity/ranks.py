@@ -11,8 +11,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -90,9 +89,8 @@ def run(session: Session, *, is_reference: bool, start_method: str = "forkserver
         context.Process(target=_rank, args=(rank, world_size, port, session, is_reference, sender), daemon=True)
         for rank, (_, sender) in enumerate(pipes)
     ]
-    with _quiet_environment():
-        for process in ranks:
-            process.start()
+    for process in ranks:
+        process.start()
     for _, sender in pipes:
         sender.close()
     deadline = time.monotonic() + session.settings.parity.timeout
@@ -118,18 +116,6 @@ def _receive(receiver: Connection, deadline: float) -> Outcome | str | None:
         return pickle.loads(receiver.recv_bytes())
     except EOFError:
         return "died without a word"
-
-
-@contextmanager
-def _quiet_environment() -> Iterator[None]:
-    """Children inherit the environment they are started in; restored afterwards."""
-    before = dict(os.environ)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _rank(rank: int, world_size: int, port: int, session: Session, is_reference: bool, sender: Connection) -> None:

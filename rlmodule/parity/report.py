@@ -1,4 +1,4 @@
-"""Runs every layout, says how far each is from one process, and whether that is rounding: `python train.py task=parity`."""
+"""Runs every layout and says how far each is from one process, and whether that is rounding (``task=parity``)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from rlmodule.settings import ParityConfig
 
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
 FILE_NAME = "parity.json"
+WIDTH = 110  # columns of the table in a log file
 COLOURS = {PASS: "green", FAIL: "bold red", SKIP: "yellow"}
 
 
@@ -67,7 +68,7 @@ def prove(session: Session, console: Console | None = None, runner: Callable[...
             because="it starts processes of its own, and torchrun or srun has started this one",
             fix="Run python train.py task=parity by itself, in an allocation with the devices it needs",
         )
-    console = console or Console()
+    console = console or (Console() if Console().is_terminal else Console(width=WIDTH))
     config = session.settings.parity
     session.run_dir.root.mkdir(parents=True, exist_ok=True)
     reference_file = session.run_dir.root / REFERENCE_FILE
@@ -91,13 +92,13 @@ def prove(session: Session, console: Console | None = None, runner: Callable[...
         reference_file.unlink(missing_ok=True)
     write(session.run_dir.root / FILE_NAME, verdicts, config)
     console.print(table(verdicts, config))
-    failed = [v for v in verdicts if v.verdict == FAIL]
-    for verdict in failed:
-        console.print(f"[bold red]FAIL[/] {verdict.title}: {verdict.reason}", highlight=False)
-    skipped = sum(v.verdict == SKIP for v in verdicts)
-    passed = len(verdicts) - skipped - len(failed)
-    console.print(f"{passed} passed, {len(failed)} failed, {skipped} skipped; {session.run_dir.root / FILE_NAME}")
-    return not failed
+    for v in verdicts:
+        if v.reason:
+            console.print(f"{v.verdict} {v.title}: {v.reason}", highlight=False, markup=False)
+    count = {word: sum(v.verdict == word for v in verdicts) for word in (PASS, FAIL, SKIP)}
+    where = session.run_dir.root / FILE_NAME
+    console.print(f"{count[PASS]} passed, {count[FAIL]} failed, {count[SKIP]} skipped; {where}", highlight=False)
+    return count[FAIL] == 0
 
 
 def refusal(session: Session) -> str | None:
@@ -125,7 +126,7 @@ def judge(layout: ParityLayout, outcome: Outcome | str, reference: Outcome, conf
         )
     return Verdict(
         layout.name,
-        layout.title + (" (the reference)" if layout is REFERENCE else ""),
+        layout.title + (" (reference)" if layout is REFERENCE else ""),
         FAIL if reasons else PASS,
         "; ".join(reasons),
         loss=differences[LOSS],
@@ -142,19 +143,17 @@ def judge(layout: ParityLayout, outcome: Outcome | str, reference: Outcome, conf
 def table(verdicts: list[Verdict], config: ParityConfig) -> Table:
     """For people; differences are relative, see ``compare.py``."""
     made = Table(
-        title=f"{config.steps} optimizer steps on the same rollouts: largest relative difference to one process",
+        title=f"{config.steps} optimizer steps: largest relative difference to one process",
         caption=f"tolerance {config.tolerance:.0e}, weights {config.parameter_tolerance:.0e}",
     )
-    made.add_column("layout")
-    for name in ("loss", "grad norm", "weights", "metrics"):
-        made.add_column(name, justify="right")
-    made.add_column("seconds", justify="right")
+    made.add_column("layout", no_wrap=True)
+    for name in ("loss", "grad norm", "weights", "metrics", "seconds"):
+        made.add_column(name, justify="right", no_wrap=True)
     made.add_column("")
     for v in verdicts:
         numbers = [_short(x) for x in (v.loss, v.grad_norm, v.parameters, v.metrics)]
         seconds = "" if v.seconds is None else f"{v.seconds:.1f}"
-        note = f" {v.reason}" if v.verdict == SKIP else ""
-        made.add_row(v.title, *numbers, seconds, f"[{COLOURS[v.verdict]}]{v.verdict}[/]{note}")
+        made.add_row(v.title, *numbers, seconds, f"[{COLOURS[v.verdict]}]{v.verdict}[/]")
     return made
 
 
