@@ -44,10 +44,12 @@ def parameter_difference(weights: Tensors, reference: Mapping[str, Tensor]) -> t
     seen: dict[str, float] = {}
     for name, tensor in weights:
         if name not in reference or reference[name].shape != tensor.shape:
-            return name, math.inf
+            seen[name] = math.inf  # and on: other ranks take part in the stream to its end
+            continue
         expected = reference[name].double()
         largest = float(expected.abs().max()) or 1.0
-        seen[name] = float((tensor.detach().cpu().double() - expected).abs().max()) / largest
+        difference = float((tensor.detach().cpu().double() - expected).abs().max()) / largest
+        seen[name] = math.inf if math.isnan(difference) else difference
     missing = sorted(set(reference) - set(seen))
     if missing:
         return missing[0], math.inf

@@ -11,10 +11,10 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,16 @@ from rlmodule.core.errors import RLModuleError
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.launch import free_port
-from rlmodule.module import RLModule
 from rlmodule.objective import Objective
-from rlmodule.parity.compare import Tensors, parameter_difference
+from rlmodule.parity.compare import parameter_difference
 from rlmodule.parity.layouts import ParityLayout
 from rlmodule.parity.samples import FixedSource, MadeUpAdvantage, make_samples
+from rlmodule.run_context import Running
 from rlmodule.session import Session, quieten
 
 PRELOAD = ["rlmodule.parity.ranks"]
 REFERENCE_FILE = "parity_reference.pt"
+MOMENT = 5.0  # seconds that ranks have to end by themselves once one of them has failed
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,10 @@ def session_for(session: Session, layout: ParityLayout) -> Session:
     return Session(settings, session.run_dir, session.menu, dict(layout.options), is_first=False)
 
 
-def run(session: Session, *, is_reference: bool, start_method: str = "forkserver") -> Outcome | str:
+def run(session: Session, *, is_reference: bool) -> Outcome | str:
     """Train in ``session.num_processes`` processes; returns what came out, or what went wrong."""
-    context: Any = multiprocessing.get_context(start_method)
-    if start_method == "forkserver":
-        context.set_forkserver_preload(PRELOAD)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
     world_size, port = session.num_processes, free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
@@ -93,25 +93,42 @@ def run(session: Session, *, is_reference: bool, start_method: str = "forkserver
         process.start()
     for _, sender in pipes:
         sender.close()
-    deadline = time.monotonic() + session.settings.parity.timeout
     try:
-        answers = [_receive(receiver, deadline) for receiver, _ in pipes]
+        answers = _answers([receiver for receiver, _ in pipes], session.settings.parity.timeout)
     finally:
         for process in ranks:
             process.join(2)
             if process.is_alive():
                 process.kill()
                 process.join()
-    failures = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if isinstance(answer, str)]
+    failures = [f"rank {rank}: {answer}" for rank, answer in answers.items() if isinstance(answer, str)]
     if failures:
-        return min(failures, key=lambda text: text.endswith(("died without a word", "it hangs")))
-    assert isinstance(answers[0], Outcome), "the first rank tells"
-    return answers[0]
+        return failures[0]
+    outcome = answers[0]
+    assert isinstance(outcome, Outcome), "the first rank tells"
+    return outcome
 
 
-def _receive(receiver: Connection, deadline: float) -> Outcome | str | None:
-    if not receiver.poll(max(0.0, deadline - time.monotonic())):
-        return "no answer in time: it hangs"
+def _answers(receivers: Sequence[Connection], timeout: float) -> dict[int, Outcome | str | None]:
+    """rank -> what it sent, in the order it came; once one has failed, its peers wait for nobody and get a moment."""
+    answers: dict[int, Outcome | str | None] = {}
+    deadline = time.monotonic() + timeout
+    while len(answers) < len(receivers):
+        waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in answers]
+        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = [rank for rank in range(len(receivers)) if rank not in answers]
+            return answers | dict.fromkeys(late, f"no answer in {timeout:.0f} seconds: it hangs")
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            answer = _received(receiver)
+            answers[receivers.index(receiver)] = answer
+            if isinstance(answer, str):
+                deadline = min(deadline, time.monotonic() + MOMENT)
+    return answers
+
+
+def _received(receiver: Connection) -> Outcome | str | None:
     try:
         return pickle.loads(receiver.recv_bytes())
     except EOFError:
@@ -146,37 +163,46 @@ def train(session: Session, *, is_first: bool, is_reference: bool) -> Outcome | 
         PromptStream(len(samples), settings.run.seed),
         partial(session.maker, objective, strategy),
     )
-    recorder = Recorder()
+    reference = session.run_dir.root / REFERENCE_FILE
+    recorder = Recorder(reference, is_first=is_first, is_reference=is_reference)
     start = time.perf_counter()
     session.trainer(strategy, [recorder], None).fit(module, datamodule=data)
     seconds = time.perf_counter() - start
-    weights = strategy.full_weights("policy")
-    reference = session.run_dir.root / REFERENCE_FILE
-    worst, difference = _kept_or_compared(weights, reference, is_first=is_first, is_reference=is_reference)
-    return Outcome(recorder.steps, difference, worst, seconds) if is_first else None
-
-
-def _kept_or_compared(weights: Tensors, file: Path, *, is_first: bool, is_reference: bool) -> tuple[str, float]:
-    """Every rank takes part in the stream, the first one reads it: to keep it as the reference, or to compare."""
     if not is_first:
-        for _ in weights:
-            pass
-        return "", 0.0
-    if is_reference:
-        torch.save({name: tensor.detach().cpu().clone() for name, tensor in weights}, file)
-        return "", 0.0
-    reference: Mapping[str, Tensor] = torch.load(file, mmap=True, weights_only=True)
-    return parameter_difference(weights, reference)
+        return None
+    return Outcome(recorder.steps, recorder.difference, recorder.worst_parameter, seconds)
 
 
 class Recorder(L.Callback):
-    """Keeps the metrics of every step."""
+    """Keeps the metrics of every step; at the end the first rank keeps the weights as the reference, or compares them.
 
-    def __init__(self) -> None:
+    Args:
+        reference: the file of the reference's weights.
+        is_first: whether this rank reads the stream of weights; every rank takes part in it.
+        is_reference: whether these weights are the reference.
+    """
+
+    def __init__(self, reference: Path, *, is_first: bool, is_reference: bool) -> None:
+        self.reference = reference
+        self.is_first = is_first
+        self.is_reference = is_reference
         self.steps: list[dict[str, float]] = []
+        self.worst_parameter, self.difference = "", 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """One optimizer step was taken."""
-        assert isinstance(pl_module, RLModule)
-        assert pl_module.last_step is not None, "a training step leaves a report"
-        self.steps.append(dict(pl_module.last_step.metrics))
+        report = Running.of(trainer).module.last_step
+        assert report is not None, "a training step leaves a report"
+        self.steps.append(dict(report.metrics))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """All steps were taken."""
+        weights = Running.of(trainer).strategy.full_weights("policy")
+        if not self.is_first:
+            for _ in weights:
+                pass
+        elif self.is_reference:
+            torch.save({name: tensor.detach().cpu().clone() for name, tensor in weights}, self.reference)
+        else:
+            reference: Mapping[str, Tensor] = torch.load(self.reference, mmap=True, weights_only=True)
+            self.worst_parameter, self.difference = parameter_difference(weights, reference)

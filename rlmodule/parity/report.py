@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,7 @@ class Verdict:
     by_metric: dict[str, float] = field(default_factory=dict)
 
 
-def prove(session: Session, console: Console | None = None, runner: Callable[..., Outcome | str] = run) -> bool:
+def prove(session: Session, console: Console | None = None) -> bool:
     """Compare every layout with one process; prints the table, writes ``parity.json``, returns whether none failed.
 
     Raises:
@@ -82,7 +81,7 @@ def prove(session: Session, console: Console | None = None, runner: Callable[...
             if reason is not None:
                 verdicts.append(Verdict(layout.name, layout.title, SKIP, reason))
                 continue
-            outcome = runner(cut, is_reference=reference is None)
+            outcome = run(cut, is_reference=reference is None)
             if reference is None:
                 if isinstance(outcome, str):
                     raise TrainingError(f"parity: one process alone cannot train this model. {outcome}")
