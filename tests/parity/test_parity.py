@@ -179,7 +179,7 @@ def test_a_weight_is_held_against_its_tensor() -> None:
     off = {**reference, "a": torch.tensor([1.0, -4.4])}
     assert parameter_difference(off.items(), reference) == ("a", pytest.approx(0.1))
     assert parameter_difference([("a", reference["a"])], reference) == ("b", math.inf)
-    assert parameter_difference([("c", torch.zeros(1))], reference) == ("c", math.inf)
+    assert parameter_difference([("c", torch.zeros(1)), *reference.items()], reference) == ("c", math.inf)
     nan = {**reference, "b": torch.tensor([math.nan, 0.0])}
     outcome = Outcome(STEPS, parameter_difference(nan.items(), reference)[1], "b", 1.0)
     assert judge(REFERENCE, outcome, Outcome(STEPS, 0.0, "", 1.0), ParityConfig()).verdict == "FAIL"
