@@ -128,10 +128,10 @@ class ExperienceMaker:
     def __call__(self, collect: Callable[[], list[ScoredSample]], watch: Stopwatch) -> Iteration:
         """Run every stage; ``collect`` gives this rank's responses and may fail, which then every rank learns."""
         collectives, layout = self.strategy.collectives, self.strategy.layout
-        mine, facts = gather_facts(collect, collectives)
+        mine, facts = gather_facts(lambda: self._checked(collect()), collectives)
         advantages = self._advantages(facts) if self.objective.needs("advantage") else None
         with watch.phase("plan"):
-            sampler = self.make_sampler([f.meta for f in facts])
+            sampler = self.make_sampler(self._metas(facts, advantages))
         position = {f.meta.sample_id: i for i, f in enumerate(facts)}
         with watch.phase("exchange"):
             first = sampler.owners(sampler.first_epoch)
@@ -143,6 +143,16 @@ class ExperienceMaker:
                 rows = _move(rows, everyone, layout, collectives)
         return Iteration(facts, advantages, Experience(rows, self.collator.pad_token_id, len(facts)), sampler)
 
+    def _checked(self, scored: list[ScoredSample]) -> list[ScoredSample]:
+        if self.objective.needs("old_logprob") and self.objective.settings.old_logprob == "sampler":
+            for sample in (s.sample for s in scored):
+                if sample.sampler_logprob is None:
+                    raise TrainingError(
+                        f"sample {sample.sample_id} comes without the log-probabilities it was drawn with, "
+                        "which algorithm.old_logprob=sampler wants. Use algorithm.old_logprob=recompute"
+                    )
+        return scored
+
     def _advantages(self, facts: Sequence[SampleFacts]) -> Tensor:
         assert self.advantage is not None, "this loss needs an advantage estimator"
         return self.advantage(
@@ -152,6 +162,14 @@ class ExperienceMaker:
                 loss_tokens=torch.tensor([f.meta.loss_tokens for f in facts]),
             )
         )
+
+    def _metas(self, facts: Sequence[SampleFacts], advantages: Tensor | None) -> list[SampleMeta]:
+        """What is planned: samples that cannot change the gradient are marked to be left out."""
+        has_gradient = [f.meta.loss_tokens > 0 for f in facts]
+        if advantages is not None and self.objective.ignores_zero_advantage:
+            # As float32, in which the loss sees them.
+            has_gradient = [a and b for a, b in zip(has_gradient, (advantages.float() != 0).tolist(), strict=True)]
+        return [replace(f.meta, is_left_out=not has) for f, has in zip(facts, has_gradient, strict=True)]
 
     def _rows(
         self, samples: Mapping[int, Sample], advantages: Tensor | None, sampler: BalancedSampler, watch: Stopwatch
@@ -164,7 +182,7 @@ class ExperienceMaker:
             }
         if self.objective.needs("old_logprob"):
             with watch.phase("old_logprob"):
-                scores = self.score("policy", samples, sampler)
+                scores = self._old_logprobs(samples, sampler)
                 rows = {p: replace(row, old_logprob=scores[p]) for p, row in rows.items()}
         if self.objective.needs_reference:
             with watch.phase("ref_logprob"):
@@ -174,6 +192,11 @@ class ExperienceMaker:
                     scores = self.score("reference", samples, sampler)
                 rows = {p: replace(row, ref_logprob=scores[p]) for p, row in rows.items()}
         return rows
+
+    def _old_logprobs(self, samples: Mapping[int, Sample], sampler: BalancedSampler) -> dict[int, Tensor]:
+        if self.objective.settings.old_logprob == "recompute":
+            return self.score("policy", samples, sampler)
+        return {p: s.sampler_logprob for p, s in samples.items() if s.sampler_logprob is not None}
 
     def score(
         self, model: str, samples: Mapping[int, Sample], sampler: BalancedSampler, *, with_adapter: bool = True
@@ -224,7 +247,7 @@ def gather_facts(
 
 
 def _without_loss_if_unscored(scored: ScoredSample) -> ScoredSample:
-    if scored.score.value is not None:
+    if scored.score.value is not None and math.isfinite(scored.score.value):
         return scored
     return replace(scored, sample=replace(scored.sample, loss_mask=torch.zeros_like(scored.sample.loss_mask)))
 
@@ -232,10 +255,10 @@ def _without_loss_if_unscored(scored: ScoredSample) -> ScoredSample:
 def _move(
     held: Mapping[int, T], owners: Mapping[int, Iterable[int]], layout: Layout, collectives: Collectives
 ) -> dict[int, T]:
-    """Send every held item to all ranks of the data ranks that own its position; returns what this rank owns."""
+    """Send each held item to all ranks of the data ranks that own its position, if any; returns what is owned here."""
     outgoing: list[dict[int, T]] = [{} for _ in range(layout.token_ranks)]
     for position, item in held.items():
-        for data_rank in owners[position]:
+        for data_rank in owners.get(position, ()):
             for sp_rank in range(layout.sp_size):
                 outgoing[data_rank * layout.sp_size + sp_rank][position] = item
     return {p: item for parcel in collectives.exchange(outgoing) for p, item in parcel.items()}

@@ -13,13 +13,13 @@ from torch import Tensor
 from rlmodule.core.config import at_least, more_than, one_of
 from rlmodule.core.contract import Loss, SequenceRanks
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.metrics import Metric, ratio, total
-from rlmodule.core.types import LossInputs, MicroBatch, StepTotals, TokenOutputs, itself
-from rlmodule.ops.aggregate import MODES, aggregate, share_of, token_weights
+from rlmodule.core.metrics import Metric, merge, ratio, total
+from rlmodule.core.types import LossInputs, MicroBatch, StepTotals, itself
+from rlmodule.ops.aggregate import MODES, SEQ_MEAN_TOKEN_SUM_NORM, aggregate, share_of, token_weights
 from rlmodule.ops.kl import KINDS as KL_KINDS
 from rlmodule.ops.kl import kl_per_token
 
-SCALED_MODE = "seq-mean-token-sum-norm"
+OLD_LOGPROB = ("recompute", "sampler")
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,29 @@ class AlgorithmConfig:
     use_kl_loss: bool = False  # add KL to the frozen starting policy
     kl_loss_coef: float = 0.001  # weight of that KL
     kl_loss_type: str = "k3"  # estimator of that KL
+    old_logprob: str = "recompute"  # recompute by a pass of the trainer, or take the sampler's own
+    skip_zero_advantage: bool = True  # do not compute samples whose gradient is 0 for sure
 
     def __post_init__(self) -> None:
         one_of("source", self.source, ("rollouts", "demonstrations"))
         one_of("loss_agg_mode", self.loss_agg_mode, MODES)
         one_of("kl_loss_type", self.kl_loss_type, KL_KINDS)
+        one_of("old_logprob", self.old_logprob, OLD_LOGPROB)
         at_least("train_batch_size", self.train_batch_size, 1)
         at_least("ppo_epochs", self.ppo_epochs, 1)
         if self.loss_scale_factor is not None:
             more_than("loss_scale_factor", self.loss_scale_factor, 0)
+        elif self.loss_agg_mode == SEQ_MEAN_TOKEN_SUM_NORM:
+            raise ConfigError(
+                key="loss_scale_factor",
+                got=None,
+                because=f"{SEQ_MEAN_TOKEN_SUM_NORM} divides by a constant",
+                fix="Use ${rollout.max_response_length}, or another loss_agg_mode",
+            )
+        if self.old_logprob == "sampler" and self.source == "demonstrations":
+            raise ConfigError(
+                key="old_logprob", got="sampler", because="demonstrations were not sampled", fix="Use recompute"
+            )
         if self.use_kl_loss and self.source == "demonstrations":
             raise ConfigError(
                 key="use_kl_loss", got=True, because="demonstrations are imitated without a reference", fix="Use false"
@@ -53,7 +67,7 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class Objective:
-    """One micro-batch's share of the step's loss, and the metrics that say what it was."""
+    """The loss of the menu with its additions; the same for every micro-batch."""
 
     loss: Loss
     settings: AlgorithmConfig
@@ -68,50 +82,110 @@ class Objective:
         """Whether a frozen reference policy must score the samples."""
         return self.settings.use_kl_loss
 
+    @property
+    def ignores_zero_advantage(self) -> bool:
+        """Whether samples with an advantage of 0 on every token are left out of the update.
+
+        The loss must promise that they have no gradient, and nothing else in the objective may give them one. Metrics
+        per token (clip fractions, ``ppo_kl``, ``entropy``) are then means over the tokens that were trained on;
+        ``pg_loss`` and ``loss`` are what they would be, because such a sample adds 0 to them.
+        """
+        s = self.settings
+        is_alone = s.entropy_coeff == 0 and not s.use_kl_loss
+        return s.skip_zero_advantage and is_alone and self.loss.zero_at_zero_advantage
+
     def needs(self, name: str) -> bool:
         """Whether the policy loss reads the field ``name`` of LossInputs."""
         return name in self.loss.needs
 
-    def __call__(
-        self, outputs: TokenOutputs, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None
-    ) -> tuple[Tensor, dict[str, Metric]]:
-        """(scalar to call backward on, metrics); the scalar of a dummy is 0 and keeps its graph.
+    def over(self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None) -> MicroBatchObjective:
+        """The objective of one micro-batch, ready to be given log-probabilities.
 
         Where ``sequence`` ranks cut a row, each has the tokens of its own slice: shares and metrics add up over them.
         """
-        settings = self.settings
         weight = token_weights(
-            settings.loss_agg_mode,
+            self.settings.loss_agg_mode,
             sequence=batch.sequence,
             loss_tokens=batch.loss_tokens,
             group_tokens=batch.group_tokens,
             totals=totals,
-            loss_scale_factor=settings.loss_scale_factor,
+            loss_scale_factor=self.settings.loss_scale_factor,
         )  # [N]
-        inputs = LossInputs(
-            logprob=outputs.logprob,
-            sequence=batch.sequence,
-            loss_tokens=batch.loss_tokens,
-            old_logprob=batch.old_logprob,
-            advantage=batch.advantage,
-            ref_logprob=batch.ref_logprob,
-            over_slices=itself if sequence is None else sequence.sum_over_slices,
+        return MicroBatchObjective(self, batch, totals, weight, sequence)
+
+
+class MicroBatchObjective:
+    """What the model's forward pass is given to turn log-probabilities into a loss, a chunk of tokens at a time.
+
+    Args:
+        objective: what is minimised.
+        batch: the micro-batch.
+        totals: counts of its mini-batch.
+        weight: [N] what each token counts for.
+        sequence: ranks that share the row, None where it is not cut.
+    """
+
+    def __init__(
+        self,
+        objective: Objective,
+        batch: MicroBatch,
+        totals: StepTotals,
+        weight: Tensor,
+        sequence: SequenceRanks | None = None,
+    ) -> None:
+        self.objective, self.batch, self.totals, self.weight = objective, batch, totals, weight
+        self.needs_entropy = objective.needs_entropy
+        self.whole_sequences = objective.loss.whole_sequences
+        # Only a loss that gets all tokens at once can add up sequences: chunks differ in number from slice to slice.
+        self._over_slices = None
+        if self.whole_sequences:
+            self._over_slices = itself if sequence is None else sequence.sum_over_slices
+        self._parts: list[dict[str, Metric]] = []
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """What the tokens seen so far say."""
+        return merge(self._parts)
+
+    def __call__(self, logprob: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
+        """[C] log-probabilities (with gradient) and entropies of the tokens ``part`` -> scalar to call backward on."""
+        settings, batch, weight = self.objective.settings, self.batch, self.weight[part]
+        ref_logprob = _part_of(batch.ref_logprob, part)
+        policy = self.objective.loss(
+            LossInputs(
+                logprob=logprob,
+                sequence=batch.sequence[part],
+                loss_tokens=batch.loss_tokens,
+                old_logprob=_part_of(batch.old_logprob, part),
+                advantage=_part_of(batch.advantage, part),
+                ref_logprob=ref_logprob,
+                over_slices=self._over_slices,
+            )
         )
-        policy = self.loss(inputs)
-        objective = policy.loss  # [N]
-        metrics = {"actor/pg_loss": total(share_of(policy.loss.detach().double(), weight))}
+        loss = policy.loss  # [C]
+        metrics = {"actor/pg_loss": share(policy.loss, weight)}
         metrics |= {f"actor/{name}": per_token(value) for name, value in policy.metrics.items()}
-        if outputs.entropy is not None:
-            metrics["actor/entropy"] = per_token(outputs.entropy)
+        if entropy is not None:
+            metrics["actor/entropy"] = per_token(entropy)
             if settings.entropy_coeff != 0:
-                objective = objective - settings.entropy_coeff * outputs.entropy
+                loss = loss - settings.entropy_coeff * entropy
         if settings.use_kl_loss:
-            assert batch.ref_logprob is not None, "use_kl_loss needs reference log-probabilities"
-            kl = kl_per_token(outputs.logprob, batch.ref_logprob, settings.kl_loss_type)
-            objective = objective + settings.kl_loss_coef * kl
-            metrics["actor/kl_loss"] = total(share_of(kl.detach().double(), weight))
-        metrics["actor/loss"] = total(share_of(objective.detach().double(), weight))
-        return aggregate(objective, weight, totals), metrics
+            assert ref_logprob is not None, "use_kl_loss needs reference log-probabilities"
+            kl = kl_per_token(logprob, ref_logprob, settings.kl_loss_type)
+            loss = loss + settings.kl_loss_coef * kl
+            metrics["actor/kl_loss"] = share(kl, weight)
+        metrics["actor/loss"] = share(loss, weight)
+        self._parts.append(metrics)
+        return aggregate(loss, weight, self.totals)
+
+
+def _part_of(values: Tensor | None, part: slice) -> Tensor | None:
+    return None if values is None else values[part]
+
+
+def share(value: Tensor, weight: Tensor) -> Metric:
+    """[C] per token -> its part of the number that is optimised, added up in float64."""
+    return total(share_of(value.detach().double(), weight))
 
 
 def per_token(value: Tensor) -> Metric:

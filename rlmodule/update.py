@@ -59,10 +59,9 @@ def update(
     with strategy.train_mode("policy"):
         for index, micro_batch in enumerate(mini_batch.micro_batches):
             with strategy.micro_batch(is_last=index == len(mini_batch.micro_batches) - 1):
-                outputs = policy(micro_batch, with_entropy=objective.needs_entropy)
-                loss, metrics = objective(outputs, micro_batch, totals, strategy.sequence)
-                backward(loss)
-            parts.append(metrics)
+                share = objective.over(micro_batch, totals, strategy.sequence)
+                backward(policy(micro_batch, objective=share))
+            parts.append(share.metrics)
         lr = float(optimizer.param_groups[0]["lr"])
         grad_norm = strategy.clip_and_step(optimizer, max_grad_norm)
     stepped = math.isfinite(grad_norm)

@@ -154,12 +154,28 @@ class Loss(Protocol):
     """A policy loss: loss tokens in, per-token loss out. Frozen dataclass whose fields are its config keys.
 
     ``needs`` names the optional fields of LossInputs that the loss reads; whoever calls it provides them.
+    ``whole_sequences`` says that the loss of one token depends on other tokens of its sequence: such a loss is given
+    all tokens of a micro-batch at once, any other may get them in consecutive chunks.
+    ``zero_at_zero_advantage`` promises that a sample whose advantage is 0 on every token has a gradient of exactly 0
+    and no influence on other samples, so that it need not be computed.
     """
 
     needs: ClassVar[frozenset[str]]
+    whole_sequences: ClassVar[bool]
+    zero_at_zero_advantage: ClassVar[bool]
 
     def __call__(self, x: LossInputs) -> TokenLoss:
         """[N] loss tokens -> [N] losses and metrics; no reduction, no ``.item()``."""
+
+
+class TokenObjective(Protocol):
+    """Turns log-probabilities of a micro-batch's loss tokens into a scalar, while they are hot."""
+
+    needs_entropy: bool
+    whole_sequences: bool
+
+    def __call__(self, logprob: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
+        """[C] log-probabilities and entropies of the tokens ``part`` -> scalar with gradient."""
 
 
 class Advantage(Protocol):

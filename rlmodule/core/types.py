@@ -52,6 +52,7 @@ class SampleMeta:
         prompt_len, response_len: tokens.
         loss_tokens: response tokens with loss mask 1.
         is_padding: a filler that counts nowhere.
+        is_left_out: nothing of it can reach the gradient: it counts in totals, and no rank computes it.
     """
 
     sample_id: int
@@ -60,6 +61,7 @@ class SampleMeta:
     response_len: int
     loss_tokens: int
     is_padding: bool = False
+    is_left_out: bool = False
 
     @property
     def length(self) -> int:
@@ -257,7 +259,8 @@ class LossInputs:
         old_logprob: [N] float32 under the policy that started the update.
         advantage: [N] float32.
         ref_logprob: [N] float32 under the reference policy.
-        over_slices: adds up a tensor over the ranks that share a row; the tensor itself where no row is cut.
+        over_slices: adds up a tensor over the ranks that share a row; the tensor itself where no row is cut; None for
+            a loss that does not say ``whole_sequences`` and may be given a part of its sequences.
     """
 
     logprob: Tensor
@@ -266,13 +269,14 @@ class LossInputs:
     old_logprob: Tensor | None = None
     advantage: Tensor | None = None
     ref_logprob: Tensor | None = None
-    over_slices: Callable[[Tensor], Tensor] = itself
+    over_slices: Callable[[Tensor], Tensor] | None = itself
 
     def sum_per_sequence(self, value: Tensor) -> Tensor:
         """[N] -> [B] sum over ALL loss tokens of each sample, those on other sequence ranks included; differentiable.
 
         A loss that looks at whole sequences gets its sums here and nowhere else: its own tokens may be a slice.
         """
+        assert self.over_slices is not None, "a loss that adds up sequences says whole_sequences = True"
         sums = torch.zeros(len(self.loss_tokens), dtype=value.dtype, device=value.device)
         return self.over_slices(sums.index_add(0, self.sequence, value))
 

@@ -24,7 +24,7 @@ from transformers import (
 
 from rlmodule.batching.workload import ModelShape
 from rlmodule.core.config import one_of
-from rlmodule.core.contract import SequenceRanks
+from rlmodule.core.contract import SequenceRanks, TokenObjective
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.types import MicroBatch, TokenOutputs
 from rlmodule.models.attention import ATTENTION, RaggedCache, Rows
@@ -34,7 +34,7 @@ from rlmodule.models.lora import LoraSettings, add_adapter, base_of, is_adapter,
 from rlmodule.models.recompute import MODES as RECOMPUTE_MODES
 from rlmodule.models.recompute import NONE, recompute_activations
 from rlmodule.ops.attention import SegmentBuckets
-from rlmodule.ops.logprobs import linear_logprobs
+from rlmodule.ops.head import linear_logprobs, linear_loss
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16}
 PACKED_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers that can be told where a sample ends
@@ -247,11 +247,17 @@ class PolicyModel(nn.Module):
         silence_dropout(lm)
 
     def forward(
-        self, batch: MicroBatch | PrefillBatch | DecodeBatch, *, with_entropy: bool = False, with_adapter: bool = True
-    ) -> TokenOutputs | Tensor:
-        """MicroBatch -> TokenOutputs over its loss tokens; PrefillBatch, DecodeBatch -> [B, V] next-token logits.
+        self,
+        batch: MicroBatch | PrefillBatch | DecodeBatch,
+        *,
+        objective: TokenObjective | None = None,
+        with_entropy: bool = False,
+        with_adapter: bool = True,
+    ) -> Tensor | TokenOutputs:
+        """A micro-batch with an objective -> scalar loss; without -> TokenOutputs of its loss tokens, no gradients.
 
-        Without its adapter a policy is the model that training started from.
+        A PrefillBatch or a DecodeBatch -> [B, V] next-token logits. Without its adapter a policy is the model that
+        training started from.
         """
         device = batch.input_ids.device.type
         with ExitStack() as state:
@@ -262,27 +268,28 @@ class PolicyModel(nn.Module):
                 assert self.lora is not None, "there is no adapter to leave out"
                 state.enter_context(without_adapter(self.lm))
             if isinstance(batch, MicroBatch):
-                return self._score(batch, with_entropy)
+                return self._score(batch, objective, with_entropy)
             if self.compiled:
                 state.enter_context(torch.compiler.set_stance("force_eager"))
             return self._prefill(batch) if isinstance(batch, PrefillBatch) else self._decode(batch)
 
-    def _score(self, batch: MicroBatch, with_entropy: bool) -> TokenOutputs:
+    def _score(self, batch: MicroBatch, objective: TokenObjective | None, with_entropy: bool) -> Tensor | TokenOutputs:
         segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)
         hidden = self._hidden(
             batch.input_ids[None], batch.position_ids[None], segments=segments, sequence=self.sequence
         )[0]
         head = self.lm.get_output_embeddings()
-        logprob, entropy = linear_logprobs(
-            hidden[batch.loss_positions] * self.head.scale,
-            head.weight,
-            batch.labels,
-            bias=head.bias,
-            temperature=self.temperature,
-            softcap=self.head.softcap,
-            with_entropy=with_entropy,
+        inputs = (hidden[batch.loss_positions] * self.head.scale, head.weight, batch.labels)
+        options = {"bias": head.bias, "temperature": self.temperature, "softcap": self.head.softcap}
+        if objective is None:
+            return TokenOutputs(*linear_logprobs(*inputs, **options, with_entropy=with_entropy))
+        return linear_loss(
+            *inputs,
+            objective,
+            **options,
+            with_entropy=objective.needs_entropy,
+            whole_sequences=objective.whole_sequences,
         )
-        return TokenOutputs(logprob, entropy)
 
     def _prefill(self, batch: PrefillBatch) -> Tensor:
         segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)

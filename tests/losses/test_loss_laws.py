@@ -38,6 +38,11 @@ def test_a_loss_has_no_gradient_without_advantage(name):
     laws.check_no_gradient_without_advantage(LOSSES.get(name)())
 
 
+def test_what_a_loss_promises_of_zero_advantages_it_can_keep(loss):
+    """Samples are left out on its word; the law above shows that the gradient is 0."""
+    assert not loss.zero_at_zero_advantage or "advantage" in loss.needs
+
+
 def test_a_loss_reads_only_what_it_names(loss):
     laws.check_loss_reads_only_what_it_names(loss)
 

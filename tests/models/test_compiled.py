@@ -11,19 +11,22 @@ from torch import nn
 
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.errors import ConfigError
+from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models import compiled
 from rlmodule.models.compiled import check_compiler, compile_blocks
 from rlmodule.models.policy import PolicyModel
+from rlmodule.objective import AlgorithmConfig, Objective
 from tests.helpers.tiny import mixed_rows, share_rows, tiny_policy
 
 
 def step(policy: PolicyModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Scores and gradients of a mini-batch cut into micro-batches of several lengths."""
     (mini_batch,) = share_rows(mixed_rows(), BatchingConfig(max_token_len_per_gpu=24))
-    outputs = [policy(micro_batch, with_entropy=True) for micro_batch in mini_batch.micro_batches]
-    for out in outputs:
-        (out.logprob.sum() + out.entropy.sum()).backward()
-    return torch.cat([o.logprob.detach() for o in outputs]), {n: p.grad for n, p in policy.named_parameters()}
+    objective = Objective(PPOClip(), AlgorithmConfig(entropy_coeff=0.1))
+    for micro_batch in mini_batch.micro_batches:
+        policy(micro_batch, objective=objective.over(micro_batch, mini_batch.totals)).backward()
+    scores = [policy(micro_batch).logprob for micro_batch in mini_batch.micro_batches]
+    return torch.cat(scores), {n: p.grad for n, p in policy.named_parameters()}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")

@@ -84,18 +84,17 @@ def step_of(policy: PolicyModel, objective: Objective, layout: Layout, sequence:
     outputs, metrics = [], []
     for places in plan[layout.dp_rank]:
         batch = collate.pack([ROWS[p] for p in places], totals)
-        out = policy(batch, with_entropy=True)
-        loss, part = objective(out, batch, totals, sequence)
-        loss.backward()
-        outputs.append(out)
-        metrics.append(part)
+        share = objective.over(batch, totals, sequence)
+        policy(batch, objective=share).backward()
+        metrics.append(share.metrics)
+        outputs.append(policy(batch, with_entropy=True))
     gradients = {name: p.grad for name, p in policy.named_parameters()}
     if layout.world_size > 1:
         for gradient in gradients.values():
             dist.all_reduce(gradient)
             gradient /= layout.world_size
-    logprob = [o.logprob.detach() for o in outputs]
-    entropy = [o.entropy.detach() for o in outputs]
+    logprob = [o.logprob for o in outputs]
+    entropy = [o.entropy for o in outputs]
     if sequence is not None:
         logprob, entropy = sequence.gather_slices(logprob), sequence.gather_slices(entropy)
     collectives = GroupCollectives(CPU) if layout.world_size > 1 else LocalCollectives()
@@ -108,6 +107,8 @@ class SequenceRatio:
     """A loss of whole sequences: the token ratio is that of the sequence's mean log-ratio (as in GSPO)."""
 
     needs = frozenset({"old_logprob", "advantage"})
+    whole_sequences = True
+    zero_at_zero_advantage = True
 
     def __call__(self, x: LossInputs) -> TokenLoss:
         total = x.sum_per_sequence(x.logprob - x.old_logprob)
@@ -164,6 +165,12 @@ def test_cutting_the_row_changes_nothing(uncut: list[Step], world_size: int, sp_
                 )
             assert got.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-7)
             assert norm_of(got) == pytest.approx(norm_of(expected), rel=1e-6)
+
+
+def test_a_loss_that_may_get_half_a_sequence_cannot_add_it_up() -> None:
+    inputs = LossInputs(torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.tensor([2]), over_slices=None)
+    with pytest.raises(AssertionError, match="says whole_sequences"):
+        inputs.sum_per_sequence(inputs.logprob)
 
 
 def norm_of(step: Step) -> float:
