@@ -17,7 +17,8 @@ from rlmodule.core.errors import ConfigError
 NONE, FULL, SELECTIVE = "none", "full", "selective"
 MODES = (NONE, FULL, SELECTIVE)
 
-# What costs most to make again for the bytes it takes: matrix products, attention, and the exchange of heads.
+# What costs most to make again for the bytes it takes. (An exchange between ranks is made again: it fills a buffer in
+# place, which cannot be kept from here.)
 _aten = torch.ops.aten
 KEPT = {
     _aten.mm.default,

@@ -17,6 +17,8 @@ import torch
 from rich.console import Console
 
 import train
+from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
+from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError, TrainingError
 from rlmodule.core.types import LossInputs, TokenLoss
 from rlmodule.losses.ppo_clip import PPOClip
@@ -137,6 +139,13 @@ def test_the_rollouts_are_hard_to_cut(tmp_path: Path) -> None:
     assert sum(s.score.value is None for s in samples) == 1
     assert samples[-1].score.value is not None
     assert any(s.sample.meta.loss_tokens < s.sample.meta.response_len for s in samples), "tool tokens"
+    metas = [replace(s.sample.meta, is_left_out=s.score.value is None) for s in samples]
+    cut = BatchingConfig(config.samples_per_step, max_token_len_per_gpu=2 * config.longest, shuffle=False)
+    plans = BalancedSampler(metas, cut, Layout(4), seed=0, iteration=0).plans
+    assert len(plans) == config.steps
+    assert [[len(step) for step in rank] for rank in plans[-1].micro_batches].count([0]) == 3, "dummies"
+    single = BalancedSampler(metas, cut, Layout(), seed=0, iteration=0).plans
+    assert single[0].num_micro_steps >= 2, "the reference accumulates, too"
 
 
 STEPS = [{"actor/loss": 2.0, "actor/grad_norm": 1.0, "balance/x": 3.0}, {"actor/loss": -4.0, "actor/grad_norm": 1.0}]

@@ -27,7 +27,9 @@ LENGTHS = ((3, 4), (2, 1), (1, 9), (4, 0), (5, 2))  # (prompt, response) tokens;
 CPU = torch.device("cpu")
 
 
-def policy_of(kv_heads: int = 2, **architecture: Any) -> PolicyModel:
+def policy_of(
+    kv_heads: int = 2, recompute: str = "none", precision: str = "32-true", **architecture: Any
+) -> PolicyModel:
     values = {
         "model_type": "qwen3",
         "vocab_size": 32,
@@ -40,7 +42,8 @@ def policy_of(kv_heads: int = 2, **architecture: Any) -> PolicyModel:
         "tie_word_embeddings": True,
         **architecture,
     }
-    return build_policy(ModelConfig(architecture=values, tokenizer="byte"), seed=3, temperature=0.7)
+    config = ModelConfig(architecture=values, tokenizer="byte", activation_checkpointing=recompute, precision=precision)
+    return build_policy(config, seed=3, temperature=0.7).train()
 
 
 def row_of(number: int, prompt_len: int, response_len: int) -> ExperienceRow:
@@ -122,9 +125,12 @@ def objective_of(loss: Any = None, mode: str = "token-mean") -> Objective:
 
 
 def on_rank(rank: int, sp_size: int, cases: list[tuple[dict[str, Any], Objective]]) -> list[Step]:
-    layout = current_layout(sp_size)
-    sequence = Ulysses.of(sequence_group(layout), CPU)
+    layout, sequence = current_layout(sp_size), join(sp_size)
     return [step_of(policy_of(**model), objective, layout, sequence) for model, objective in cases]
+
+
+def join(sp_size: int) -> SequenceRanks | None:
+    return Ulysses.of(sequence_group(current_layout(sp_size)), CPU)
 
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
@@ -136,6 +142,8 @@ CASES: list[tuple[dict[str, Any], Objective]] = [
     ({"kv_heads": 2, **WINDOWED}, objective_of()),
     ({"kv_heads": 2, **GEMMA}, objective_of()),
     ({"kv_heads": 2}, objective_of(SequenceRatio())),
+    ({"kv_heads": 2, "recompute": "full"}, objective_of()),
+    ({"kv_heads": 1, "recompute": "selective"}, objective_of()),
 ]
 
 
@@ -171,6 +179,21 @@ def test_a_loss_that_may_get_half_a_sequence_cannot_add_it_up() -> None:
     inputs = LossInputs(torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.tensor([2]), over_slices=None)
     with pytest.raises(AssertionError, match="says whole_sequences"):
         inputs.sum_per_sequence(inputs.logprob)
+
+
+def bf16_on_rank(rank: int) -> tuple[Tensor, Tensor]:
+    step = step_of(policy_of(1, precision="bf16-mixed"), objective_of(), current_layout(2), join(2))
+    return step.logprob, step.gradients["lm.model.embed_tokens.weight"]
+
+
+@pytest.mark.ranks
+def test_half_precision_travels_as_it_is() -> None:
+    """Queries, keys and values share one buffer; each leaves it in its own dtype, so that the same products round alike."""
+    expected = step_of(policy_of(1, precision="bf16-mixed"), objective_of(), Layout(), None)
+    gradient = expected.gradients["lm.model.embed_tokens.weight"]
+    for logprob, got in run_on_ranks(2, bf16_on_rank):
+        torch.testing.assert_close(logprob, expected.logprob, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(got, gradient, rtol=0, atol=0.02 * float(gradient.abs().max()))
 
 
 def norm_of(step: Step) -> float:
