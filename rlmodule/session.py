@@ -429,8 +429,8 @@ class Session:
 
         def engine() -> RolloutEngine:
             return s.rollout.connect(
-                partial(strategy.wrapped, "policy"),
-                partial(strategy.eval_mode, "policy"),
+                partial(strategy.generator, "policy"),
+                partial(strategy.generation_mode, "policy"),
                 self.tokenizer,
                 strategy.root_device,
             )

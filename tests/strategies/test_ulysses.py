@@ -19,7 +19,7 @@ from rlmodule.models.policy import ModelConfig, PolicyModel, build_policy
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.reduction import reduce_metrics
 from strategies.parts.collectives import GroupCollectives, LocalCollectives
-from strategies.parts.mesh import current_layout, sequence_group
+from strategies.parts.mesh import Mesh, current_layout
 from strategies.parts.ulysses import Ulysses
 from tests.helpers.ranks import run_on_ranks
 
@@ -130,7 +130,7 @@ def on_rank(rank: int, sp_size: int, cases: list[tuple[dict[str, Any], Objective
 
 
 def join(sp_size: int) -> SequenceRanks | None:
-    return Ulysses.of(sequence_group(current_layout(sp_size)), CPU)
+    return Ulysses.of(Mesh.of_running("cpu", sp_size=sp_size).sequence_group, CPU)
 
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
