@@ -91,6 +91,9 @@ class AsTuple(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
         outputs = self.model(*args, **kwargs)
+        if isinstance(outputs, Tensor):
+            self.kind = None
+            return (outputs,)
         self.kind = type(outputs)
         return tuple(getattr(outputs, field.name) for field in fields(outputs))
 
@@ -104,7 +107,8 @@ class FromTuple(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         outputs = self.engine(*args, **kwargs)
-        return self.engine.module.kind(*outputs)
+        kind = self.engine.module.kind
+        return outputs[0] if kind is None else kind(*outputs)
 
 
 @STRATEGIES.register(model_type="language_model", backend="deepspeed", device=["cpu", "cuda", "npu"])
