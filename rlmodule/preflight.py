@@ -23,7 +23,7 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     Raises:
         ConfigError: names both numbers and a fix.
     """
-    check_sequence_ranks(hf_config, layout)
+    check_layout(settings, hf_config, layout)
     _check_lora(settings)
     _check_budget(settings, layout)
     _check_groups(settings)
@@ -39,12 +39,24 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
         )
 
 
-def check_sequence_ranks(hf_config: PreTrainedConfig, layout: Layout) -> None:
-    """Refuse attention heads that do not divide over sequence ranks.
+def check_layout(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> None:
+    """Refuse a layout that this model cannot have.
 
     Raises:
-        ConfigError: names the three numbers and the sizes that work.
+        ConfigError: names the numbers and what works.
     """
+    _check_sequence_ranks(hf_config, layout)
+    if settings.model.lora.is_on and layout.tp_size > 1:
+        raise ConfigError(
+            key="model.lora.r",
+            got=settings.model.lora.r,
+            because=f"tp_size={layout.tp_size} cuts the matrices of the model itself and knows nothing of adapters",
+            fix="Use strategy.tp_size=1, or model.lora.r=0",
+        )
+
+
+def _check_sequence_ranks(hf_config: PreTrainedConfig, layout: Layout) -> None:
+    """Attention heads are dealt out over sequence ranks."""
     shape, sp_size = shape_of(hf_config), layout.sp_size
     if sp_size == 1:
         return

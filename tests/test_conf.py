@@ -74,7 +74,7 @@ def test_every_choice_composes_and_converts(choice):
     assert settings.run == RunSection()
     group, name = choice.split("=")
     if group == "strategy" and name != "auto":
-        options = STRATEGIES.lookup("language_model", name, device="cpu").options
+        options = STRATEGIES.lookup("language_model", config.strategy.name, device="cpu").options
         assert set(config.strategy) == fields_of(options) | {"name"}
 
 

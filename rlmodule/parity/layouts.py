@@ -47,12 +47,15 @@ LAYOUTS: Sequence[ParityLayout] = (
     ParityLayout("ddp_sp2", "ddp dp1 x sp2", "ddp", 2, {"sp_size": 2}),
     ParityLayout("ddp_2_sp2", "ddp dp2 x sp2", "ddp", 4, {"sp_size": 2}),
     ParityLayout("fsdp_2", "fsdp 2", "fsdp", 2),
+    ParityLayout("fsdp_sp2", "fsdp dp1 x sp2", "fsdp", 2, {"sp_size": 2}),
     ParityLayout("fsdp2_2", "fsdp2 2", "fsdp2", 2),
     ParityLayout("fsdp2_2_sp2", "fsdp2 dp2 x sp2", "fsdp2", 4, {"sp_size": 2}),
     ParityLayout("fsdp2_tp2", "fsdp2 dp1 x tp2", "fsdp2", 2, {"tp_size": 2}),
+    ParityLayout("fsdp2_sp2_tp2", "fsdp2 dp1 x sp2 x tp2", "fsdp2", 4, {"sp_size": 2, "tp_size": 2}),
     ParityLayout("deepspeed_1", "deepspeed 2, stage 1", "deepspeed", 2, {"stage": 1}),
     ParityLayout("deepspeed_2", "deepspeed 2, stage 2", "deepspeed", 2, {"stage": 2}),
     ParityLayout("deepspeed_3", "deepspeed 2, stage 3", "deepspeed", 2, {"stage": 3}),
+    ParityLayout("deepspeed_3_sp2", "deepspeed dp1 x sp2, stage 3", "deepspeed", 2, {"stage": 3, "sp_size": 2}),
 )
 
 
