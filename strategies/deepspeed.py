@@ -76,6 +76,8 @@ def load_deepspeed(device: str) -> Any:
         import deepspeed.ops
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It calls torch's collectives by names that torch 2.13 renames.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r".torch\.distributed\.\w+. is deprecated")
     if device == "cpu":
         # A shared-memory all-reduce it would build with a compiler; gloo does the same.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -166,11 +167,15 @@ class FSDPStrategy(ShardedModels):
                 optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(wrapper, optimizer, now))
 
 
-def sharded_state(wrapper: nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def sharded_state(wrapper: nn.Module) -> Iterator[None]:
     """State dicts hold pieces, as DTensors, where they are: copies in host memory alias freed storage on CPU."""
-    return FullyShardedDataParallel.state_dict_type(
-        wrapper,
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(offload_to_cpu=False),
-        ShardedOptimStateDictConfig(offload_to_cpu=False),
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # FSDP1 is on its way out, and says so each time
+        with FullyShardedDataParallel.state_dict_type(
+            wrapper,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(offload_to_cpu=False),
+            ShardedOptimStateDictConfig(offload_to_cpu=False),
+        ):
+            yield
