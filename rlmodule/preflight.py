@@ -23,7 +23,6 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     Raises:
         ConfigError: names both numbers and a fix.
     """
-    check_layout(settings, hf_config, layout)
     _check_lora(settings)
     _check_budget(settings, layout)
     _check_groups(settings)

@@ -44,9 +44,10 @@ from rlmodule.experience import ExperienceMaker
 from rlmodule.launch import launched_from_outside
 from rlmodule.models.compiled import check_compiler
 from rlmodule.models.policy import build_policy, load_model_config, load_tokenizer, parameter_count
+from rlmodule.models.recompute import SELECTIVE
 from rlmodule.module import RLModule
 from rlmodule.objective import Objective
-from rlmodule.preflight import RunPlan, check, check_samples, workload_of
+from rlmodule.preflight import RunPlan, check, check_layout, check_samples, workload_of
 from rlmodule.run_context import RunContext
 from rlmodule.run_directory import RunDirectory
 from rlmodule.settings import Settings
@@ -225,7 +226,7 @@ class Session:
         Raises:
             RLModuleError: what is wrong and what to do about it.
         """
-        self.new_strategy()
+        self.check_strategy()
         layout = self.layout
         check(self.settings, self.hf_config, layout)
         if self.settings.model.compile:
@@ -235,6 +236,23 @@ class Session:
         else:
             _ = self.prompts, self.val_prompts  # reading them checks them
         self.resume_from()
+
+    def check_strategy(self) -> None:
+        """Refuse a strategy that this machine or this model cannot have.
+
+        Raises:
+            RLModuleError: what is wrong and what to do about it.
+        """
+        strategy, mode = self.new_strategy(), self.settings.model.activation_checkpointing
+        if mode == SELECTIVE and strategy.works_inside_blocks:
+            raise ConfigError(
+                key="model.activation_checkpointing",
+                got=mode,
+                because=f"strategy={self.settings.backend} gathers weights inside blocks, which cannot be told apart "
+                "from what is to be kept",
+                fix="Use model.activation_checkpointing=full",
+            )
+        check_layout(self.settings, self.hf_config, self.layout)
 
     def resume_from(self) -> Path | None:
         """The checkpoint to go on from; None starts at the beginning.

@@ -128,6 +128,10 @@ class Strategy(Protocol):
     collectives: Collectives
     sequence: SequenceRanks | None  # None where a row is not cut
 
+    @property
+    def works_inside_blocks(self) -> bool:
+        """Whether it runs operations of its own in the middle of a block, other ones forward than backward."""
+
     def agree(self, problem: str | None) -> str | None:
         """The first problem that any process of the run has, on every process; one exchange between all of them."""
 

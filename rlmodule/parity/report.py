@@ -15,7 +15,6 @@ from rlmodule.launch import launched_from_outside
 from rlmodule.parity.compare import GRAD_NORM, LOSS, metric_differences
 from rlmodule.parity.layouts import REFERENCE, ParityLayout, chosen
 from rlmodule.parity.ranks import REFERENCE_FILE, Outcome, run, session_for
-from rlmodule.preflight import check_layout
 from rlmodule.session import Session
 from rlmodule.settings import ParityConfig
 
@@ -103,8 +102,7 @@ def prove(session: Session, console: Console | None = None) -> bool:
 def refusal(session: Session) -> str | None:
     """Why this machine, installation or model cannot run a layout, or None."""
     try:
-        session.new_strategy()
-        check_layout(session.settings, session.hf_config, session.layout)
+        session.check_strategy()
     except RLModuleError as error:
         return str(error)
     return None

@@ -32,6 +32,11 @@ class InnerModels(SavedState):
     _models: Mapping[str, nn.Module] = {}
     _wrapped: Mapping[str, nn.Module] = {}
 
+    @property
+    def works_inside_blocks(self) -> bool:
+        """Whether it runs operations of its own in the middle of a block, other ones forward than backward."""
+        return False
+
     @classmethod
     def layout_of(cls, options: Any, world_size: int) -> Layout:
         """The layout a run will have, known before its processes are started."""

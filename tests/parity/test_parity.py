@@ -118,6 +118,13 @@ def test_what_cannot_run_here_is_skipped_with_its_reason(tmp_path: Path) -> None
     reason = refusal(session_for(adapters, ParityLayout("x", "x", "fsdp2", 2, {"tp_size": 2})))
     assert reason is not None
     assert reason.startswith("model.lora.r=4: tp_size=2 cuts the matrices of the model itself")
+    pytest.importorskip("deepspeed")
+    selective = session_in(tmp_path, "model.activation_checkpointing=selective")
+    reason = refusal(session_for(selective, ParityLayout("x", "x", "deepspeed", 2, {"stage": 3})))
+    assert reason is not None
+    assert reason.startswith(
+        "model.activation_checkpointing=selective: strategy=deepspeed gathers weights inside blocks"
+    )
 
 
 def test_under_torchrun_it_says_how_to_start_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
