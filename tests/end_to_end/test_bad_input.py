@@ -12,7 +12,10 @@ from tests.end_to_end.commands import forked, typed
 pytestmark = pytest.mark.ranks
 
 CASES = {
-    "an unknown name": (["strategy=fsdp3"], "error: strategy=fsdp3: no strategy has that name. Known: auto, ddp, single"),
+    "an unknown name": (
+        ["strategy=fsdp3"],
+        "error: strategy=fsdp3: no strategy has that name. Known: auto, ddp, single",
+    ),
     "a budget too small": (["batching.max_token_len_per_gpu=4"], "error: batching.max_token_len_per_gpu=4: "),
     "no number of processes": (["trainer.devices=-3"], "error: trainer.devices=-3: "),
     "a misspelt key": (["optimizer.lrr=1"], "error: optimizer.lrr=1: there is no such key. Did you mean optimizer.lr"),
