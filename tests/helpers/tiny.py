@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
-from rlmodule.core.contract import Layout, Loss
+from rlmodule.core.contract import Layout, Loss, TokenObjective
 from rlmodule.core.types import (
     ExperienceRow,
     LossInputs,
@@ -194,8 +194,11 @@ class Theta(nn.Module):
         super().__init__()
         self.theta = nn.Parameter(torch.ones(()))
 
-    def forward(self, batch: MicroBatch, *, with_entropy: bool = False) -> TokenOutputs:
-        return TokenOutputs(self.theta.expand(len(batch.labels)))
+    def forward(
+        self, batch: MicroBatch, *, objective: TokenObjective | None = None, with_entropy: bool = False
+    ) -> Tensor | TokenOutputs:
+        logprob = self.theta.expand(len(batch.labels))
+        return TokenOutputs(logprob) if objective is None else objective(logprob, None, slice(0, len(logprob)))
 
 
 @dataclass(frozen=True)
@@ -203,6 +206,8 @@ class Linear:
     """The loss c * theta of each token, c being its advantage."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"advantage"})
+    whole_sequences: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     def __call__(self, x: LossInputs) -> TokenLoss:
         assert x.advantage is not None
