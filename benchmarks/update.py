@@ -18,8 +18,6 @@ their rate over the rate of a large matrix product measured in the same run.
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +25,7 @@ from time import process_time
 from typing import Any
 
 import numpy as np
+import record
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -252,8 +251,7 @@ def measure(rows: list[ExperienceRow], vocabulary: int, hidden: int, layers: int
         return statistics.median(a / b for a, b in zip(times[name], times["rlmodule"], strict=True))
 
     return {
-        "machine": platform.machine(),
-        "torch": torch.__version__,
+        "rounds": rounds,
         "rollouts": len(rows),
         "prompt_tokens": sum(m.prompt_len for m in metas),
         "response_tokens": sum(m.response_len for m in metas),
@@ -287,7 +285,7 @@ def main() -> None:
     if args.small:
         report = measure(make_rows(2, 8, 2048), 2048, hidden=128, layers=2, rounds=1)
     else:
-        groups = 8 if args.vocabulary < 100_000 else 4
+        groups = 4 if args.vocabulary < 100_000 else 2
         report = measure(
             make_rows(groups, 8, args.vocabulary), args.vocabulary, hidden=256, layers=4, rounds=args.rounds
         )
@@ -303,7 +301,7 @@ def main() -> None:
             f"{x['score_cpu_s']:9.2f} {x['score_ratio']:6.2f}"
         )
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+        record.write(args.json, report)
 
 
 if __name__ == "__main__":
