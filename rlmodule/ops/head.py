@@ -238,7 +238,8 @@ def _row_products(a: Tensor, b: Tensor) -> Tensor:
     """[C, V], [C, V] -> [C] sum over V of their products."""
     if a.device.type == "cpu" and a.shape[1] >= LONG_ROW:
         return torch.stack([torch.dot(x, y) for x, y in zip(a, b, strict=True)])
-    return torch.linalg.vecdot(a, b)
+    sums: Tensor = torch.linalg.vecdot(a, b)
+    return sums
 
 
 def _logprob(z: Tensor, p: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
