@@ -231,8 +231,8 @@ def test_bat_16_padded_on_the_left_on_the_right_and_packed_agree(family):
     model = stock(policy)
     ids = tokens(7, torch.Generator().manual_seed(3))
     sampled = Sample(0, 0, Prompt(0, tuple(ids[:2].tolist()), ""), ids[2:], torch.ones(5, dtype=torch.bool))
-    scores = {"packed": policy(pack_rows([row(sample(5)), ExperienceRow(sampled), row(sample(6))], TOTALS))}
-    ours = scores["packed"].logprob[4:9]
+    neighbours = ExperienceRow(sample(5)), ExperienceRow(sample(6))
+    ours = policy(pack_rows([neighbours[0], ExperienceRow(sampled), neighbours[1]], TOTALS)).logprob[4:9]
     for left in (0, 1, 4):
         right = 6 - left
         filler = torch.zeros(1, dtype=torch.int64)
