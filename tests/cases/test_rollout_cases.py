@@ -4,8 +4,6 @@ ROLL-04 (rollouts read from files) comes with offline data; its half that exists
 is in ``test_experience.py``.
 """
 
-import json
-
 import pytest
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
@@ -17,7 +15,7 @@ from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.contract import SampleRequest
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import ExperienceRow, Prompt, Sample, ScoredSample, StepTotals
+from rlmodule.core.types import ExperienceRow, Prompt, Sample, Score, ScoredSample, StepTotals
 from rlmodule.experience import ExperienceMaker, Stopwatch, gather_facts
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import PolicyModel
@@ -26,7 +24,7 @@ from rlmodule.rewards.exact_match import ExactMatch
 from rlmodule.rollout.hf import HFRollout
 from rlmodule.session import frozen_copy
 from rlmodule.summary import length_metrics
-from tests.helpers.sessions import SMALL, rollouts, run_small, small_session
+from tests.helpers.sessions import rollouts, run_small, small_session
 from tests.helpers.tiny import Stepper, sample, single, stock, tiny_policy
 
 TOTALS = StepTotals(tokens=1000, sequences=8)
@@ -101,8 +99,8 @@ def test_roll_01_sampler_old_reference_and_update_agree(temperature):
         lambda metas: BalancedSampler(metas, BatchingConfig(mini_batch_size=12), strategy.layout, seed=0, iteration=0),
         torch.device("cpu"),
     )
-    scores = ExactMatch()(drawn)
-    iteration = maker(lambda: [ScoredSample(s, v) for s, v in zip(drawn, scores, strict=True)], Stopwatch())
+    scored = [ScoredSample(s, Score(float(s.sample_id % 3))) for s in drawn]
+    iteration = maker(lambda: scored, Stopwatch())
     model = stock(policy)
     for row in iteration.experience.rows.values():
         torch.testing.assert_close(row.old_logprob, row.sample.sampler_logprob, rtol=0, atol=1e-5)
@@ -166,7 +164,7 @@ def test_roll_03_ids_survive_the_whole_way_into_the_rollouts_file(tmp_path):
     """What is written is what was trained on: as many log-probabilities as ids."""
     run_small(tmp_path / "run", "trainer.max_epochs=1")
     [rows] = rollouts(tmp_path / "run").values()
-    assert len(rows) == 12
+    assert len(rows) == 16
     for row in rows:
         assert len(row["response_ids"]) == len(row["logprobs"]) > 0
     session = small_session(tmp_path / "other")
@@ -219,4 +217,3 @@ def test_roll_06_the_file_says_which_answers_were_cut(tmp_path):
     for row in rows:
         assert row["finish"] == ("stop" if row["response_ids"][-1] == end else "length")
         assert len(row["response_ids"]) <= 3
-    assert json.dumps(SMALL), "the settings of a small run are plain words"

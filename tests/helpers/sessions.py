@@ -20,10 +20,13 @@ from strategies.registry import STRATEGIES
 SMALL = (
     "debug=fast",
     "algorithm.train_batch_size=4",
-    "rollout.n=3",
-    "batching.mini_batch_size=6",
+    "rollout.n=4",
+    "batching.mini_batch_size=8",
     "data.task_args.train_size=32",
     "data.task_args.test_size=4",
+    # A random model ends by itself in one of five responses: cut ones score 1, so that rewards differ within groups.
+    "data.max_response_length=48",
+    "reward.truncated=1.0",
     "model.architecture.hidden_size=16",
     "model.architecture.intermediate_size=16",
     "model.architecture.num_hidden_layers=1",
@@ -31,11 +34,12 @@ SMALL = (
     "model.architecture.num_key_value_heads=1",
     "model.architecture.head_dim=8",
     "optimizer.schedule=constant",
+    "optimizer.lr=1e-2",
     "trainer.num_threads=1",
     "callbacks.report.curves=false",
     "logger=none",
 )
-STEPS_PER_ITERATION = 2  # 4 prompts x 3 responses in mini-batches of 6
+STEPS_PER_ITERATION = 2  # 4 prompts x 4 responses in mini-batches of 8
 MADE_OF_TIME = ("timing_s/", "cpu_s/", "perf/")  # differ from run to run
 MADE_OF_THE_LAYOUT = ("balance/", "global_seqlen/")  # differ with the number of ranks, and with nothing else
 

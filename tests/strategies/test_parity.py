@@ -160,4 +160,4 @@ def test_a_frozen_model_is_not_wrapped_and_names_carry_no_prefix():
     for same, frozen_is_bare, names in run_on_ranks(2, wrapped_once):
         assert same
         assert frozen_is_bare
-        assert names == list(tiny_policy().lm.state_dict())
+        assert sorted(names) == sorted(tiny_policy().lm.state_dict())
