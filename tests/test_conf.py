@@ -74,7 +74,7 @@ def test_every_choice_composes_and_converts(choice):
     assert settings.run == RunSection()
     group, name = choice.split("=")
     if group == "strategy" and name != "auto":
-        options = STRATEGIES.lookup("language_model", name, device="cpu").options
+        options = STRATEGIES.lookup("language_model", config.strategy.name, device="cpu").options
         assert set(config.strategy) == fields_of(options) | {"name"}
 
 
@@ -164,6 +164,7 @@ def test_conf_says_what_the_code_says():
             if not field.init or field.name in purpose.get(group, ()):
                 continue
             default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+            default = dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default
             value = tuple(given[field.name]) if isinstance(default, tuple) else given[field.name]
             assert value == default, f"{group}.{field.name}"
 
@@ -192,14 +193,14 @@ def refusal_of(tmp_path, *overrides):
 @pytest.mark.parametrize(
     ("overrides", "key", "got", "says"),
     [
-        (["strategy=fsdp3"], "strategy", "fsdp3", "Known: auto, ddp, single"),
+        (["strategy=fsdp3"], "strategy", "fsdp3", "Known: auto, ddp, deepspeed, fsdp, fsdp2, single"),
         (["loss=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip?"),
         (["advantage=grop"], "advantage", "grop", "Did you mean grpo"),
         (["data=sorrt"], "data", "sorrt", "Did you mean sort?"),
         (["loss.name=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip?"),
         (["reward.name=exact"], "reward", "exact", "exact_match"),
         (["data.task=sorrt"], "data.task", "sorrt", "Did you mean sort?"),
-        (["strategy.name=fsdp3"], "strategy", "fsdp3", "Known: ddp, single"),
+        (["strategy.name=fsdp3"], "strategy", "fsdp3", "Known: ddp, deepspeed, fsdp, fsdp2, single"),
         (["batching.max_token_len_per_gpu=4"], "batching.max_token_len_per_gpu", 4, "32 + rollout.max_response_length=8"),
         (["batching.max_token_len_per_gpu=4"], "batching.max_token_len_per_gpu", 4, "Use batching.max_token_len_per_gpu=40"),
         (["trainer.devices=-3"], "trainer.devices", "-3", "Use trainer.devices=1"),

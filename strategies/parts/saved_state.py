@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from rlmodule.core.errors import CheckpointError
@@ -50,7 +51,11 @@ class SavedState:
         parts: dict[str, Tensor] = {}
         for name, optimizer in self.models_and_optimizers():
             parts |= self.saved_parts(name, optimizer)
-        dcp.save(parts, checkpoint_id=folder / SHARDS, no_dist=not dist.is_initialized())
+        try:
+            dcp.save(parts, checkpoint_id=folder / SHARDS, no_dist=not dist.is_initialized())
+        except CheckpointException as error:  # no Exception, and it says more than anybody wants to read
+            failed = next(iter(error.failures.values()))
+            raise OSError(str(failed[0] if isinstance(failed, tuple) else failed)) from None
 
     def load_shards(self, folder: Path) -> None:
         """Read what this process holds from ``folder``; every process calls it.
