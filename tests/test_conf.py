@@ -26,7 +26,7 @@ from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.run_directory import RunDirectory
 from rlmodule.session import Session
-from rlmodule.settings import RunSection, Settings, TrainerConfig, WarmStartConfig
+from rlmodule.settings import ParityConfig, RunSection, Settings, TrainerConfig, WarmStartConfig
 from rlmodule.tasks import TASKS
 from strategies.registry import STRATEGIES
 
@@ -119,7 +119,8 @@ def test_every_field_of_a_callback_can_be_seen_and_set(name):
 
 def test_the_keys_at_the_top_are_those_of_the_run():
     groups = {path.parent.name for path in train.CONF.glob("*/*.yaml")} - {"experiment", "sweep", "debug"}
-    assert set(compose()) == groups | fields_of(RunSection)
+    assert set(compose()) == groups | fields_of(RunSection) | {"parity"}
+    assert set(compose().parity) == fields_of(ParityConfig)
 
 
 @pytest.mark.parametrize("group", COMPONENTS)
@@ -131,9 +132,11 @@ def test_every_component_has_a_file_of_its_name(group):
 
 
 def test_every_strategy_and_every_callback_has_a_file_of_its_name():
-    assert set(STRATEGIES.backends()) | {"auto"} == set(train.menu("strategy"))
+    assert set(STRATEGIES.backends()) | {"auto"} <= set(train.menu("strategy"))
     for name in STRATEGIES.backends():
         assert compose(f"strategy={name}").strategy.name == name
+    for name in train.menu("strategy"):
+        assert compose(f"strategy={name}").strategy.name in ("auto", *STRATEGIES.backends()), "a preset names a backend"
     assert set(CALLBACKS.names()) | {"default", "none"} == set(train.menu("callbacks"))
 
 

@@ -120,14 +120,14 @@ def fit(
             trainer.fit(module, datamodule=FixedRows(rows, config))
         except TrainingError as error:
             failure = str(error)
-
-    def stream(name: str) -> dict[str, np.ndarray]:
-        return {key: tensor.numpy().copy() for key, tensor in strategy.full_weights(name)}
-
+        weights, reference = (
+            {key: tensor.numpy().copy() for key, tensor in strategy.full_weights(name)} if name in models else {}
+            for name in ("policy", "reference")
+        )
     return Fit(
         steps=reports.steps,
-        weights=stream("policy"),
-        reference=stream("reference") if use_kl_loss else {},
+        weights=weights,
+        reference=reference,
         counters=dict(vars(module.counters)),
         layout=(strategy.layout.dp_size, strategy.layout.dp_rank),
         failure=failure,
