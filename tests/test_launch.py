@@ -186,7 +186,7 @@ def test_a_scheduler_s_warning_reaches_every_rank(tmp_path, script, number):
         process.send_signal(number)
         code = process.wait(20)
     assert [(tmp_path / f"warned_{rank}").read_text() for rank in range(2)] == [number.name] * 2
-    assert (code == 0) == (number == signal.SIGUSR1), "SIGTERM ends the supervisor too"
+    assert code == 0, "the supervisor waits for what the ranks make of it"
 
 
 def test_outside_a_supervisor_nobody_watches(monkeypatch):
