@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rlmodule.core.config import at_least, more_than, one_of
-from rlmodule.core.contract import Loss
+from rlmodule.core.contract import Loss, SequenceRanks
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.metrics import Metric, merge, ratio, total
-from rlmodule.core.types import LossInputs, MicroBatch, StepTotals
+from rlmodule.core.types import LossInputs, MicroBatch, StepTotals, itself
 from rlmodule.ops.aggregate import MODES, SEQ_MEAN_TOKEN_SUM_NORM, aggregate, share_of, token_weights
 from rlmodule.ops.kl import KINDS as KL_KINDS
 from rlmodule.ops.kl import kl_per_token
@@ -98,8 +98,11 @@ class Objective:
         """Whether the policy loss reads the field ``name`` of LossInputs."""
         return name in self.loss.needs
 
-    def over(self, batch: MicroBatch, totals: StepTotals) -> MicroBatchObjective:
-        """The objective of one micro-batch, ready to be given log-probabilities."""
+    def over(self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None) -> MicroBatchObjective:
+        """The objective of one micro-batch, ready to be given log-probabilities.
+
+        Where ``sequence`` ranks cut a row, each has the tokens of its own slice: shares and metrics add up over them.
+        """
         weight = token_weights(
             self.settings.loss_agg_mode,
             sequence=batch.sequence,
@@ -108,7 +111,7 @@ class Objective:
             totals=totals,
             loss_scale_factor=self.settings.loss_scale_factor,
         )  # [N]
-        return MicroBatchObjective(self, batch, totals, weight)
+        return MicroBatchObjective(self, batch, totals, weight, sequence)
 
 
 class MicroBatchObjective:
@@ -119,12 +122,24 @@ class MicroBatchObjective:
         batch: the micro-batch.
         totals: counts of its mini-batch.
         weight: [N] what each token counts for.
+        sequence: ranks that share the row, None where it is not cut.
     """
 
-    def __init__(self, objective: Objective, batch: MicroBatch, totals: StepTotals, weight: Tensor) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        batch: MicroBatch,
+        totals: StepTotals,
+        weight: Tensor,
+        sequence: SequenceRanks | None = None,
+    ) -> None:
         self.objective, self.batch, self.totals, self.weight = objective, batch, totals, weight
         self.needs_entropy = objective.needs_entropy
         self.whole_sequences = objective.loss.whole_sequences
+        # Only a loss that gets all tokens at once can add up sequences: chunks differ in number from slice to slice.
+        self._over_slices = None
+        if self.whole_sequences:
+            self._over_slices = itself if sequence is None else sequence.sum_over_slices
         self._parts: list[dict[str, Metric]] = []
 
     @property
@@ -144,6 +159,7 @@ class MicroBatchObjective:
                 old_logprob=_part_of(batch.old_logprob, part),
                 advantage=_part_of(batch.advantage, part),
                 ref_logprob=ref_logprob,
+                over_slices=self._over_slices,
             )
         )
         loss = policy.loss  # [C]

@@ -126,6 +126,11 @@ class DeepSpeedStrategy(ShardedModels):
         self._engines: dict[str, Any] = {}
 
     @property
+    def works_inside_blocks(self) -> bool:
+        """Stage 3 gathers the weights of each layer when it is due."""
+        return self.cuts_parameters
+
+    @property
     def cuts_parameters(self) -> bool:
         """Whether a process holds a part of the weights only."""
         return self._options.stage == 3

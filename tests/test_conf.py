@@ -74,7 +74,7 @@ def test_every_choice_composes_and_converts(choice):
     assert settings.run == RunSection()
     group, name = choice.split("=")
     if group == "strategy" and name != "auto":
-        options = STRATEGIES.lookup("language_model", name, device="cpu").options
+        options = STRATEGIES.lookup("language_model", config.strategy.name, device="cpu").options
         assert set(config.strategy) == fields_of(options) | {"name"}
 
 
@@ -164,6 +164,7 @@ def test_conf_says_what_the_code_says():
             if not field.init or field.name in purpose.get(group, ()):
                 continue
             default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+            default = dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default
             value = tuple(given[field.name]) if isinstance(default, tuple) else given[field.name]
             assert value == default, f"{group}.{field.name}"
 

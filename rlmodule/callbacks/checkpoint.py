@@ -102,7 +102,7 @@ class SaveCheckpoints(Checkpoint):
             )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep every data rank's random state beside the model, and its rows of an iteration under way."""
+        """Keep every token rank's random state beside the model, and its rows of an iteration under way."""
         running = Running.of(trainer)
         checkpoint["random_states"] = running.strategy.collectives.gather_objects(random_state())
         rows = running.data.unfinished()
@@ -111,11 +111,11 @@ class SaveCheckpoints(Checkpoint):
             checkpoint["unfinished"] = running.strategy.collectives.gather_objects(parcel)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Bring back the random state of this data rank, where the checkpoint knows one."""
+        """Bring back the random state of this token rank, where the checkpoint knows one."""
         running = Running.of(trainer)
         running.data.take_up([parcel.numpy().tobytes() for parcel in checkpoint.get("unfinished", ())])
         states = checkpoint["random_states"]
-        rank = running.strategy.layout.dp_rank
+        rank = running.strategy.layout.token_rank
         if rank < len(states):
             set_random_state(states[rank])
 

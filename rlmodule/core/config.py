@@ -49,7 +49,9 @@ def convert(cls: type[T], node: DictConfig | Mapping[str, Any], key: str, *, ign
                 key=_full(key, name), got="???", because="this key has no default", fix=f"Set {_full(key, name)}=..."
             )
     schema = OmegaConf.structured(cls)
-    OmegaConf.set_readonly(schema, False)  # frozen dataclasses make read-only nodes
+    nested = [schema[name] for name, field in fields.items() if dataclasses.is_dataclass(field.default_factory)]
+    for part in (schema, *nested):
+        OmegaConf.set_readonly(part, False)  # frozen dataclasses make read-only nodes
     for name, value in given.items():
         _assign(schema, cls, name, value, key)
     try:

@@ -30,7 +30,7 @@ from rlmodule.experience import Experience
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import ModelConfig, PolicyModel, build_policy
 from rlmodule.objective import AlgorithmConfig, Objective
-from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule, matrices_of
 from rlmodule.reduction import reduce_metrics
 from rlmodule.update import StepResult, update
 from strategies.ddp import DDPOptions, DDPStrategy
@@ -184,6 +184,11 @@ def ddp(models: Mapping[str, nn.Module]) -> DDPStrategy:
     return strategy
 
 
+def wrap_here(models: Mapping[str, nn.Module]) -> SingleStrategy | DDPStrategy:
+    """The strategy of this process's world, which is one process or forked ranks."""
+    return single(models) if current_layout().world_size == 1 else ddp(models)
+
+
 class Theta(nn.Module):
     """A policy of one number: theta is the log-probability of every token, so a loss of c * theta has gradient c.
 
@@ -244,7 +249,8 @@ class Stepper:
         self.strategy = wrap({"policy": policy})
         self.objective = Objective(loss or PPOClip(), algorithm or AlgorithmConfig(log_entropy=False))
         self.config = optimizer or OptimizerConfig(lr=1e-2, warmup_steps=0)
-        self.optimizer = build_optimizer(self.config, policy)
+        matrices = matrices_of(policy)
+        self.optimizer = build_optimizer(self.config, self.strategy.named_parameters("policy"), matrices)
         self.schedule = build_schedule(self.config, self.optimizer, run_steps=100)
         self.backward_calls = 0
 
@@ -304,7 +310,7 @@ def train_on(
     """
     layout = current_layout()
     policy = make_policy()
-    stepper = Stepper(policy, single if layout.world_size == 1 else ddp, **{"optimizer": SMOOTH, **settings})
+    stepper = Stepper(policy, wrap_here, **{"optimizer": SMOOTH, **settings})
     mini_batches = [arrange(mini_batch) for mini_batch in share_rows(rows, config, layout, epochs=epochs)]
     results = [stepper(mini_batch) for mini_batch in mini_batches]
     merged = [reduce_metrics(r.metrics, layout, stepper.strategy.collectives) for r in results]

@@ -82,6 +82,7 @@ def fit(
     use_kl_loss: bool = False,
     epochs: int = 2,
     max_skipped_in_a_row: int = 3,
+    callbacks: Sequence[L.Callback] = (),
 ) -> Fit:
     """Train a tiny policy; ``rank`` is what ``run_on_ranks`` passes, 0 in a process of its own."""
     world_size = current_layout().world_size
@@ -103,7 +104,7 @@ def fit(
         devices=world_size,
         strategy=strategy,
         max_epochs=epochs,
-        callbacks=[reports],
+        callbacks=[reports, *callbacks],
         logger=False,
         reload_dataloaders_every_n_epochs=1,
         use_distributed_sampler=False,
