@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
 from rlmodule.callbacks import CALLBACKS
@@ -87,10 +86,13 @@ class SaveCheckpoints(Checkpoint):
     def _save(self, running: Running, folder: Path) -> None:
         trainer, done = running.trainer, running.data.next_iteration
         facts = {"iteration": done, "step": running.step, "world_size": trainer.world_size}
-        io = _WriteAside(folder, facts, trainer)
-        trainer.strategy.checkpoint_io = io
-        trainer.save_checkpoint(folder / STATE_FILE)
-        failure = io.failure
+        failure = write_folder_together(
+            folder,
+            lambda aside: trainer.save_checkpoint(aside / STATE_FILE),
+            facts,
+            agree=running.strategy.agree,
+            is_first=trainer.is_global_zero,
+        )
         if failure is None and trainer.is_global_zero:
             prune(self.root, self.settings.keep, folder)
         if failure is not None:
@@ -116,33 +118,6 @@ class SaveCheckpoints(Checkpoint):
         rank = running.strategy.layout.token_rank
         if rank < len(states):
             set_random_state(states[rank])
-
-
-class _WriteAside(CheckpointIO):
-    """Has every rank write into a checked folder; a failure is kept, the same one on every rank, so that all stop."""
-
-    def __init__(self, folder: Path, facts: dict[str, Any], trainer: L.Trainer) -> None:
-        self.folder = folder
-        self.facts = facts
-        self.strategy = Running.of(trainer).strategy
-        self.is_first = trainer.is_global_zero
-        self.failure: str | None = None
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        def write(aside: Path) -> None:
-            self.strategy.save_shards(aside)  # first: all ranks take part, so nobody may have failed before
-            if self.is_first:
-                torch.save(checkpoint, aside / STATE_FILE)
-
-        self.failure = write_folder_together(
-            self.folder, write, self.facts, agree=self.strategy.agree, is_first=self.is_first
-        )
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        raise AssertionError("this writer does not read")
-
-    def remove_checkpoint(self, path: Any) -> None:
-        raise AssertionError("prune() removes checkpoints")
 
 
 def random_state() -> dict[str, Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -171,9 +170,6 @@ class Strategy(Protocol):
 
     def eval_mode(self, name: str) -> AbstractContextManager[None]:
         """Parameters on the device, module in eval mode, no gradients; undone on exit, also on error."""
-
-    def save_shards(self, folder: Path) -> None:
-        """Write this process's part of trainable models and optimizers below ``folder``; every process calls it."""
 
 
 class Loss(Protocol):
