@@ -39,9 +39,9 @@ from rlmodule.models.attention import ATTENTION
 from rlmodule.models.policy import PolicyModel, shape_of
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.ops.attention import SegmentBuckets
-from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule, matrices_of
 from rlmodule.update import update
-from strategies.parts.inner_models import InnerModels
+from strategies.single import SingleOptions, SingleStrategy
 
 MAX_GRAD_NORM = 1.0
 TOKEN_BUDGET = 4096  # tokens of a micro-batch
@@ -93,10 +93,11 @@ class Ours:
         packed = [pack_rows([rows[p] for p in step], plan.totals) for step in plan.micro_batches[0]]
         self.mini_batch = MiniBatch(tuple(packed), plan.totals)
         self.policy = PolicyModel(model)
-        self.strategy = InnerModels()
+        self.strategy = SingleStrategy(SingleOptions(), device="cpu", num_processes=1, num_nodes=1)
         self.strategy.shard({"policy": self.policy})
         settings = OptimizerConfig(warmup_steps=0)
-        self.optimizer = build_optimizer(settings, self.policy)
+        parameters = self.strategy.named_parameters("policy")
+        self.optimizer = build_optimizer(settings, parameters, matrices_of(self.policy))
         self.schedule = build_schedule(settings, self.optimizer, run_steps=1)
         self.objective = Objective(PPOClip(), AlgorithmConfig())
 
