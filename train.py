@@ -143,7 +143,9 @@ def known_keys() -> list[str]:
     def walk(node: Any, prefix: str) -> list[str]:
         if not isinstance(node, dict) or not node:
             return [prefix]
-        below = [key for name, value in node.items() for key in walk(value, f"{prefix}.{name}" if prefix else str(name))]
+        below = [
+            key for name, value in node.items() for key in walk(value, f"{prefix}.{name}" if prefix else str(name))
+        ]
         return [prefix, *below] if prefix else below
 
     return walk(config, "")

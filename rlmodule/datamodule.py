@@ -1,4 +1,4 @@
-"""The LightningDataModule: one epoch is one iteration, so the train loader is made anew each epoch, from fresh samples."""
+"""The LightningDataModule: one epoch is one iteration, so the train loader is made anew each epoch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ class RLDataModule(L.LightningDataModule):
         self.iteration = maker(lambda: self._collect(number), self.watch)
         self.next_iteration = number + 1
         self._loader = DataLoader(
-            self.iteration.experience, batch_sampler=self.iteration.sampler, collate_fn=maker.collator  # type: ignore[arg-type]
+            self.iteration.experience,  # type: ignore[arg-type]  # rows become mini-batches on the way
+            batch_sampler=self.iteration.sampler,  # type: ignore[arg-type]  # shares, see Experience.__getitems__
+            collate_fn=maker.collator,  # type: ignore[arg-type]
         )
         return self._loader
 

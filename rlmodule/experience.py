@@ -1,8 +1,8 @@
-"""Scored responses -> rows ready to train on: facts gathered, step planned, samples moved, log-probs and advantages added.
+"""Scored responses -> rows ready to train on: facts gathered, step planned, samples moved, scores and advantages added.
 
 Facts are lengths and rewards, never tokens: they are gathered once, and everything that must be the same on every rank
-(order, plan, advantages, logged rewards) is computed from them on every rank alike. Tokens travel once, to the rank that
-trains on them. Leaves out where responses come from (``sources.py``) and what is done with the rows (``update.py``).
+(order, plan, advantages, logged rewards) is computed from them on every rank alike. Tokens travel once, to the rank
+that trains on them. Leaves out where responses come from (``sources.py``) and how rows are trained on (``update.py``).
 """
 
 from __future__ import annotations
@@ -156,7 +156,10 @@ class ExperienceMaker:
     ) -> dict[int, ExperienceRow]:
         rows = {p: ExperienceRow(sample) for p, sample in samples.items()}
         if advantages is not None:
-            rows = {p: replace(row, advantage=torch.full((len(row.sample.response_ids),), float(advantages[p]))) for p, row in rows.items()}
+            rows = {
+                p: replace(row, advantage=torch.full((len(row.sample.response_ids),), float(advantages[p])))
+                for p, row in rows.items()
+            }
         if self.objective.needs("old_logprob"):
             with watch.phase("old_logprob"):
                 scores = self.score("policy", samples, sampler)
@@ -173,7 +176,9 @@ class ExperienceMaker:
         The same micro-batches give the same rounding, so the first ratio of an update is exactly 1. Tokens without loss
         keep 0.
         """
-        unscored = Experience({p: ExperienceRow(s) for p, s in samples.items()}, self.collator.pad_token_id, len(sampler.metas))
+        unscored = Experience(
+            {p: ExperienceRow(s) for p, s in samples.items()}, self.collator.pad_token_id, len(sampler.metas)
+        )
         scores: dict[int, Tensor] = {}
         forward = self.strategy.wrapped(model)
         with self.strategy.eval_mode(model):
@@ -239,4 +244,3 @@ def _by_sample(logprob: Tensor, positions: Sequence[int], samples: Mapping[int, 
         start += count
     assert start == len(logprob), f"{len(logprob)} log-probabilities for {start} loss tokens"
     return scores
-

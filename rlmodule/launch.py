@@ -31,7 +31,9 @@ def launched_from_outside() -> bool:
     """Whether torchrun or srun started this process as one of several."""
     if "TORCHELASTIC_RUN_ID" in os.environ or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return True
-    return int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ and "SLURM_STEP_ID" in os.environ
+    return (
+        int(os.environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in os.environ and "SLURM_STEP_ID" in os.environ
+    )
 
 
 def outside_rank() -> int:
@@ -73,7 +75,9 @@ def run_alone(script: Path, run_dir: Path) -> None:
         raise TrainingError(f"the warm start exited with code {code}; what it said is above")
 
 
-def _start(script: Path, run_dir: Path, rank: int, num_processes: int, port: int, logs: Path) -> subprocess.Popen[bytes]:
+def _start(
+    script: Path, run_dir: Path, rank: int, num_processes: int, port: int, logs: Path
+) -> subprocess.Popen[bytes]:
     place = {
         "LOCAL_RANK": str(rank),
         "NODE_RANK": "0",

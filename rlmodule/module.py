@@ -1,4 +1,4 @@
-"""The LightningModule: hooks only, each a few calls. What they do is in ``update.py`` and can be tested without Lightning."""
+"""The LightningModule: hooks only, each a few calls. What they do is in ``update.py``, which knows no Lightning."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ class RLModule(L.LightningModule):
             mini_batch,
             strategy=self.strategy,
             objective=self.objective,
-            optimizer=self.optimizers(),
-            schedule=self.lr_schedulers(),
+            optimizer=self.optimizers(),  # type: ignore[arg-type]  # there is one
+            schedule=self.lr_schedulers(),  # type: ignore[arg-type]
             max_grad_norm=self.optimizer_config.max_grad_norm,
             backward=self.manual_backward,
         )
@@ -131,7 +131,9 @@ class RLModule(L.LightningModule):
         """Say so when a step did nothing; give up when that goes on."""
         counters = self.counters
         if result.empty and counters.empty == 1:
-            warnings.warn(f"step {counters.steps} has no loss token on any rank; it is skipped and counted", stacklevel=2)
+            warnings.warn(
+                f"step {counters.steps} has no loss token on any rank; it is skipped and counted", stacklevel=2
+            )
         if counters.skipped_in_a_row and counters.skipped_in_a_row >= self.max_skipped_in_a_row:
             raise TrainingError(
                 f"the gradient norm was {result.grad_norm} in {counters.skipped_in_a_row} steps in a row "

@@ -37,7 +37,10 @@ class OptimizerConfig:
         more_than("eps", self.eps, 0)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
-                key="betas", got=self.betas, because="two numbers are needed, at least 0 and below 1", fix="Use [0.9,0.95]"
+                key="betas",
+                got=self.betas,
+                because="two numbers are needed, at least 0 and below 1",
+                fix="Use [0.9,0.95]",
             )
 
 
@@ -48,7 +51,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return AdamW(_not_empty(groups), lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
+    return AdamW(_not_empty(groups), lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
 
 
 def _not_empty(groups: Iterable[dict[str, object]]) -> list[dict[str, object]]:

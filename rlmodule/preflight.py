@@ -27,7 +27,10 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     _check_positions(settings, hf_config)
     if settings.rollout.temperature != 1.0 and settings.algorithm.source == "demonstrations":
         raise ConfigError(
-            key="rollout.temperature", got=settings.rollout.temperature, because="demonstrations are imitated at temperature 1", fix="Use 1.0"
+            key="rollout.temperature",
+            got=settings.rollout.temperature,
+            because="demonstrations are imitated at temperature 1",
+            fix="Use 1.0",
         )
 
 
@@ -44,7 +47,7 @@ def _check_budget(settings: Settings, layout: Layout) -> None:
             got=batching.max_token_len_per_gpu,
             because=f"a sample can have data.max_prompt_length={data.max_prompt_length} + rollout.max_response_length="
             f"{settings.rollout.max_response_length} = {longest} tokens, and one micro-batch holds {budget}",
-            fix=f"Use batching.max_token_len_per_gpu={-(-longest // layout.sp_size)} or more, or lower one of the two lengths",
+            fix=f"Use batching.max_token_len_per_gpu={-(-longest // layout.sp_size)} or more, or lower either length",
         )
 
 
@@ -60,7 +63,8 @@ def check_samples(samples: Sequence[Sample], settings: Settings, layout: Layout)
             raise ConfigError(
                 key="batching.max_token_len_per_gpu",
                 got=settings.batching.max_token_len_per_gpu,
-                because=f"the demonstration in row {sample.prompt.row + 1} has {sample.meta.length} tokens, and one micro-batch holds {budget}",
+                because=f"the demonstration in row {sample.prompt.row + 1} has {sample.meta.length} tokens, "
+                f"and one micro-batch holds {budget}",
                 fix=f"Use batching.max_token_len_per_gpu={-(-sample.meta.length // layout.sp_size)} or more",
             )
 
@@ -70,7 +74,8 @@ def _check_groups(settings: Settings) -> None:
         raise ConfigError(
             key="rollout.n",
             got=1,
-            because=f"{type(settings.advantage).__name__} compares the responses of a prompt with each other; one has nothing to compare",
+            because=f"{type(settings.advantage).__name__} compares the responses of a prompt with each other, "
+            "and one response has nothing to be compared with",
             fix="Use rollout.n=8",
         )
 
@@ -82,7 +87,8 @@ def _check_equal_counts(settings: Settings, layout: Layout) -> None:
             key="batching.mini_batch_size",
             got=batching.mini_batch_size,
             because=f"equal counts on {layout.dp_size} data ranks need a multiple of {layout.dp_size}",
-            fix=f"Use batching.mini_batch_size={-(-batching.mini_batch_size // layout.dp_size) * layout.dp_size}, or batching.equal_counts=false",
+            fix=f"Use batching.mini_batch_size={-(-batching.mini_batch_size // layout.dp_size) * layout.dp_size}, "
+            "or batching.equal_counts=false",
         )
 
 
@@ -93,7 +99,8 @@ def _check_positions(settings: Settings, hf_config: PreTrainedConfig) -> None:
         raise ConfigError(
             key="rollout.max_response_length",
             got=settings.rollout.max_response_length,
-            because=f"with data.max_prompt_length={settings.data.max_prompt_length} a sample can have {longest} tokens, and the model has {limit} positions",
+            because=f"with data.max_prompt_length={settings.data.max_prompt_length} a sample can have {longest} "
+            f"tokens, and the model has {limit} positions",
             fix=f"Lower one of the two so that they add up to {limit} at most",
         )
 
@@ -114,11 +121,13 @@ class RunPlan:
         s = self.settings
         per_iteration = s.algorithm.train_batch_size
         imitates = s.algorithm.source == "demonstrations"
-        samples = f"{per_iteration} demonstrations" if imitates else (
-            f"{per_iteration} prompts x {s.rollout.n} responses = {per_iteration * s.rollout.n} samples"
+        samples = (
+            f"{per_iteration} demonstrations"
+            if imitates
+            else (f"{per_iteration} prompts x {s.rollout.n} responses = {per_iteration * s.rollout.n} samples")
         )
         micro = (
-            f"at most {s.batching.max_token_len_per_gpu:,} tokens per micro-batch and device ({s.batching.planner} planner)"
+            f"{s.batching.max_token_len_per_gpu:,} tokens per micro-batch and device ({s.batching.planner} planner)"
             if s.batching.use_dynamic_bsz
             else f"{s.batching.micro_batch_size_per_gpu} samples per micro-batch and device"
         )
@@ -128,8 +137,10 @@ class RunPlan:
             "objective": f"{type(s.loss).__name__}, {s.algorithm.loss_agg_mode}"
             + ("" if s.advantage is None else f", advantage {type(s.advantage).__name__}")
             + (f", KL {s.algorithm.kl_loss_type} x {s.algorithm.kl_loss_coef}" if s.algorithm.use_kl_loss else ""),
-            "layout": f"{s.backend} on {self.num_devices}: {self.layout.dp_size} data x {self.layout.sp_size} sequence x {self.layout.tp_size} tensor",
-            "iteration": f"{samples}, {s.mini_batches_per_iteration} optimizer steps of {s.batching.mini_batch_size} samples",
+            "layout": f"{s.backend} on {self.num_devices}: {self.layout.dp_size} data x "
+            f"{self.layout.sp_size} sequence x {self.layout.tp_size} tensor",
+            "iteration": f"{samples}, "
+            f"{s.mini_batches_per_iteration} optimizer steps of {s.batching.mini_batch_size} samples",
             "budget": micro,
             "run": f"{s.trainer.max_epochs} iterations, {s.run_steps:,} optimizer steps, seed {s.run.seed}",
         }

@@ -19,6 +19,7 @@ from rlmodule.core.contract import Strategy
 from rlmodule.core.types import Prompt
 from rlmodule.datamodule import RLDataModule
 from rlmodule.journal import Journal
+from rlmodule.models.policy import PolicyModel
 from rlmodule.module import RLModule
 from rlmodule.sources import RolloutSource
 
@@ -72,6 +73,13 @@ class Running:
     def step(self) -> int:
         """Mini-batches seen; the x axis of every curve."""
         return self.module.counters.steps
+
+    @property
+    def policy(self) -> PolicyModel:
+        """The model being trained, unwrapped."""
+        policy = self.module.models["policy"]
+        assert isinstance(policy, PolicyModel)
+        return policy
 
     @property
     def strategy(self) -> Strategy:

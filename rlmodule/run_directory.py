@@ -1,10 +1,10 @@
 """Where a run writes: one directory for all its processes, found again on resume. Standard library only.
 
-    outputs/2026-11-29/15-04-05/
-        config.yaml command.txt            what was run
-        metrics.jsonl summary.json curves.png train.log tensorboard/ rollouts/
-        checkpoints/iteration_000010/      what resumes it
-        warm_start/model/  policy/         Hugging Face folders
+outputs/2026-11-29/15-04-05/
+    config.yaml command.txt            what was run
+    metrics.jsonl summary.json curves.png train.log tensorboard/ rollouts/
+    checkpoints/iteration_000010/      what resumes it
+    warm_start/model/  policy/         Hugging Face folders
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def choose(run_dir: str | None, output_root: str, resume: str | None) -> Path:
 def _run_of(path: Path) -> Path:
     """A run directory, from itself or from one of its checkpoints."""
     if not path.exists():
-        raise CheckpointError(f"resume={path}: there is nothing there. Give a run directory or one of its checkpoint folders")
+        raise CheckpointError(
+            f"resume={path}: there is nothing there. Give a run directory or one of its checkpoint folders"
+        )
     path = path.absolute()
     return path.parents[1] if path.parent.name == "checkpoints" else path
 

@@ -1,4 +1,4 @@
-"""Drawing tokens: random numbers keyed by (seed, sample, position), so that who draws what, and beside whom, is no matter.
+"""Drawing tokens: random numbers keyed by (seed, sample, position), so who draws what, and beside whom, is no matter.
 
 Leaves out models and caches (``rollout/``).
 """
@@ -16,7 +16,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mixed(x: np.ndarray) -> np.ndarray:
-    """Finaliser of the splitmix64 generator (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    """Finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * _MIX[0]
         x = (x ^ (x >> np.uint64(27))) * _MIX[1]

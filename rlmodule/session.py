@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.loggers import TensorBoardLogger
-from lightning.pytorch.plugins.environments import SLURMEnvironment
 from omegaconf import DictConfig
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -37,7 +37,7 @@ from rlmodule.core.contract import Layout, RolloutEngine
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import Prompt, Sample, SampleMeta
 from rlmodule.data.demonstrations import file_demonstrations, task_demonstrations
-from rlmodule.data.prompts import load_prompts
+from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.experience import ExperienceMaker
@@ -104,7 +104,10 @@ class Session:
         here = "cpu" if found is None else found.type
         if wanted not in ("auto", "cpu", here):
             raise ConfigError(
-                key="trainer.accelerator", got=wanted, because=f"this machine has {here} only", fix="Use trainer.accelerator=auto"
+                key="trainer.accelerator",
+                got=wanted,
+                because=f"this machine has {here} only",
+                fix="Use trainer.accelerator=auto",
             )
         return here if wanted == "auto" else wanted
 
@@ -117,7 +120,10 @@ class Session:
             return here or 1
         if here is not None and int(devices) > here:
             raise ConfigError(
-                key="trainer.devices", got=devices, because=f"this machine has {here} {self.device} devices", fix=f"Use trainer.devices={here}"
+                key="trainer.devices",
+                got=devices,
+                because=f"this machine has {here} {self.device} devices",
+                fix=f"Use trainer.devices={here}",
             )
         return int(devices)
 
@@ -134,7 +140,9 @@ class Session:
     @cached_property
     def strategy_class(self) -> Any:
         """The strategy chosen by name, for this machine."""
-        return self.menu.lookup(MODEL_TYPE, self.settings.backend, device=os.environ.get("RLMODULE_DEVICE", self.device))
+        return self.menu.lookup(
+            MODEL_TYPE, self.settings.backend, device=os.environ.get("RLMODULE_DEVICE", self.device)
+        )
 
     def new_strategy(self) -> Any:
         """The strategy, with its own options checked."""
@@ -171,12 +179,19 @@ class Session:
         """The model's tokenizer."""
         return load_tokenizer(self.settings.model)
 
+    @property
+    def _imitates(self) -> bool:
+        return self.settings.algorithm.source == "demonstrations"
+
     @cached_property
-    def train_rows(self) -> Sequence[Prompt] | Sequence[Sample]:
-        """Prompts to answer, or demonstrations to imitate."""
+    def prompts(self) -> PromptTable:
+        """Prompts to answer."""
+        return load_prompts(self.settings.data, self.tokenizer, "train", self.settings.task)
+
+    @cached_property
+    def demonstrations(self) -> Sequence[Sample]:
+        """Samples to imitate."""
         s = self.settings
-        if s.algorithm.source == "rollouts":
-            return load_prompts(s.data, self.tokenizer, "train", s.task)
         if s.task is not None:
             return task_demonstrations(s.task, DEMONSTRATIONS, s.run.seed, s.data, self.tokenizer)
         return file_demonstrations(s.data, self.tokenizer, "train")
@@ -185,7 +200,11 @@ class Session:
     def val_prompts(self) -> Sequence[Prompt]:
         """Held-out prompts; none where the data has none."""
         s = self.settings
-        return load_prompts(s.data, self.tokenizer, "test", s.task) if s.data.has_validation and s.reward is not None else []
+        return (
+            load_prompts(s.data, self.tokenizer, "test", s.task)
+            if s.data.has_validation and s.reward is not None
+            else []
+        )
 
     def check(self) -> None:
         """Everything that can be said without weights.
@@ -196,9 +215,10 @@ class Session:
         layout = Layout(self.world_size)
         self.new_strategy()
         check(self.settings, self.hf_config, layout)
-        assert self.train_rows is not None and self.val_prompts is not None, "reading them checks them"
-        if self.settings.algorithm.source == "demonstrations":
-            check_samples(self.train_rows, self.settings, layout)
+        if self._imitates:
+            check_samples(self.demonstrations, self.settings, layout)
+        else:
+            _ = self.prompts, self.val_prompts  # reading them checks them
         self.resume_from()
 
     def resume_from(self) -> Path | None:
@@ -248,7 +268,9 @@ class Session:
         """Imitate demonstrations with the random model, on one process whatever the layout of the run."""
         inner = RunDirectory(self.run_dir.warm_start)
         inner.root.mkdir(parents=True, exist_ok=True)
-        print(f"warm start: {self.settings.warm_start.steps} steps of imitation, so that there is something to reinforce")
+        print(
+            f"warm start: {self.settings.warm_start.steps} steps of imitation, so that there is something to reinforce"
+        )
         Session(self.settings.for_warm_start(), inner, self.menu).fit()
         self._warm_start_stamp.write_text(self._warm_start_key)
 
@@ -273,7 +295,12 @@ class Session:
         quieten()
         settings = self.settings
         if settings.needs_warm_start:
-            warm = Session(settings.starting_from(str(self.run_dir.warm_start / "policy")), self.run_dir, self.menu, self.strategy_node)
+            warm = Session(
+                settings.starting_from(str(self.run_dir.warm_start / "policy")),
+                self.run_dir,
+                self.menu,
+                self.strategy_node,
+            )
             warm.is_first = self.is_first
             warm.fit()
             return
@@ -297,7 +324,10 @@ class Session:
         callbacks = [made.connect(context) for made in settings.callbacks.values()]
         datamodule = self._datamodule(objective, strategy, context.journal.begin_iteration)
         self._trainer(strategy, callbacks, step).fit(
-            module, datamodule=datamodule, ckpt_path=None if checkpoint is None else checkpoint / STATE_FILE, weights_only=True
+            module,
+            datamodule=datamodule,
+            ckpt_path=None if checkpoint is None else checkpoint / STATE_FILE,
+            weights_only=True,
         )
 
     def result(self) -> float | None:
@@ -309,10 +339,14 @@ class Session:
 
     def _trainer(self, strategy: Any, callbacks: list[L.Callback], resumed_step: int | None) -> L.Trainer:
         settings = self.settings
-        writer = False
+        writer: TensorBoardLogger | bool = False
         if settings.logger == "tensorboard":
             writer = TensorBoardLogger(
-                self.run_dir.root, name="tensorboard", version="", default_hp_metric=False, purge_step=purge_step(resumed_step)
+                self.run_dir.root,
+                name="tensorboard",
+                version="",
+                default_hp_metric=False,
+                purge_step=purge_step(resumed_step),
             )
         return L.Trainer(
             accelerator="gpu" if self.device == "cuda" else self.device,
@@ -343,36 +377,46 @@ class Session:
             is_first=is_first,
             max_iterations=s.trainer.max_epochs,
             describe=plan.lines(),
-            hparams=flat({"optimizer": asdict(s.optimizer), "algorithm": asdict(s.algorithm), "batching": asdict(s.batching), "rollout": asdict(s.rollout), "seed": s.run.seed}),
+            hparams=flat(
+                {
+                    "optimizer": asdict(s.optimizer),
+                    "algorithm": asdict(s.algorithm),
+                    "batching": asdict(s.batching),
+                    "rollout": asdict(s.rollout),
+                    "seed": s.run.seed,
+                }
+            ),
             resumed_step=resumed_step,
             val_prompts=self.val_prompts,
             tokenizer=self.tokenizer,
         )
 
     def _describe_rows(self) -> str:
-        if self.settings.algorithm.source == "demonstrations":
-            return f"{len(self.train_rows)} demonstrations"
-        return self.train_rows.describe()
+        return f"{len(self.demonstrations)} demonstrations" if self._imitates else self.prompts.describe()
 
     def _datamodule(self, objective: Objective, strategy: Any, start: Callable[[int], None]) -> RLDataModule:
-        stream = PromptStream(len(self.train_rows), self.settings.run.seed, self.settings.data.shuffle)
+        count = len(self.demonstrations if self._imitates else self.prompts)
+        stream = PromptStream(count, self.settings.run.seed, self.settings.data.shuffle)
         source = self._source(strategy, stream)
         return RLDataModule(source, stream, partial(self._maker, objective, strategy), start=start)
 
     def _source(self, strategy: Any, stream: PromptStream) -> Source:
         s = self.settings
         layout = lambda: strategy.layout  # noqa: E731  known once the strategy is set up
-        if s.algorithm.source == "demonstrations":
-            return DemonstrationSource(self.train_rows, stream, s.algorithm.train_batch_size, layout)
+        if self._imitates:
+            return DemonstrationSource(self.demonstrations, stream, s.algorithm.train_batch_size, layout)
         assert s.reward is not None, "rollouts are judged"
 
         def engine() -> RolloutEngine:
             return s.rollout.connect(
-                partial(strategy.wrapped, "policy"), partial(strategy.eval_mode, "policy"), self.tokenizer, strategy.root_device
+                partial(strategy.wrapped, "policy"),
+                partial(strategy.eval_mode, "policy"),
+                self.tokenizer,
+                strategy.root_device,
             )
 
         return RolloutSource(
-            self.train_rows, stream, s.algorithm.train_batch_size, s.rollout.n, engine, s.reward, layout, s.run.seed
+            self.prompts, stream, s.algorithm.train_batch_size, s.rollout.n, engine, s.reward, layout, s.run.seed
         )
 
     def _maker(self, objective: Objective, strategy: Any, iteration: int) -> ExperienceMaker:
@@ -383,7 +427,13 @@ class Session:
 
         def make_sampler(metas: Sequence[SampleMeta]) -> BalancedSampler:
             return BalancedSampler(
-                metas, s.batching, layout, seed=s.run.seed, iteration=iteration, epochs=s.algorithm.ppo_epochs, cost=cost
+                metas,
+                s.batching,
+                layout,
+                seed=s.run.seed,
+                iteration=iteration,
+                epochs=s.algorithm.ppo_epochs,
+                cost=cost,
             )
 
         collator = DynamicCollator(0 if pad is None else pad, layout.sp_size, layout.sp_rank)

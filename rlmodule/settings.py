@@ -115,7 +115,9 @@ class Settings:
         data = convert(DataConfig, node.data, "data")
         logger = str(node.logger.get("name"))
         if logger not in LOGGERS:
-            raise ConfigError(key="logger", got=logger, because="no logger has that name", fix=did_you_mean(logger, LOGGERS))
+            raise ConfigError(
+                key="logger", got=logger, because="no logger has that name", fix=did_you_mean(logger, LOGGERS)
+            )
         algorithm = convert(AlgorithmConfig, node.algorithm, "algorithm")
         imitates = algorithm.source == "demonstrations"
         return cls(
@@ -130,11 +132,16 @@ class Settings:
             warm_start=convert(WarmStartConfig, node.warm_start, "warm_start"),
             trainer=convert(TrainerConfig, node.trainer, "trainer"),
             backend=str(node.strategy.get("name")),
-            task=None if data.task is None else convert(TASKS.get(data.task, "data.task"), data.task_args, "data.task_args"),
+            task=None
+            if data.task is None
+            else convert(TASKS.get(data.task, "data.task"), data.task_args, "data.task_args"),
             advantage=None if imitates else component(ADVANTAGES, node.advantage),
             reward=None if imitates else component(REWARDS, node.reward),
             logger=logger,
-            callbacks={name: convert(CALLBACKS.get(name), node.callbacks[name] or {}, f"callbacks.{name}") for name in node.callbacks},
+            callbacks={
+                name: convert(CALLBACKS.get(name), node.callbacks[name] or {}, f"callbacks.{name}")
+                for name in node.callbacks
+            },
         )
 
     @property
@@ -167,12 +174,18 @@ class Settings:
             batching=BatchingConfig(mini_batch_size=warm.batch_size),
             optimizer=optimizer,
             trainer=replace(
-                self.trainer, max_epochs=-(-warm.steps // steps_per_iteration), devices="1", num_nodes=1, num_threads=None
+                self.trainer,
+                max_epochs=-(-warm.steps // steps_per_iteration),
+                devices="1",
+                num_nodes=1,
+                num_threads=None,
             ),
             backend="single",
             advantage=None,
             reward=None,
-            callbacks={name: self.callbacks[name] for name in ("metrics", "progress", "export") if name in self.callbacks},
+            callbacks={
+                name: self.callbacks[name] for name in ("metrics", "progress", "export") if name in self.callbacks
+            },
         )
 
     def starting_from(self, path: str) -> Settings:
@@ -197,7 +210,10 @@ def component(registry: Registry[Any], node: DictConfig) -> Any:
     name = node.get("name")
     if name is None:
         raise ConfigError(
-            key=f"{registry.kind}.name", got=None, because=f"no {registry.kind} is chosen", fix=did_you_mean("", registry.names())
+            key=f"{registry.kind}.name",
+            got=None,
+            because=f"no {registry.kind} is chosen",
+            fix=did_you_mean("", registry.names()),
         )
     return convert(registry.get(str(name)), node, registry.kind, ignore=("name",))
 
@@ -208,5 +224,8 @@ def _refuse_unknown_sections(node: DictConfig) -> None:
     for name in node:
         if str(name) not in known:
             raise ConfigError(
-                key=str(name), got=OmegaConf.select(node, str(name)), because="there is no such section or key", fix=did_you_mean(str(name), known)
+                key=str(name),
+                got=OmegaConf.select(node, str(name)),
+                because="there is no such section or key",
+                fix=did_you_mean(str(name), known),
             )

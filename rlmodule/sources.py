@@ -1,4 +1,4 @@
-"""Where samples come from: rollouts of the current policy, or demonstrations. Both feed the same planner and the same step."""
+"""Where samples come from: rollouts of the current policy, or demonstrations. Both feed the same planner and step."""
 
 from __future__ import annotations
 

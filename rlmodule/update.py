@@ -48,8 +48,8 @@ def update(
 ) -> StepResult:
     """Train ``policy`` on one mini-batch.
 
-    A mini-batch without loss tokens is not run at all: the totals say so on every rank alike. The schedule advances with
-    optimizer steps that were taken, never with micro-batches or skipped steps.
+    A mini-batch without loss tokens is not run at all: the totals say so on every rank alike. The schedule advances
+    with optimizer steps that were taken, never with micro-batches or skipped steps.
     """
     totals = mini_batch.totals
     if totals.tokens == 0:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rlmodule.core.config import at_least
 from strategies.parts.collectives import GroupCollectives
-from strategies.parts.inner_models import InnerModels
+from strategies.parts.inner_models import InnerModels, inner_models_of
 from strategies.parts.mesh import current_layout
 from strategies.registry import STRATEGIES
 
@@ -49,7 +49,7 @@ class DDPStrategy(InnerModels, LightningDDPStrategy):
 
     def configure_ddp(self) -> None:
         """Lightning's place for wrapping: wrap the inner models instead of the LightningModule."""
-        self.shard(self.lightning_module.inner_models())
+        self.shard(inner_models_of(self.lightning_module))
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The wrapper stays outside the module tree, so parameter names carry no prefix."""

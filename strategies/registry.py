@@ -110,7 +110,10 @@ class StrategyRegistry:
     def _nothing(self, model_type: str, backend: str, device: str, vendor: str) -> ConfigError:
         if backend not in self.backends():
             return ConfigError(
-                key="strategy", got=backend, because="no strategy has that name", fix=did_you_mean(backend, self.backends())
+                key="strategy",
+                got=backend,
+                because="no strategy has that name",
+                fix=did_you_mean(backend, self.backends()),
             )
         known = [f"{m} on {d}" + (f"/{v}" if v else "") for m, b, d, v in self._table if b == backend]
         return ConfigError(

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import lightning as L
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from rlmodule.core.errors import ConfigError
-from strategies.parts.inner_models import InnerModels
+from strategies.parts.inner_models import InnerModels, inner_models_of
 from strategies.registry import STRATEGIES
 
 
@@ -37,6 +36,5 @@ class SingleStrategy(InnerModels, SingleDeviceStrategy):
         super().__init__(device=torch.device(device, 0) if device != "cpu" else torch.device("cpu"))
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        assert isinstance(model, L.LightningModule)
-        self.shard(model.inner_models())
+        self.shard(inner_models_of(model))
         return model

@@ -48,7 +48,7 @@ class DynamicCollator:
 
 
 def pack_rows(rows: Sequence[ExperienceRow], totals: StepTotals, positions: tuple[int, ...] = ()) -> MicroBatch:
-    """Rows laid end to end; [T] positions restart per sample, loss tokens are listed by the position that predicts them."""
+    """Rows laid end to end; positions restart per sample, loss tokens are listed by the position that predicts them."""
     samples = [row.sample for row in rows]
     prompt_len = np.array([len(s.prompt.ids) for s in samples])
     assert (prompt_len > 0).all(), "a response token is predicted by the token before it: prompts must not be empty"

@@ -1,4 +1,4 @@
-"""Which samples this data rank runs, mini-batch by mini-batch: shuffles with a seed, plans, hands out this rank's share.
+"""Which samples this data rank runs, mini-batch by mini-batch: shuffles with a seed, plans, hands out its share.
 
 Leaves out how a plan is made (``plan.py``) and how samples become tensors (``collate.py``).
 """

@@ -1,4 +1,4 @@
-"""Saves what resumes the run, at the end of an iteration: model, optimizer, schedule, random state, position in the data.
+"""Saves what resumes the run, at the end of an iteration: model, optimizer, schedule, random state, place in the data.
 
 Leaves out how a folder is written safely (``checkpoint/state.py``).
 """
@@ -19,7 +19,7 @@ from rlmodule.callbacks import CALLBACKS
 from rlmodule.checkpoint.state import STATE_FILE, folder_of, prune, write_folder
 from rlmodule.core.config import at_least
 from rlmodule.core.errors import CheckpointError
-from rlmodule.run_context import RunContext
+from rlmodule.run_context import RunContext, Running
 
 
 @CALLBACKS.register
@@ -40,7 +40,7 @@ class CheckpointSettings:
 
 
 class SaveCheckpoints(Checkpoint):
-    """Lightning runs callbacks of this base class after all others, so what they keep is up to date when it is saved."""
+    """Lightning runs callbacks of this base class last, so what the others keep is up to date when it is saved."""
 
     def __init__(self, settings: CheckpointSettings, root: Path, max_iterations: int) -> None:
         super().__init__()
@@ -50,15 +50,16 @@ class SaveCheckpoints(Checkpoint):
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save where it is due."""
-        done = trainer.datamodule.next_iteration
+        running = Running.of(trainer)
+        done = running.data.next_iteration
         if done % self.settings.every_n_iterations and done < self.max_iterations:
             return
         folder = folder_of(self.root, done)
-        facts = {"iteration": done, "step": pl_module.counters.steps, "world_size": trainer.world_size}
+        facts = {"iteration": done, "step": running.step, "world_size": trainer.world_size}
         io = _WriteAside(folder, facts, self.settings.keep)
         trainer.strategy.checkpoint_io = io
         trainer.save_checkpoint(folder / STATE_FILE)
-        failure = trainer.strategy.collectives.broadcast(io.failure)
+        failure = running.strategy.collectives.broadcast(io.failure)
         if failure is not None:
             raise CheckpointError(
                 f"{folder}: the checkpoint could not be written ({failure}). Earlier checkpoints are whole; "
@@ -67,12 +68,12 @@ class SaveCheckpoints(Checkpoint):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep every data rank's random state beside the model."""
-        checkpoint["random_states"] = trainer.strategy.collectives.gather_objects(random_state())
+        checkpoint["random_states"] = Running.of(trainer).strategy.collectives.gather_objects(random_state())
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Bring back the random state of this data rank, where the checkpoint knows one."""
         states = checkpoint["random_states"]
-        rank = trainer.strategy.layout.dp_rank
+        rank = Running.of(trainer).strategy.layout.dp_rank
         if rank < len(states):
             set_random_state(states[rank])
 

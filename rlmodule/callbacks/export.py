@@ -12,7 +12,7 @@ import torch
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.core.config import one_of
 from rlmodule.models.policy import save_pretrained
-from rlmodule.run_context import RunContext
+from rlmodule.run_context import RunContext, Running
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -41,14 +41,15 @@ class ExportPolicy(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Every rank takes part in the stream; the first one writes."""
-        if trainer.datamodule.next_iteration < self.context.max_iterations:
+        running = Running.of(trainer)
+        if running.data.next_iteration < self.context.max_iterations:
             return
-        weights = {name: tensor for name, tensor in trainer.strategy.full_weights("policy", self.dtype)}
+        weights = dict(running.strategy.full_weights("policy", self.dtype))
         if trainer.is_global_zero:
             folder = self.context.run_dir / "policy"
             aside = folder.with_name("policy.writing")
             shutil.rmtree(aside, ignore_errors=True)
-            save_pretrained(aside, pl_module.models["policy"].lm, self.context.tokenizer, weights)
+            save_pretrained(aside, running.policy.lm, self.context.tokenizer, weights)
             _put_in_place(aside, folder)
         trainer.strategy.barrier("export")
 

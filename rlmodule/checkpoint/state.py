@@ -46,7 +46,9 @@ def write_folder(folder: Path, write: Callable[[Path], None], facts: Mapping[str
     try:
         aside.mkdir(parents=True)
         write(aside)
-        files = {str(p.relative_to(aside)): (p.stat().st_size, _checksum(p)) for p in sorted(aside.rglob("*")) if p.is_file()}
+        files = {
+            str(p.relative_to(aside)): (p.stat().st_size, _checksum(p)) for p in sorted(aside.rglob("*")) if p.is_file()
+        }
         manifest = Manifest(files, dict(facts))
         (aside / MANIFEST).write_text(json.dumps({"files": files, "facts": manifest.facts}, indent=1))
         for path in aside.rglob("*"):
@@ -60,7 +62,7 @@ def write_folder(folder: Path, write: Callable[[Path], None], facts: Mapping[str
 
 
 def _replace(aside: Path, folder: Path) -> None:
-    """A folder cannot be renamed over another: the old one steps aside first, and a reader never sees half of either."""
+    """A folder cannot be renamed over another: the old one steps aside first; a reader never sees half of either."""
     old = folder.with_name(folder.name + ".old" + _UNFINISHED)
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -77,12 +79,18 @@ def verify(folder: Path) -> Manifest:
         CheckpointError: names the first thing that is missing or damaged.
     """
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: there is no such checkpoint folder. Give a run directory or one of its checkpoints")
+        raise CheckpointError(
+            f"{folder}: there is no such checkpoint folder. Give a run directory or one of its checkpoints"
+        )
     try:
         read = json.loads((folder / MANIFEST).read_text())
-        manifest = Manifest({name: (int(size), str(digest)) for name, (size, digest) in read["files"].items()}, read["facts"])
+        manifest = Manifest(
+            {name: (int(size), str(digest)) for name, (size, digest) in read["files"].items()}, read["facts"]
+        )
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: {MANIFEST} is missing, so the checkpoint was never finished. Use an earlier one") from None
+        raise CheckpointError(
+            f"{folder}: {MANIFEST} is missing, so the checkpoint was never finished. Use an earlier one"
+        ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: {MANIFEST} cannot be read ({error}). Use an earlier one") from None
     for name, (size, digest) in manifest.files.items():
@@ -90,7 +98,9 @@ def verify(folder: Path) -> Manifest:
         if not path.is_file():
             raise CheckpointError(f"{folder}: {name} is missing. Use an earlier checkpoint")
         if path.stat().st_size != size:
-            raise CheckpointError(f"{folder}: {name} has {path.stat().st_size} bytes instead of {size}. Use an earlier checkpoint")
+            raise CheckpointError(
+                f"{folder}: {name} has {path.stat().st_size} bytes instead of {size}. Use an earlier checkpoint"
+            )
         if _checksum(path) != digest:
             raise CheckpointError(f"{folder}: {name} is damaged (its checksum differs). Use an earlier checkpoint")
     return manifest

@@ -37,12 +37,17 @@ def convert(cls: type[T], node: DictConfig | Mapping[str, Any], key: str, *, ign
     for name in given:
         if name not in fields:
             raise ConfigError(
-                key=_full(key, name), got=given[name], because=f"{key or 'the configuration'} has no such key", fix=did_you_mean(name, fields)
+                key=_full(key, name),
+                got=given[name],
+                because=f"{key or 'the configuration'} has no such key",
+                fix=did_you_mean(name, fields),
             )
     for name, field in fields.items():
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if not optional and given.get(name, "???") == "???":
-            raise ConfigError(key=_full(key, name), got="???", because="this key has no default", fix=f"Set {_full(key, name)}=...")
+            raise ConfigError(
+                key=_full(key, name), got="???", because="this key has no default", fix=f"Set {_full(key, name)}=..."
+            )
     schema = OmegaConf.structured(cls)
     OmegaConf.set_readonly(schema, False)  # frozen dataclasses make read-only nodes
     for name, value in given.items():
@@ -62,12 +67,18 @@ def _assign(schema: DictConfig, cls: type, name: str, value: object, key: str) -
         OmegaConf.update(schema, name, value, merge=True)
     except ConfigKeyError as error:
         raise ConfigError(
-            key=_full(key, error.full_key or name), got=value, because=f"{_full(key, name)} has no such key", fix="Check the spelling"
+            key=_full(key, error.full_key or name),
+            got=value,
+            because=f"{_full(key, name)} has no such key",
+            fix="Check the spelling",
         ) from None
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(
-            key=_full(key, error.full_key or name), got=value, because=reason, fix=f"Give a value of type {_type_name(cls, name)}"
+            key=_full(key, error.full_key or name),
+            got=value,
+            because=reason,
+            fix=f"Give a value of type {_type_name(cls, name)}",
         ) from None
 
 

@@ -18,6 +18,7 @@ from rlmodule.core.types import AdvantageInputs, LossInputs, Prompt, Sample, Sco
 
 Item = TypeVar("Item")
 
+
 @dataclass(frozen=True)
 class Layout:
     """Where this process sits: tensor-parallel ranks are nearest, then sequence, then data."""
@@ -61,6 +62,7 @@ class Layout:
         """Whether this process writes files and talks to the user."""
         return self.rank == 0
 
+
 class Collectives(Protocol):
     """The few exchanges between data ranks that the engine makes; a world of one answers without communication."""
 
@@ -76,10 +78,11 @@ class Collectives(Protocol):
     def broadcast(self, item: Item) -> Item:
         """Data rank 0's picklable object on every rank."""
 
+
 class Strategy(Protocol):
     """How models are spread over processes. One class per backend in ``strategies/``, on top of a Lightning strategy.
 
-    It wraps the INNER models, never the LightningModule: every micro-batch is one call of a wrapped model's own forward.
+    It wraps the INNER models, never the LightningModule: a micro-batch is one call of a wrapped model's own forward.
     """
 
     layout: Layout
@@ -109,6 +112,7 @@ class Strategy(Protocol):
     def eval_mode(self, name: str) -> AbstractContextManager[None]:
         """Parameters on the device, module in eval mode, no gradients; undone on exit, also on error."""
 
+
 class Loss(Protocol):
     """A policy loss: loss tokens in, per-token loss out. Frozen dataclass whose fields are its config keys.
 
@@ -124,6 +128,7 @@ class Loss(Protocol):
         """[N] loss tokens -> [N] losses and metrics; no reduction, no ``.item()``."""
 
 
+<<<<<<< HEAD
 class TokenObjective(Protocol):
     """Turns log-probabilities of a micro-batch's loss tokens into a scalar, while they are hot."""
 
@@ -134,6 +139,8 @@ class TokenObjective(Protocol):
         """[C] log-probabilities and entropies of the tokens ``part`` -> scalar with gradient."""
 
 
+=======
+>>>>>>> main
 class Advantage(Protocol):
     """A sequence-level advantage estimator. Frozen dataclass whose fields are its config keys."""
 
@@ -142,11 +149,13 @@ class Advantage(Protocol):
     def __call__(self, x: AdvantageInputs) -> Tensor:
         """[B] rewards of the whole iteration -> [B] float64 advantages; 0 for unscored responses."""
 
+
 class Reward(Protocol):
     """A judge of responses. Frozen dataclass whose fields are its config keys."""
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         """One verdict per sample, in order."""
+
 
 class Task(Protocol):
     """A built-in verifiable task: makes its own prompts, knows its answers, can show how a beginner answers."""
@@ -157,11 +166,13 @@ class Task(Protocol):
     def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
         """(prompt, response) pairs for a warm start; prompts come from the training split's side."""
 
+
 class RolloutEngine(Protocol):
     """Samples responses. Sampling is keyed by sample id, so who samples what does not matter."""
 
     def generate(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> list[Sample]:
         """One response per request, in order."""
+
 
 @dataclass(frozen=True)
 class SampleRequest:
@@ -179,5 +190,6 @@ class SampleRequest:
     group_id: int
     seed: int = 0
     greedy: bool = False
+
 
 Clock = Callable[[], float]

@@ -35,7 +35,10 @@ class Registry(Generic[T]):
         """
         name = component.__module__.rsplit(".", 1)[-1]
         taken = self._classes.get(name)
-        if taken is not None and (taken.__module__, taken.__qualname__) != (component.__module__, component.__qualname__):
+        if taken is not None and (taken.__module__, taken.__qualname__) != (
+            component.__module__,
+            component.__qualname__,
+        ):
             raise ValueError(
                 f"{self.kind} '{name}' is already {taken.__module__}.{taken.__qualname__}; "
                 f"{component.__module__}.{component.__qualname__} cannot take its name"
@@ -61,7 +64,10 @@ class Registry(Generic[T]):
         if name not in self._classes:
             if name not in self.names():
                 raise ConfigError(
-                    key=key or self.kind, got=name, because=f"no {self.kind} has that name", fix=did_you_mean(name, self.names())
+                    key=key or self.kind,
+                    got=name,
+                    because=f"no {self.kind} has that name",
+                    fix=did_you_mean(name, self.names()),
                 )
             importlib.import_module(f"{self.package}.{name}")
         assert name in self._classes, f"{self.package}.{name} does not register a {self.kind}"

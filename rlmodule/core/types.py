@@ -6,7 +6,7 @@ Shape legend, used in every docstring of the project:
     ``V`` vocabulary                     ``H`` hidden size                     ``G`` groups
 Log-probabilities, entropies and KL are in nats; lengths in tokens; times in seconds.
 
-    Prompt -> Sample (rollout) -> ScoredSample (reward) -> ExperienceRow (log-probs, advantage) -> MicroBatch -> MiniBatch
+    Prompt -> Sample (rollout) -> ScoredSample (reward) -> ExperienceRow (scores, advantage) -> MicroBatch -> MiniBatch
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class MicroBatch:
 
     def pin_memory(self) -> MicroBatch:
         """The same micro-batch in page-locked host memory."""
-        return replace(self, **{k: v.pin_memory() for k, v in _tensors(self).items()})
+        return replace(self, **{k: v.pin_memory() for k, v in _tensors(self).items()})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, eq=False)

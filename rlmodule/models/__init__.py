@@ -1,1 +1,1 @@
-"""What a model is, how it is loaded, what its heads say. Leaves out how it is spread over processes (``strategies/``)."""
+"""What a model is, how it is loaded, what its head says. Leaves out how it is spread over processes."""

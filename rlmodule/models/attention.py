@@ -41,10 +41,21 @@ def attention_forward(
     assert s_aux is None, "attention sinks are not supported"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if segments is not None:
-        limits = {"sliding_window": sliding_window, "softcap": softcap}
-        return packed_attention(query, key, value, segments.cu_seqlens, scale, buckets=segments, **limits), None
+        out = packed_attention(
+            query,
+            key,
+            value,
+            segments.cu_seqlens,
+            scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            buckets=segments,
+        )
+        return out, None
     assert key_lengths is not None, "a forward pass says how its row is cut: segments= or key_lengths="
-    return ragged_decode_attention(query, key, value, key_lengths, scale, sliding_window=sliding_window, softcap=softcap), None
+    return ragged_decode_attention(
+        query, key, value, key_lengths, scale, sliding_window=sliding_window, softcap=softcap
+    ), None
 
 
 AttentionInterface.register(ATTENTION, attention_forward)
@@ -59,7 +70,7 @@ class Rows:
 
 
 class RaggedLayer(CacheLayerMixin):
-    """Keys and values of one layer, [B, heads, capacity, D], filled from the left; row b holds ``lengths[b]`` entries."""
+    """Keys and values of one layer, [B, heads, capacity, D], filled from the left up to ``lengths[b]`` in row b."""
 
     def __init__(self, owner: RaggedCache) -> None:
         super().__init__()
@@ -122,15 +133,21 @@ class RaggedCache(Cache):
         self.writing: Rows | None = None
         super().__init__(layers=[])
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Store one layer's new entries; layers are made when first seen."""
         while len(self.layers) <= layer_idx:
             self.layers.append(RaggedLayer(self))
-        return self.layers[layer_idx].update(key_states, value_states)
+        return self._ragged[layer_idx].update(key_states, value_states)
+
+    @property
+    def _ragged(self) -> list[RaggedLayer]:
+        return self.layers  # type: ignore[return-value]  # none of another kind is ever added
 
     def select(self, rows: Tensor) -> None:
         """Keep (and repeat) the given rows in every layer."""
-        for layer in self.layers:
+        for layer in self._ragged:
             layer.select(rows)
         self.lengths = self.lengths.index_select(0, rows)
         self.longest = int(self.lengths.max())

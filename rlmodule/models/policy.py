@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rlmodule.batching.workload import ModelShape
 from rlmodule.core.config import one_of
@@ -94,7 +101,10 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         raise ConfigError(
-            key="model.architecture.model_type", got=model_type, because="transformers knows no such model", fix=did_you_mean(model_type, CONFIG_MAPPING)
+            key="model.architecture.model_type",
+            got=model_type,
+            because="transformers knows no such model",
+            fix=did_you_mean(model_type, CONFIG_MAPPING),
         ) from None
     unknown = [name for name in values if not hasattr(type(made)(), name)]
     if unknown:
@@ -110,7 +120,11 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
 def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> PolicyModel:
     """Load the weights in fp32, or draw random ones from ``seed`` without touching the global random state."""
     hf_config = load_model_config(config)
-    options: dict[str, Any] = {"attn_implementation": ATTENTION, "dtype": torch.float32, "trust_remote_code": config.trust_remote_code}
+    options: dict[str, Any] = {
+        "attn_implementation": ATTENTION,
+        "dtype": torch.float32,
+        "trust_remote_code": config.trust_remote_code,
+    }
     try:
         if config.path is not None:
             lm = AutoModelForCausalLM.from_pretrained(config.path, **options)
@@ -129,7 +143,7 @@ def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> Polic
     return PolicyModel(lm, temperature=temperature, compute_dtype=PRECISIONS[config.precision])
 
 
-def _refuse_leaks(lm: nn.Module, config: ModelConfig) -> None:
+def _refuse_leaks(lm: PreTrainedModel, config: ModelConfig) -> None:
     """Refuse a model in which packed samples would see each other: attention of its own, or a state that runs along."""
     foreign = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS
     if lm._supports_attention_backend and not lm._is_stateful and not foreign:
@@ -145,7 +159,7 @@ def _refuse_leaks(lm: nn.Module, config: ModelConfig) -> None:
 
 @dataclass(frozen=True, eq=False)
 class PrefillBatch:
-    """Prompts end to end, to be read into an empty cache. ``input_ids`` [T], ``position_ids`` [T], ``last`` [B] positions."""
+    """Prompts end to end, to be read into an empty cache: ``input_ids`` and ``position_ids`` [T], ``last`` [B]."""
 
     input_ids: Tensor
     position_ids: Tensor
@@ -171,7 +185,11 @@ class PolicyModel(nn.Module):
         compute_dtype: matmuls run in it under autocast; None computes in the weights' own type.
     """
 
-    def __init__(self, lm: nn.Module, *, temperature: float = 1.0, compute_dtype: torch.dtype | None = None) -> None:
+    lm: PreTrainedModel
+
+    def __init__(
+        self, lm: PreTrainedModel, *, temperature: float = 1.0, compute_dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.lm = lm
         self.temperature = temperature
@@ -180,6 +198,7 @@ class PolicyModel(nn.Module):
         silence_dropout(lm)
 
     def forward(
+<<<<<<< HEAD
         self,
         batch: MicroBatch | PrefillBatch | DecodeBatch,
         *,
@@ -190,6 +209,11 @@ class PolicyModel(nn.Module):
 
         A PrefillBatch or a DecodeBatch -> [B, V] next-token logits.
         """
+=======
+        self, batch: MicroBatch | PrefillBatch | DecodeBatch, *, with_entropy: bool = False
+    ) -> TokenOutputs | Tensor:
+        """MicroBatch -> TokenOutputs over its loss tokens; PrefillBatch, DecodeBatch -> [B, V] next-token logits."""
+>>>>>>> main
         device = batch.input_ids.device.type
         with torch.autocast(device, dtype=self.compute_dtype, enabled=self.compute_dtype is not None):
             if isinstance(batch, PrefillBatch):
@@ -216,7 +240,9 @@ class PolicyModel(nn.Module):
         lengths = batch.cu_seqlens.diff()
         rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         batch.cache.writing = Rows(row=rows, place=batch.position_ids)
-        hidden = self._hidden(batch.input_ids[None], batch.position_ids[None], segments=segments, cache=batch.cache, use_cache=True)
+        hidden = self._hidden(
+            batch.input_ids[None], batch.position_ids[None], segments=segments, cache=batch.cache, use_cache=True
+        )
         batch.cache.writing = None
         return self._logits(hidden[0, batch.last])
 
@@ -230,7 +256,9 @@ class PolicyModel(nn.Module):
 
     def _hidden(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool = False, **kwargs: Any) -> Tensor:
         # use_cache must be said: left out, transformers makes a cache and packed samples attend to each other.
-        return self.lm.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, **kwargs).last_hidden_state
+        return self.lm.base_model(
+            input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, **kwargs
+        ).last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[B, H] -> [B, V] fp32 logits, temperature applied."""
@@ -277,7 +305,9 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
     """The sizes that decide what a token costs."""
     text = config.get_text_config()
 
-    def value(name: str) -> Any:  # not from to_dict(): older families have names of their own, which attributes translate
+    def value(
+        name: str,
+    ) -> Any:  # not from to_dict(): older families have names of their own, which attributes translate
         return getattr(text, name, None)
 
     heads, hidden, layers = (int(value(n)) for n in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
@@ -305,7 +335,9 @@ def parameter_count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def save_pretrained(folder: Path, lm: nn.Module, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None = None) -> None:
+def save_pretrained(
+    folder: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads; ``weights`` replace the module's own."""
     lm.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
     tokenizer.save_pretrained(folder)
@@ -313,5 +345,3 @@ def save_pretrained(folder: Path, lm: nn.Module, tokenizer: PreTrainedTokenizerB
 
 def _first_line(error: Exception) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-
-

@@ -1,6 +1,6 @@
 """In-process sampling with the policy's own weights: packed prefill of each distinct prompt, then ragged decoding.
 
-No padding token is computed, rows that have ended leave the batch, and nothing is copied between a trainer and a server.
+No padding token is computed, rows that have ended leave the batch, nothing is copied between a trainer and a server.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Engine:
             loss_mask=torch.ones_like(ids, dtype=torch.bool),
             sampler_logprob=logprob,
             finish=finish,
-            text=self.tokenizer.decode(ids, skip_special_tokens=True),
+            text=str(self.tokenizer.decode(ids, skip_special_tokens=True)),
         )
 
 
@@ -156,7 +156,9 @@ class Wave:
     stopped: Tensor
 
     @classmethod
-    def start(cls, requests: Sequence[SampleRequest], settings: HFRollout, stop: Sequence[int], device: torch.device) -> Wave:
+    def start(
+        cls, requests: Sequence[SampleRequest], settings: HFRollout, stop: Sequence[int], device: torch.device
+    ) -> Wave:
         """A wave before its first token."""
         count, limit = len(requests), settings.max_response_length
         return cls(
@@ -175,7 +177,7 @@ class Wave:
         )
 
     def run(self, logits: Tensor, cache: RaggedCache) -> Iterator[Tensor]:
-        """Draw until every row has ended; yields the [b] tokens to feed, and expects ``logits`` to be renewed each time."""
+        """Draw until every row has ended; yields the [b] tokens to feed and expects new ``logits`` each time."""
         self.logits = logits
         for position in range(self.limit):
             drawn = self._draw(position)

@@ -1,4 +1,4 @@
-"""The few exchanges between data ranks: rows of numbers, small objects, samples on their way to whom they train with."""
+"""The few exchanges between data ranks: rows of numbers, small objects, samples on their way to where they train."""
 
 from __future__ import annotations
 

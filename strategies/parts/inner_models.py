@@ -63,7 +63,7 @@ class InnerModels:
 
     def full_weights(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor), one at a time; tied tensors under each of their names."""
-        for key, tensor in self._models[name].lm.state_dict().items():
+        for key, tensor in self._models[name].get_submodule("lm").state_dict().items():
             yield key, tensor.detach().to(dtype=dtype if tensor.is_floating_point() else None)
 
     @contextmanager
@@ -79,6 +79,13 @@ class InnerModels:
             yield
 
 
+def inner_models_of(module: nn.Module | None) -> Mapping[str, nn.Module]:
+    """What a LightningModule of this project gives to be wrapped."""
+    found = module.inner_models() if module is not None else {}  # type: ignore[operator]
+    assert isinstance(found, Mapping)
+    return found
+
+
 @contextmanager
 def _mode(module: nn.Module, *, training: bool) -> Iterator[None]:
     before = [(part, part.training) for part in module.modules()]
@@ -88,4 +95,3 @@ def _mode(module: nn.Module, *, training: bool) -> Iterator[None]:
     finally:
         for part, was in before:
             part.training = was
-

@@ -20,7 +20,10 @@ def test_a_config_error_reads_key_value_reason_fix():
 
 
 def test_a_data_error_reads_place_reason_fix():
-    assert str(DataError(place="rows.jsonl:3", because="no prompt", fix="Delete it")) == "rows.jsonl:3: no prompt. Delete it"
+    assert (
+        str(DataError(place="rows.jsonl:3", because="no prompt", fix="Delete it"))
+        == "rows.jsonl:3: no prompt. Delete it"
+    )
 
 
 def test_a_missing_package_comes_with_the_command_that_installs_it():

@@ -25,7 +25,9 @@ def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> l
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
-            context.Process(target=_rank, args=(rank, world_size, f"{folder}/store", sender, function, args), daemon=True)
+            context.Process(
+                target=_rank, args=(rank, world_size, f"{folder}/store", sender, function, args), daemon=True
+            )
             for rank, (_, sender) in enumerate(pipes)
         ]
         for process in ranks:
@@ -56,7 +58,9 @@ def _receive(receiver: Connection) -> tuple[bool, Any]:
         return False, "died without a word"
 
 
-def _rank(rank: int, world_size: int, store: str, sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _rank(
+    rank: int, world_size: int, store: str, sender: Connection, function: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import ModelConfig, PolicyModel, build_policy
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.reduction import reduce_metrics
 from rlmodule.update import StepResult, update
 from strategies.ddp import DDPOptions, DDPStrategy
 from strategies.parts.collectives import GroupCollectives
@@ -200,6 +201,7 @@ class Stepper:
         self.config = optimizer or OptimizerConfig(lr=1e-2, warmup_steps=0)
         self.optimizer = build_optimizer(self.config, policy)
         self.schedule = build_schedule(self.config, self.optimizer, run_steps=100)
+        self.backward_calls = 0
 
     def __call__(self, mini_batch: MiniBatch) -> StepResult:
         """One optimizer step."""
@@ -210,18 +212,81 @@ class Stepper:
             optimizer=self.optimizer,
             schedule=self.schedule,
             max_grad_norm=self.config.max_grad_norm,
-            backward=lambda loss: loss.backward(),
+            backward=self._backward,
         )
+
+    def _backward(self, loss: Tensor) -> None:
+        self.backward_calls += 1
+        loss.backward()
+
+
+@dataclass(frozen=True)
+class Training:
+    """What training on some rows came to, on one rank.
+
+    Args:
+        steps: metrics of every mini-batch, merged over data ranks.
+        grad_norms: before clipping; NaN for an empty mini-batch.
+        weights: parameters afterwards.
+        backward_calls: micro-batches this rank ran.
+        learning_rate: after the last step.
+    """
+
+    steps: list[dict[str, float]]
+    grad_norms: list[float]
+    weights: dict[str, np.ndarray]
+    backward_calls: int
+    learning_rate: float
+
+
+# An eps this large keeps AdamW from blowing the rounding of a gradient near 0 up to a whole step.
+SMOOTH = OptimizerConfig(lr=1e-2, eps=1e-2, warmup_steps=0)
+
+
+def train_on(
+    rank: int,
+    rows: Sequence[ExperienceRow],
+    config: BatchingConfig,
+    *,
+    family: str = "qwen3",
+    epochs: int = 1,
+    arrange: Callable[[MiniBatch], MiniBatch] = lambda mini_batch: mini_batch,
+    **settings: Any,
+) -> Training:
+    """Train a new tiny policy on ``rows``, as this process's share of the process group where there is one.
+
+    ``run_on_ranks(2, partial(train_on, rows=rows, config=config))`` and ``train_on(0, rows, config)`` must agree.
+    """
+    layout = current_layout()
+    policy = tiny_policy(family)
+    stepper = Stepper(policy, single if layout.world_size == 1 else ddp, **{"optimizer": SMOOTH, **settings})
+    mini_batches = [arrange(mini_batch) for mini_batch in share_rows(rows, config, layout, epochs=epochs)]
+    results = [stepper(mini_batch) for mini_batch in mini_batches]
+    merged = [reduce_metrics(r.metrics, layout, stepper.strategy.collectives) for r in results]
+    return Training(
+        steps=[{name: metric.result for name, metric in metrics.items()} for metrics in merged],
+        grad_norms=[r.grad_norm for r in results],
+        weights={name: p.detach().numpy().copy() for name, p in policy.named_parameters()},
+        backward_calls=stepper.backward_calls,
+        learning_rate=stepper.optimizer.param_groups[0]["lr"],
+    )
+
+
+def assert_same_training(got: Training, expected: Training, *, rtol: float = 1e-5) -> None:
+    """The same numbers, whatever the cut: metrics and norms to ``rtol``, weights to a thousandth of a step."""
+    assert len(got.steps) == len(expected.steps)
+    for here, there in zip(got.steps, expected.steps, strict=True):
+        assert here.keys() == there.keys()
+        for name, value in there.items():
+            np.testing.assert_allclose(here[name], value, rtol=rtol, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(got.grad_norms, expected.grad_norms, rtol=rtol)
+    for name, value in expected.weights.items():
+        np.testing.assert_allclose(got.weights[name], value, rtol=0, atol=1e-5, err_msg=name)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """A copy of every parameter."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def numpy_weights(model: nn.Module) -> dict[str, np.ndarray]:
-    """The same as arrays, which cross from a forked rank without sharing memory."""
-    return {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
 
 
 def without_loss(item: ExperienceRow) -> ExperienceRow:
