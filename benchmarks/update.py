@@ -288,7 +288,9 @@ def main() -> None:
         report = measure(make_rows(2, 8, 2048), 2048, hidden=128, layers=2, rounds=1)
     else:
         groups = 8 if args.vocabulary < 100_000 else 4
-        report = measure(make_rows(groups, 8, args.vocabulary), args.vocabulary, hidden=256, layers=4, rounds=args.rounds)
+        report = measure(
+            make_rows(groups, 8, args.vocabulary), args.vocabulary, hidden=256, layers=4, rounds=args.rounds
+        )
     print(
         f"{report['rollouts']} rollouts, {report['prompt_tokens']:,} prompt + {report['response_tokens']:,} response tokens, "
         f"vocabulary {report['vocabulary']:,}, grad norm {report['grad_norm']:.6f} every way, "

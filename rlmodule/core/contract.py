@@ -128,7 +128,6 @@ class Loss(Protocol):
         """[N] loss tokens -> [N] losses and metrics; no reduction, no ``.item()``."""
 
 
-<<<<<<< HEAD
 class TokenObjective(Protocol):
     """Turns log-probabilities of a micro-batch's loss tokens into a scalar, while they are hot."""
 
@@ -139,8 +138,6 @@ class TokenObjective(Protocol):
         """[C] log-probabilities and entropies of the tokens ``part`` -> scalar with gradient."""
 
 
-=======
->>>>>>> main
 class Advantage(Protocol):
     """A sequence-level advantage estimator. Frozen dataclass whose fields are its config keys."""
 

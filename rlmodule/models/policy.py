@@ -198,7 +198,6 @@ class PolicyModel(nn.Module):
         silence_dropout(lm)
 
     def forward(
-<<<<<<< HEAD
         self,
         batch: MicroBatch | PrefillBatch | DecodeBatch,
         *,
@@ -209,11 +208,6 @@ class PolicyModel(nn.Module):
 
         A PrefillBatch or a DecodeBatch -> [B, V] next-token logits.
         """
-=======
-        self, batch: MicroBatch | PrefillBatch | DecodeBatch, *, with_entropy: bool = False
-    ) -> TokenOutputs | Tensor:
-        """MicroBatch -> TokenOutputs over its loss tokens; PrefillBatch, DecodeBatch -> [B, V] next-token logits."""
->>>>>>> main
         device = batch.input_ids.device.type
         with torch.autocast(device, dtype=self.compute_dtype, enabled=self.compute_dtype is not None):
             if isinstance(batch, PrefillBatch):

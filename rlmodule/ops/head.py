@@ -235,7 +235,9 @@ class _LinearLoss(torch.autograd.Function):
                     if grads.wanted:
                         grads.add(walk, chunk, part, *derivatives)
         if not len(hidden):
-            loss = _derivatives(score, loss.new_zeros(0), loss.new_zeros(0) if head.with_entropy else None, everything)[0]
+            loss = _derivatives(score, loss.new_zeros(0), loss.new_zeros(0) if head.with_entropy else None, everything)[
+                0
+            ]
         ctx.grads = grads
         return loss
 
@@ -284,7 +286,9 @@ class _Gradients:
         self.weight = torch.zeros_like(weight, dtype=head.sum_dtype) if needs[1] else None
         self.bias = None if bias is None or not needs[2] else torch.zeros_like(bias, dtype=head.sum_dtype)
 
-    def add(self, walk: _Pass, chunk: _Chunk, part: slice, by_logprob: Tensor | None, by_entropy: Tensor | None) -> None:
+    def add(
+        self, walk: _Pass, chunk: _Chunk, part: slice, by_logprob: Tensor | None, by_entropy: Tensor | None
+    ) -> None:
         """Take in one chunk; its [C, V] buffers may be overwritten."""
         if by_logprob is None and by_entropy is None:
             return
