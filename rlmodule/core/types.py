@@ -252,6 +252,7 @@ class LossInputs:
         old_logprob: [N] float32 under the policy that started the update.
         advantage: [N] float32.
         ref_logprob: [N] float32 under the reference policy.
+        selected: [N] bool, tokens that the loss itself picked out of the whole mini-batch.
     """
 
     logprob: Tensor
@@ -260,6 +261,7 @@ class LossInputs:
     old_logprob: Tensor | None = None
     advantage: Tensor | None = None
     ref_logprob: Tensor | None = None
+    selected: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,6 +73,7 @@ class Rollouts:
     old_logprob: Tensor
     ref_logprob: Tensor
     advantage: Tensor
+    selected: Tensor
 
     @property
     def totals(self) -> StepTotals:
@@ -96,6 +97,7 @@ class Rollouts:
             old_logprob=self.old_logprob[at],
             advantage=self.advantage[at],
             ref_logprob=self.ref_logprob[at],
+            selected=self.selected[at],
         )
 
     def weights(self, rows: Sequence[int], mode: str) -> Tensor:
@@ -124,6 +126,7 @@ def rollouts(seed: int = 0, drift: float = 0.5) -> Rollouts:
         old_logprob=old,
         ref_logprob=old + drawn[1],
         advantage=advantage.repeat_interleave(torch.tensor(LENGTHS)),
+        selected=torch.rand(sum(LENGTHS), generator=rng) < 0.3,
     )
 
 
@@ -184,9 +187,12 @@ def check_loss_ignores_what_is_masked(loss: Loss) -> None:
     assert bool(gradient.isfinite().all())
 
 
-def check_no_gradient_without_advantage(loss: Loss) -> None:
-    """Where every advantage is 0 there is nothing to learn: the gradient is exactly 0."""
-    data = rollouts()
+def check_no_gradient_without_advantage(loss: Loss, drift: float = 0.5) -> None:
+    """Where every advantage is 0 there is nothing to learn: the gradient is exactly 0.
+
+    A loss with a leash to the old policy keeps the law where the policy has not moved, at a ``drift`` of 0.
+    """
+    data = rollouts(drift=drift)
     data = replace(data, advantage=torch.zeros_like(data.advantage))
     gradient = _optimised(loss, data, CUTS[0], "token-mean")[1]
     assert bool((gradient == 0).all()), f"gradient {gradient} at zero advantage"
@@ -194,7 +200,7 @@ def check_no_gradient_without_advantage(loss: Loss) -> None:
 
 def check_loss_reads_only_what_it_names(loss: Loss) -> None:
     """``needs`` is the truth: with everything else absent the loss is the same."""
-    optional = {"old_logprob", "advantage", "ref_logprob"}
+    optional = {"old_logprob", "advantage", "ref_logprob", "selected"}
     assert loss.needs <= optional, f"{loss.needs - optional} is no optional field of LossInputs"
     full = rollouts().inputs(range(len(LENGTHS)))
     lean = replace(full, **dict.fromkeys(optional - loss.needs))

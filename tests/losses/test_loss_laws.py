@@ -33,9 +33,12 @@ def test_a_loss_ignores_what_is_masked(loss):
     laws.check_loss_ignores_what_is_masked(loss)
 
 
+LEASHED = {"dro"}  # pull back to the old policy, whatever the advantage
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if "advantage" in LOSSES.get(name).needs])
 def test_a_loss_has_no_gradient_without_advantage(name):
-    laws.check_no_gradient_without_advantage(LOSSES.get(name)())
+    laws.check_no_gradient_without_advantage(LOSSES.get(name)(), drift=0.0 if name in LEASHED else 0.5)
 
 
 def test_a_loss_reads_only_what_it_names(loss):
