@@ -16,8 +16,9 @@ from rlmodule.ops.kl import importance_ratio
 class CISPO:
     """Clipped importance-sampling policy optimisation (MiniMax-M1, arXiv:2506.13585).
 
-    Loss ``-stop(clip(ratio, 1 - low, 1 + high)) * A * logprob``: a weighted policy gradient in which no token is dropped.
-    The paper leaves the weight without a floor (``clip_ratio_low=1``); the ceiling of 5 is that of arXiv:2510.13786.
+    Loss ``-stop(clip(ratio, 1 - low, 1 + high)) * A * logprob``: a weighted policy gradient in which no token is
+    dropped. The paper leaves the weight without a floor (``clip_ratio_low=1``); the ceiling of 5 is that of
+    arXiv:2510.13786.
 
     Metrics: ``clip_frac`` tokens whose weight was clipped, ``ppo_kl`` old minus new log-probability in nats.
     """

@@ -18,9 +18,9 @@ from rlmodule.ops.kl import binary_kl, importance_ratio
 class DPPOKL:
     """Divergence PPO, binary KL (arXiv:2602.04879).
 
-    With p and q the probability of the taken token now and then, the loss is ``-stop(min(p/q, c)) * A * logprob``, and 0
-    once an update in A's direction has used its room: KL(q || p) of "this token or another" beyond its limit, with p above q
-    where A > 0 and below q where A < 0. A token that moved the other way is free to come back.
+    With p and q the probability of the taken token now and then, the loss is ``-stop(min(p/q, c)) * A * logprob``,
+    and 0 once an update in A's direction has used its room: KL(q || p) of "this token or another" beyond its limit,
+    with p above q where A > 0 and below q where A < 0. A token that moved the other way is free to come back.
 
     Metrics: ``clip_frac`` tokens outside their room, ``ppo_kl`` old minus new log-probability in nats.
     """

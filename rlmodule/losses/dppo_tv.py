@@ -18,9 +18,9 @@ from rlmodule.ops.kl import importance_ratio
 class DPPOTotalVariation:
     """Divergence PPO, binary total variation (arXiv:2602.04879).
 
-    With p and q the probability of the taken token now and then, the loss is ``-stop(min(p/q, c)) * A * logprob``, and 0
-    once an update in A's direction has used its room: p - q > high where A > 0, q - p > low where A < 0. A rare token may
-    thus grow many times over, while a frequent one may not fall by a tenth.
+    With p and q the probability of the taken token now and then, the loss is ``-stop(min(p/q, c)) * A * logprob``,
+    and 0 once an update in A's direction has used its room: p - q > high where A > 0, q - p > low where A < 0. A rare
+    token may thus grow many times over, while a frequent one may not fall by a tenth.
 
     Metrics: ``clip_frac`` tokens outside their room, ``ppo_kl`` old minus new log-probability in nats.
     """

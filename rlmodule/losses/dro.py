@@ -15,8 +15,8 @@ from rlmodule.losses import LOSSES
 class DRO:
     """Direct reward optimisation per token (arXiv:2405.19107), with the advantage in place of reward minus value.
 
-    Loss ``-(A * logprob - beta / 2 * (logprob - old_logprob)^2)``. No ratio stands in it, so it needs no clip; the leash
-    pulls back to the old policy, also where the advantage is 0.
+    Loss ``-(A * logprob - beta / 2 * (logprob - old_logprob)^2)``. No ratio stands in it, so it needs no clip; the
+    leash pulls back to the old policy, also where the advantage is 0.
 
     Metrics: ``leash`` its quadratic term, ``ppo_kl`` old minus new log-probability in nats.
     """

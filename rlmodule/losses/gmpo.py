@@ -20,8 +20,9 @@ class GMPO:
     """Geometric-mean policy optimisation (arXiv:2507.20673).
 
     With d = logprob - old_logprob and A the mean advantage of the response, each d is clipped pessimistically to
-    [-low, high] on the side that the sign of A asks for, and every token has the loss ``-A exp(mean of clipped d)``. Clipped
-    tokens have no gradient, the others share that of the geometric mean. The paper averages by ``seq-mean-token-mean``.
+    [-low, high] on the side that the sign of A asks for, and every token has the loss ``-A exp(mean of clipped d)``.
+    Clipped tokens have no gradient, the others share that of the geometric mean. The paper averages by
+    ``seq-mean-token-mean``.
 
     Metrics: ``clip_frac`` tokens held back by the range, ``ppo_kl`` old minus new log-probability in nats.
     """

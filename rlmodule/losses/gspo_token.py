@@ -19,8 +19,8 @@ from rlmodule.ops.sequences import mean_by_sequence
 class GSPOToken:
     """The token variant of group sequence policy optimisation (arXiv:2507.18071, section 4.3).
 
-    The ratio of token t is ``stop(s) * p_t / stop(p_t)``, with s as in ``gspo``: its value is the sequence's, its gradient
-    stays on token t. With one advantage per response loss and gradient equal those of ``gspo``.
+    The ratio of token t is ``stop(s) * p_t / stop(p_t)``, with s as in ``gspo``: its value is the sequence's, its
+    gradient stays on token t. With one advantage per response loss and gradient equal those of ``gspo``.
 
     Metrics: as in ``gspo``.
     """

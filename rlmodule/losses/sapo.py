@@ -18,10 +18,12 @@ from rlmodule.ops.kl import importance_ratio
 class SAPO:
     """Soft adaptive policy optimisation (arXiv:2511.20347).
 
-    Loss ``-A * 4 / tau * sigmoid(tau (ratio - 1))`` with tau by the sign of A. At ratio 1 the slope is that of the policy
-    gradient, and it falls to both sides, faster for the larger tau. The paper averages by ``seq-mean-token-mean``.
+    Loss ``-A * 4 / tau * sigmoid(tau (ratio - 1))`` with tau by the sign of A. At ratio 1 the slope is that of the
+    policy gradient, and it falls to both sides, faster for the larger tau. The paper averages by
+    ``seq-mean-token-mean``.
 
-    Metrics: ``gate`` slope against that at ratio 1 (1 is untouched, 0 is gone), ``ppo_kl`` old minus new log-probability.
+    Metrics: ``gate`` slope against that at ratio 1 (1 is untouched, 0 is gone), ``ppo_kl`` old minus new
+    log-probability.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage"})

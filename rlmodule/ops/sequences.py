@@ -1,7 +1,7 @@
 """From loss tokens to the sequences they belong to, and back; for losses that look at a response as a whole.
 
-Sums run over the tokens at hand, counts are those of the whole sample, so nothing here sees how a step was cut. Leaves out
-sums over ranks: every token of a sequence must be at hand.
+Sums run over the tokens at hand, counts are those of the whole sample, so nothing here sees how a step was cut.
+Leaves out sums over ranks: every token of a sequence must be at hand.
 """
 
 from __future__ import annotations
