@@ -292,8 +292,8 @@ def main() -> None:
             make_rows(groups, 8, args.vocabulary), args.vocabulary, hidden=256, layers=4, rounds=args.rounds
         )
     print(
-        f"{report['rollouts']} rollouts, {report['prompt_tokens']:,} prompt + {report['response_tokens']:,} response tokens, "
-        f"vocabulary {report['vocabulary']:,}, grad norm {report['grad_norm']:.6f} every way, "
+        f"{report['rollouts']} rollouts, {report['prompt_tokens']:,} prompt + {report['response_tokens']:,} response "
+        f"tokens, vocabulary {report['vocabulary']:,}, grad norm {report['grad_norm']:.6f} every way, "
         f"GEMM {report['gemm_gflop_per_cpu_second']:.0f} GFLOP per CPU second"
     )
     print(f"{'way':<12} {'update s':>9} {'ratio':>6} {'MFU':>6} {'score s':>9} {'ratio':>6}")

@@ -77,8 +77,8 @@ def pack_rows(rows: Sequence[ExperienceRow], totals: StepTotals, positions: tupl
 
 
 def _loss_tokens_of(values: Sequence[Tensor | None], masks: Sequence[Tensor]) -> Tensor | None:
-    """[R] per row -> [N]; rows without the value (fillers) must have no loss tokens."""
-    if all(value is None for value in values):
+    """[R] per row -> [N], None where no row has the value; rows without it (fillers) must have no loss tokens."""
+    if all(value is None for value in values) and any(bool(mask.any()) for mask in masks):
         return None
     parts = [torch.zeros(0) if v is None else v[m] for v, m in zip(values, masks, strict=True)]
     assert all(len(p) == int(m.sum()) for p, m in zip(parts, masks, strict=True)), (

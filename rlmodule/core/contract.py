@@ -117,8 +117,8 @@ class Loss(Protocol):
     """A policy loss: loss tokens in, per-token loss out. Frozen dataclass whose fields are its config keys.
 
     ``needs`` names the optional fields of LossInputs that the loss reads; whoever calls it provides them.
-    ``whole_sequences`` says that the loss of one token depends on other tokens of its sequence: such a loss is given all
-    tokens of a micro-batch at once, any other may get them in consecutive chunks.
+    ``whole_sequences`` says that the loss of one token depends on other tokens of its sequence: such a loss is given
+    all tokens of a micro-batch at once, any other may get them in consecutive chunks.
     """
 
     needs: ClassVar[frozenset[str]]

@@ -23,8 +23,8 @@ from transformers import (
 
 from rlmodule.batching.workload import ModelShape
 from rlmodule.core.config import one_of
-from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.contract import TokenObjective
+from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.types import MicroBatch, TokenOutputs
 from rlmodule.models.attention import ATTENTION, RaggedCache, Rows
 from rlmodule.models.byte_tokenizer import byte_tokenizer
@@ -214,20 +214,23 @@ class PolicyModel(nn.Module):
                 return self._prefill(batch)
             if isinstance(batch, DecodeBatch):
                 return self._decode(batch)
-            segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)
-            hidden = self._hidden(batch.input_ids[None], batch.position_ids[None], segments=segments)[0]
-            head = self.lm.get_output_embeddings()
-            inputs = (hidden[batch.loss_positions] * self.head.scale, head.weight, batch.labels)
-            options = {"bias": head.bias, "temperature": self.temperature, "softcap": self.head.softcap}
-            if objective is None:
-                return TokenOutputs(*linear_logprobs(*inputs, **options, with_entropy=with_entropy))
-            return linear_loss(
-                *inputs,
-                objective,
-                **options,
-                with_entropy=objective.needs_entropy,
-                whole_sequences=objective.whole_sequences,
-            )
+            return self._score(batch, objective, with_entropy)
+
+    def _score(self, batch: MicroBatch, objective: TokenObjective | None, with_entropy: bool) -> Tensor | TokenOutputs:
+        segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)
+        hidden = self._hidden(batch.input_ids[None], batch.position_ids[None], segments=segments)[0]
+        head = self.lm.get_output_embeddings()
+        inputs = (hidden[batch.loss_positions] * self.head.scale, head.weight, batch.labels)
+        options = {"bias": head.bias, "temperature": self.temperature, "softcap": self.head.softcap}
+        if objective is None:
+            return TokenOutputs(*linear_logprobs(*inputs, **options, with_entropy=with_entropy))
+        return linear_loss(
+            *inputs,
+            objective,
+            **options,
+            with_entropy=objective.needs_entropy,
+            whole_sequences=objective.whole_sequences,
+        )
 
     def _prefill(self, batch: PrefillBatch) -> Tensor:
         segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)

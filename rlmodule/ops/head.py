@@ -2,9 +2,10 @@
 
 A loss that looks at one token at a time needs only that token's log-probability, because its normalisers are known from
 the plan. So the derivative of the loss with respect to the logits is known while a chunk of them is still hot, and
-backward makes no logits again: three matrix products per chunk in all. The softmax itself is multiplied with the head
-and with the hidden states; the derivative per token scales the small results, and no [C, V] gradient is ever written.
-Losses that compare tokens of a sequence with each other get all log-probabilities first, from a pass without gradients.
+backward makes no logits again: three matrix products per chunk in all. The softmax, less 1 at the label, is itself
+multiplied with the head and with the hidden states; the derivative per token scales the small results, so no [C, V]
+gradient is written unless the entropy is trained. Losses that compare tokens of a sequence with each other get all
+log-probabilities first, from a pass without gradients.
 
 Scoring (``linear_logprobs``) walks the same chunks in the same way, so that the ratio of an update that follows is 1 to
 the last bit. Leaves out what the loss is: a callback.
@@ -12,6 +13,7 @@ the last bit. Leaves out what the loss is: a callback.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from rlmodule.ops.logprobs import LOGPROB_FLOOR, check_positive, chunks, default_chunk, sum_dtype
 
 # log(p) of a softmax value loses digits where p is near the smallest normal float32, 1e-38.
-SMALLEST_TRUSTED = 1e-30
+RARE = math.log(1e-30)
 
 # (log-probabilities [C], entropies [C] or None, which of the N tokens they are) -> scalar share of the loss
 Score = Callable[[Tensor, "Tensor | None", slice], Tensor]
@@ -42,10 +44,11 @@ def linear_loss(
     with_entropy: bool = False,
     whole_sequences: bool = False,
 ) -> Tensor:
-    """Sum of ``score`` over the labels' log-probabilities under ``softmax(cap(hidden @ weight.T + bias) / temperature)``.
+    """Sum of ``score`` over log-probabilities of labels under ``softmax(cap(hidden @ weight.T + bias) / temperature)``.
 
-    Differentiable once in ``hidden``, ``weight`` and ``bias``. Matrix products run in the dtype of the inputs (of
-    autocast where it is on); softmax, sums and the weight gradient are float32, float64 for float64 inputs.
+    Differentiable in ``hidden``, ``weight`` and ``bias`` by one backward pass, whose results were made in this call.
+    Matrix products run in the dtype of the inputs (of autocast where it is on); softmax, sums and the weight gradient
+    are float32, float64 for float64 inputs.
 
     Args:
         hidden: [N, H] hidden state at the position that predicts each label.
@@ -67,7 +70,8 @@ def linear_loss(
         ValueError: a temperature, cap or chunk size that is not positive.
     """
     head = _Head.of(hidden, weight, labels, temperature, softcap, chunk_size, with_entropy)
-    loss: Tensor = _LinearLoss.apply(hidden, weight, bias, labels, head, score, whole_sequences)  # type: ignore[no-untyped-call]
+    make = _Step(score, whole_sequences, with_gradients=torch.is_grad_enabled())
+    loss: Tensor = _LinearLoss.apply(hidden, weight, bias, labels, head, make)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -93,7 +97,16 @@ def linear_logprobs(
     """
     head = _Head.of(hidden, weight, labels, temperature, softcap, chunk_size, with_entropy)
     with torch.autocast(hidden.device.type, enabled=False):
-        return _all_logprobs(_Pass(hidden, weight, bias, labels, head), head, len(hidden))
+        return _all_logprobs(_Pass(hidden, weight, bias, labels, head))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What is done with the log-probabilities; see ``linear_loss``."""
+
+    score: Score
+    whole_sequences: bool
+    with_gradients: bool
 
 
 @dataclass(frozen=True)
@@ -139,19 +152,41 @@ class _Chunk:
 
     Args:
         scaled: [C, H] hidden states over the temperature, in the dtype of matrix products.
+        labels: [C].
         logits: [C, V] as the softmax sees them; overwritten by the next chunk.
         probability: [C, V]; overwritten by the next chunk.
-        slope: [C, V] derivative of the cap, or None.
-        logprob, entropy, normaliser: [C]; the latter two None unless asked for.
+        slope: [C, V] derivative of the softmax's logits by those of the head, or None where it is 1 / temperature.
+        logprob, normaliser: [C].
+        entropy: [C], or None unless asked for.
     """
 
     scaled: Tensor
+    labels: Tensor
     logits: Tensor
     probability: Tensor
     slope: Tensor | None
     logprob: Tensor
+    normaliser: Tensor
     entropy: Tensor | None
-    normaliser: Tensor | None
+
+    def derivative_(self, by_logprob: Tensor, by_entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """([C, V], [C] factor of each row or None) of the loss by the head's logits; uses the buffers up.
+
+        d logp[label] / dz = onehot - p, and dH / dz = -p * (log p + H) with H the entropy. The 1 of the label is taken
+        off in float32, before any rounding: most tokens of a trained policy have p near 1.
+        """
+        p, label = self.probability, self.labels.unsqueeze(-1)
+        if by_entropy is None:
+            rows = p.scatter_add_(-1, label, torch.full_like(label, -1, dtype=p.dtype))
+            factor = -by_logprob
+        else:
+            assert self.entropy is not None
+            logp = self.logits.sub_(self.normaliser.unsqueeze(-1)).clamp_(min=LOGPROB_FLOOR)
+            of_row = (by_entropy * self.entropy + by_logprob).unsqueeze(-1)
+            rows = logp.mul_(by_entropy.unsqueeze(-1)).add_(of_row).mul_(p).neg_()
+            rows.scatter_add_(-1, label, by_logprob.unsqueeze(-1))
+            factor = None
+        return rows if self.slope is None else rows.mul_(self.slope), factor
 
 
 class _Pass:
@@ -160,19 +195,20 @@ class _Pass:
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head) -> None:
         self.hidden, self.bias, self.labels, self.head = hidden, bias, labels, head
         self.weight = weight.to(head.dtype)
-        shape = (min(head.chunk_size, len(hidden)), len(weight))
+        self.parts = chunks(len(hidden), head.chunk_size)
+        shape = (max((part.stop - part.start for part in self.parts), default=0), len(weight))
         self.logits = hidden.new_empty(shape, dtype=head.sum_dtype)
         self.probability = torch.empty_like(self.logits)
         self.product = self.logits if head.dtype == head.sum_dtype else hidden.new_empty(shape, dtype=head.dtype)
 
     def chunk(self, part: slice) -> _Chunk:
         """Logits, softmax, log-probabilities and entropies of some tokens."""
-        head = self.head
+        head, labels = self.head, self.labels[part]
         scale = 1.0 if head.softcap is not None else head.temperature
         scaled = (self.hidden[part] / scale if scale != 1.0 else self.hidden[part]).to(head.dtype)
-        product, z = self.product[: len(scaled)], self.logits[: len(scaled)]
-        torch.mm(scaled, self.weight.t(), out=product)
-        if product is not z and product.dtype != z.dtype:
+        z = self.logits[: len(scaled)]
+        product = torch.mm(scaled, self.weight.t(), out=self.product[: len(scaled)])
+        if product.dtype != z.dtype:
             z.copy_(product)
         if self.bias is not None:
             z.add_(self.bias / scale)
@@ -181,76 +217,87 @@ class _Pass:
             z.div_(head.softcap).tanh_()
             slope = (1 - z.square()).div_(head.temperature)
             z.mul_(head.softcap / head.temperature)
-        # One call per row keeps its three passes in the cache of a core.
         p = torch.softmax(z, -1, out=self.probability[: len(scaled)])
-        logprob, normaliser = _logprob(z, p, self.labels[part])
+        logprob, normaliser = _logprob(z, p, labels)
         entropy = None
         if head.with_entropy:
-            finite = z if self.bias is None else z.clamp_(min=LOGPROB_FLOOR)
-            entropy = normaliser - torch.linalg.vecdot(p, finite)
-        return _Chunk(scaled, z, p, slope, logprob, entropy, normaliser)
+            if self.bias is not None:  # minus infinity times the probability 0 would be NaN
+                z.clamp_(min=torch.finfo(z.dtype).min)
+            entropy = normaliser - torch.linalg.vecdot(p, z)
+        return _Chunk(scaled, labels, z, p, slope, logprob, normaliser, entropy)
+
+    def rounded(self, rows: Tensor) -> Tensor:
+        """[C, V] in the dtype of matrix products, without memory of its own."""
+        return rows if rows.dtype == self.product.dtype else self.product[: len(rows)].copy_(rows)
 
 
 def _logprob(z: Tensor, p: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """([C] log-probability of the labels, [C] log-normalisers) from logits and their softmax."""
     of_label = z.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     logprob = p.gather(-1, labels.unsqueeze(-1)).squeeze(-1).log()
-    rare = logprob < torch.tensor(SMALLEST_TRUSTED).log()
+    rare = logprob < RARE
     if z.device.type != "cpu":  # asking whether there are any would wait for the device
         normaliser = z.logsumexp(-1)
         return torch.where(rare, of_label - normaliser, logprob), normaliser
+    normaliser = of_label - logprob
     if bool(rare.any()):
-        logprob[rare] = of_label[rare] - z[rare].logsumexp(-1)
-    return logprob, of_label - logprob
+        normaliser[rare] = z[rare].logsumexp(-1)
+        logprob[rare] = of_label[rare] - normaliser[rare]
+    return logprob, normaliser
 
 
 class _LinearLoss(torch.autograd.Function):
+    """Forward makes the loss and all gradients; backward hands them out, times the gradient of the loss."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        head: _Head,
-        score: Score,
-        whole_sequences: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head, step: _Step
     ) -> Tensor:
-        loss = hidden.new_zeros((), dtype=head.sum_dtype)
-        grads = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], head)
-        everything = slice(0, len(hidden))
+        needs = ctx.needs_input_grad[:3] if step.with_gradients else (False, False, False)
+        grads = _Gradients(hidden, weight, bias, needs, head)
         with torch.autocast(hidden.device.type, enabled=False):
             walk = _Pass(hidden, weight, bias, labels, head)
-            if whole_sequences:
-                logprob, entropy = _all_logprobs(walk, head, len(hidden))
-                loss, *derivatives = _derivatives(score, logprob, entropy, everything)
-                if grads.wanted:
-                    for part in chunks(len(hidden), head.chunk_size):
-                        grads.add(walk, walk.chunk(part), part, *(None if d is None else d[part] for d in derivatives))
+            # A micro-batch without loss tokens is scored, too: as one empty chunk.
+            if step.whole_sequences or not walk.parts:
+                loss = _score_together(walk, step.score, grads)
             else:
-                for part in chunks(len(hidden), head.chunk_size):
-                    chunk = walk.chunk(part)
-                    share, *derivatives = _derivatives(score, chunk.logprob, chunk.entropy, part)
-                    loss = loss + share
-                    if grads.wanted:
-                        grads.add(walk, chunk, part, *derivatives)
-        if not len(hidden):
-            loss = _derivatives(score, loss.new_zeros(0), loss.new_zeros(0) if head.with_entropy else None, everything)[
-                0
-            ]
+                loss = _score_in_chunks(walk, step.score, grads)
         ctx.grads = grads
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
-        return (*ctx.grads.times(grad_loss), None, None, None, None)
+        if ctx.grads is None:
+            raise RuntimeError("linear_loss can be differentiated once: its gradients were handed out already")
+        grads, ctx.grads = ctx.grads.times(grad_loss), None
+        return (*grads, None, None, None)
 
 
-def _all_logprobs(walk: _Pass, head: _Head, count: int) -> tuple[Tensor, Tensor | None]:
-    logprob = walk.hidden.new_empty(count, dtype=head.sum_dtype)
-    entropy = torch.empty_like(logprob) if head.with_entropy else None
-    for part in chunks(count, head.chunk_size):
+def _score_in_chunks(walk: _Pass, score: Score, grads: _Gradients) -> Tensor:
+    loss = walk.hidden.new_zeros((), dtype=walk.head.sum_dtype)
+    for part in walk.parts:
+        chunk = walk.chunk(part)
+        share, by_logprob, by_entropy = _derivatives(score, chunk.logprob, chunk.entropy, part)
+        loss = loss + share
+        grads.add(walk, chunk, part, by_logprob, by_entropy)
+    return loss
+
+
+def _score_together(walk: _Pass, score: Score, grads: _Gradients) -> Tensor:
+    logprob, entropy = _all_logprobs(walk)
+    loss, by_logprob, by_entropy = _derivatives(score, logprob, entropy, slice(0, len(logprob)))
+    if grads.wanted:
+        for part in walk.parts:
+            at = None if by_entropy is None else by_entropy[part]
+            grads.add(walk, walk.chunk(part), part, by_logprob[part], at)
+    return loss
+
+
+def _all_logprobs(walk: _Pass) -> tuple[Tensor, Tensor | None]:
+    logprob = walk.hidden.new_empty(len(walk.hidden), dtype=walk.head.sum_dtype)
+    entropy = torch.empty_like(logprob) if walk.head.with_entropy else None
+    for part in walk.parts:
         chunk = walk.chunk(part)
         logprob[part] = chunk.logprob
         if entropy is not None:
@@ -261,95 +308,59 @@ def _all_logprobs(walk: _Pass, head: _Head, count: int) -> tuple[Tensor, Tensor 
 
 def _derivatives(
     score: Score, logprob: Tensor, entropy: Tensor | None, part: slice
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(value, [C] derivative by log-probability, [C] by entropy); None where the value does not depend on it."""
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(value, [C] derivative by log-probability, [C] by entropy or None where the value does not depend on it)."""
     with torch.enable_grad():
         logprob = logprob.detach().requires_grad_()
         entropy = None if entropy is None else entropy.detach().requires_grad_()
         value = score(logprob, entropy, part)
-        if not value.requires_grad:
-            return value.detach(), None, None
-        wanted = (logprob,) if entropy is None else (logprob, entropy)
-        found = torch.autograd.grad(value, wanted, allow_unused=True)
-    return value.detach(), found[0], found[1] if entropy is not None else None
+        by_logprob = by_entropy = None
+        if value.requires_grad:
+            wanted = [logprob] if entropy is None else [logprob, entropy]
+            by_logprob, *rest = torch.autograd.grad(value, wanted, allow_unused=True)
+            by_entropy = rest[0] if rest else None
+    return value.detach(), torch.zeros_like(logprob) if by_logprob is None else by_logprob, by_entropy
 
 
 class _Gradients:
-    """Sums of gradient products over chunks."""
+    """Sums of gradient products over chunks; None where not needed."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool], head: _Head
     ) -> None:
-        self.wanted = any(needs)
-        self.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        self.hidden = torch.zeros_like(hidden, dtype=head.sum_dtype) if needs[0] else None
-        self.weight = torch.zeros_like(weight, dtype=head.sum_dtype) if needs[1] else None
-        self.bias = None if bias is None or not needs[2] else torch.zeros_like(bias, dtype=head.sum_dtype)
-
-    def add(
-        self, walk: _Pass, chunk: _Chunk, part: slice, by_logprob: Tensor | None, by_entropy: Tensor | None
-    ) -> None:
-        """Take in one chunk; its [C, V] buffers may be overwritten."""
-        if by_logprob is None and by_entropy is None:
-            return
-        g = chunk.logprob.new_zeros(len(chunk.logprob)) if by_logprob is None else by_logprob
-        labels = walk.labels[part]
-        if by_entropy is None and chunk.slope is None and self.bias is None:
-            self._add_softmax(walk, chunk, part, labels, g)
-        else:
-            self._add_dense(walk, chunk, part, labels, g, by_entropy)
-
-    def _add_softmax(self, walk: _Pass, chunk: _Chunk, part: slice, labels: Tensor, g: Tensor) -> None:
-        """d logp[label] / dz = onehot - p: multiply p as it is, scale the small results by g."""
-        p = chunk.probability.to(walk.head.dtype)
-        if self.hidden is not None:
-            product = (walk.weight[labels] - p @ walk.weight).to(self.hidden.dtype)
-            self.hidden[part] = product.mul_((g / walk.head.temperature).unsqueeze(-1))
-        if self.weight is not None:
-            weighted = chunk.scaled * g.unsqueeze(-1).to(chunk.scaled.dtype)
-            _add_product_(self.weight, p.t(), -weighted)
-            self.weight.index_add_(0, labels, weighted.to(self.weight.dtype))
-
-    def _add_dense(
-        self, walk: _Pass, chunk: _Chunk, part: slice, labels: Tensor, g: Tensor, by_entropy: Tensor | None
-    ) -> None:
-        """With an entropy term, a cap or a bias the gradient of the logits is written out once.
-
-        dH / dz = -p * (log p + H), with H the entropy.
-        """
-        p = chunk.probability
-        if by_entropy is None:
-            grad = p.mul_(-g.unsqueeze(-1))
-        else:
-            assert chunk.entropy is not None and chunk.normaliser is not None
-            logp = chunk.logits.sub_(chunk.normaliser.unsqueeze(-1)).clamp_(min=LOGPROB_FLOOR)
-            per_row = by_entropy * chunk.entropy + g
-            grad = logp.mul_(by_entropy.unsqueeze(-1)).add_(per_row.unsqueeze(-1)).mul_(p).neg_()
-        grad.scatter_add_(-1, labels.unsqueeze(-1), g.unsqueeze(-1).to(grad.dtype))
-        if chunk.slope is not None:
-            grad = grad.mul_(chunk.slope)
-            inner = 1.0
-        else:
-            inner = walk.head.temperature
-        if self.bias is not None:
-            self.bias += grad.sum(0) / inner
-        grad = grad.to(walk.head.dtype)
-        if self.hidden is not None:
-            self.hidden[part] = (grad @ walk.weight).to(self.hidden.dtype) / inner
-        if self.weight is not None:
-            _add_product_(self.weight, grad.t(), chunk.scaled)
-
-    def times(self, factor: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The gradients times a scalar; they are used up by it."""
-        sums = (self.hidden, self.weight, self.bias)
-        return tuple(  # type: ignore[return-value]
-            None if x is None else x.mul_(factor).to(dtype) for x, dtype in zip(sums, self.dtypes, strict=True)
+        inputs = (hidden, weight, bias)
+        self.dtypes = [None if x is None else x.dtype for x in inputs]
+        self.hidden, self.weight, self.bias = (
+            torch.zeros_like(x, dtype=head.sum_dtype) if x is not None and need else None
+            for x, need in zip(inputs, needs, strict=True)
         )
 
+    @property
+    def wanted(self) -> bool:
+        """Whether any input needs a gradient."""
+        return any(x is not None for x in (self.hidden, self.weight, self.bias))
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b, in the dtype of ``total``."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+    def add(self, walk: _Pass, chunk: _Chunk, part: slice, by_logprob: Tensor, by_entropy: Tensor | None) -> None:
+        """Take in one chunk and use up its buffers."""
+        if not self.wanted:
+            return
+        rows, factor = chunk.derivative_(by_logprob, by_entropy)
+        inner = walk.head.temperature if chunk.slope is None else 1.0  # what else the chain rule divides by
+        if self.bias is not None:
+            self.bias += (rows.sum(0) if factor is None else factor @ rows) / inner
+        rows = walk.rounded(rows)
+        if self.hidden is not None:
+            product = (rows @ walk.weight).to(self.hidden.dtype)
+            self.hidden[part] = product / inner if factor is None else product.mul_((factor / inner).unsqueeze(-1))
+        if self.weight is not None:
+            scaled = chunk.scaled
+            weighted = scaled if factor is None else scaled * factor.unsqueeze(-1).to(scaled.dtype)
+            if rows.dtype == self.weight.dtype:
+                self.weight.addmm_(rows.t(), weighted)
+            else:
+                self.weight += rows.t() @ weighted
+
+    def times(self, factor: Tensor) -> list[Tensor | None]:
+        """The gradients times a scalar, in place."""
+        sums = (self.hidden, self.weight, self.bias)
+        return [None if x is None else x.mul_(factor).to(dtype) for x, dtype in zip(sums, self.dtypes, strict=True)]

@@ -79,7 +79,11 @@ class _ChunkedEntropy(torch.autograd.Function):
         grad = torch.empty_like(logits)
         for part in chunks(len(logits), ctx.chunk_size):
             logp = _log_softmax(logits[part], ctx.temperature)
-            grad[part] = _grad_logits_(logp, None, None, grad_entropy[part], entropy[part], None).div_(ctx.temperature)
+            logp.clamp_(min=LOGPROB_FLOOR)
+            p = logp.exp()
+            # dH / dz = -p * (log p + H), with H the entropy.
+            factor = (grad_entropy[part] / -ctx.temperature).unsqueeze(-1)
+            grad[part] = logp.add_(entropy[part].unsqueeze(-1)).mul_(p).mul_(factor)
         return grad, None, None
 
 

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from rlmodule.ops.head import linear_logprobs, linear_loss
 from rlmodule.ops.kl import importance_ratio
-from rlmodule.ops.logprobs import _default_chunk, entropy_from_logits, linear_logprobs, logprobs_from_logits
+from rlmodule.ops.logprobs import default_chunk, entropy_from_logits, logprobs_from_logits
 
 
 def close(value, tolerance):
@@ -26,8 +27,9 @@ def test_loss_11_entropy_with_a_zero_probability_token():
     # The head gets the same from a bias of minus infinity; the gradient of the bias is that of the logits.
     bias = torch.tensor([1.0986122886681098, 0.0, -torch.inf], requires_grad=True)
     hidden, weight = torch.zeros(1, 2), torch.zeros(3, 2)
-    _, entropy = linear_logprobs(hidden, weight, torch.tensor([0]), bias=bias, with_entropy=True)
-    entropy.sum().backward()
+    score = lambda logprob, entropy, part: entropy.sum()  # noqa: E731
+    entropy = linear_loss(hidden, weight, torch.tensor([0]), score, bias=bias, with_entropy=True)
+    entropy.backward()
     assert entropy.item() == close(0.5623351446188083, 1e-6)
     assert bias.grad.tolist() == close([-0.20598980412527054, 0.20598980412527057, 0.0], 1e-6)
 
@@ -57,7 +59,7 @@ def test_loss_12_a_chunk_is_tens_of_megabytes_not_gigabytes():
     vocabulary = 151936
     assert 8192 * vocabulary * 4 == 4978638848
     assert 128 * vocabulary * 4 == 77791232
-    assert 128 <= _default_chunk(vocabulary, "cpu") < 256
+    assert 128 <= default_chunk(vocabulary, "cpu") < 256
 
 
 def test_bat_18_logits_at_t_minus_1_score_the_token_at_t():

@@ -29,6 +29,18 @@ ROWS = mixed_rows()
 TOTALS = StepTotals(tokens=1000, sequences=8)
 
 
+class Added:
+    """The sum of the log-probabilities, and of the entropies where asked."""
+
+    whole_sequences = False
+
+    def __init__(self, needs_entropy=False):
+        self.needs_entropy = needs_entropy
+
+    def __call__(self, logprob, entropy, part):
+        return logprob.sum() if entropy is None else (logprob + entropy).sum()
+
+
 def by_stock_model(policy, rows, temperature=1.0):
     """[N] log-probabilities and entropies of the loss tokens, one sample per forward pass of the stock model."""
     model = stock(policy)
@@ -58,7 +70,7 @@ def test_packed_scores_equal_the_stock_model(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_equal_the_stock_model(family):
     policy = tiny_policy(family)
-    policy(pack_rows(ROWS, TOTALS)).logprob.sum().backward()
+    policy(pack_rows(ROWS, TOTALS), objective=Added()).backward()
     ours = {name: p.grad for name, p in policy.lm.named_parameters()}
 
     model = stock(policy)
@@ -103,9 +115,11 @@ def test_the_temperature_divides_the_logits(temperature):
 def test_a_micro_batch_without_loss_tokens_keeps_the_graph():
     """Its backward must run, so that no rank is missed in the gradient exchange, and give zeros."""
     policy = tiny_policy()
-    out = policy(pack_rows([without_loss(row) for row in ROWS], TOTALS), with_entropy=True)
-    assert out.logprob.shape == (0,)
-    (out.logprob.sum() + out.entropy.sum()).backward()
+    empty = pack_rows([without_loss(row) for row in ROWS], TOTALS)
+    assert policy(empty, with_entropy=True).logprob.shape == (0,)
+    loss = policy(empty, objective=Added(needs_entropy=True))
+    assert loss == 0
+    loss.backward()
     for name, parameter in policy.named_parameters():
         assert parameter.grad is None or not parameter.grad.any(), name
 
@@ -135,7 +149,7 @@ def test_bf16_mixed_computes_in_bf16_and_keeps_weights_and_scores_in_fp32():
     assert (out.logprob.dtype, out.entropy.dtype) == (torch.float32, torch.float32)
     difference = (out.logprob - exact(batch).logprob).abs().max()
     assert 1e-5 < difference < 0.2, "rounded products, the same distribution"
-    out.logprob.sum().backward()
+    policy(batch, objective=Added()).backward()
     assert {p.grad.dtype for p in policy.parameters()} == {torch.float32}
 
 
