@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rlmodule.core.config import at_least, more_than, one_of
-from rlmodule.core.contract import Loss
+from rlmodule.core.contract import Loss, SelectingLoss
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.metrics import Metric, merge, ratio, total
 from rlmodule.core.types import LossInputs, MicroBatch, StepTotals
@@ -72,6 +72,14 @@ class Objective:
         """Whether the policy loss reads the field ``name`` of LossInputs."""
         return name in self.loss.needs
 
+    @property
+    def selects(self) -> SelectingLoss | None:
+        """The policy loss, where it picks tokens out of the whole mini-batch."""
+        if not self.needs("selected"):
+            return None
+        assert isinstance(self.loss, SelectingLoss), f"{type(self.loss).__name__} needs selected but selects nothing"
+        return self.loss
+
     def over(self, batch: MicroBatch, totals: StepTotals) -> MicroBatchObjective:
         """The objective of one micro-batch, ready to be given log-probabilities."""
         weight = token_weights(
@@ -118,6 +126,7 @@ class MicroBatchObjective:
                 old_logprob=_part_of(batch.old_logprob, part),
                 advantage=_part_of(batch.advantage, part),
                 ref_logprob=ref_logprob,
+                selected=_part_of(batch.selected, part),
             )
         )
         loss = policy.loss  # [C]

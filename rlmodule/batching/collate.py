@@ -72,6 +72,7 @@ def pack_rows(rows: Sequence[ExperienceRow], totals: StepTotals, positions: tupl
         ref_logprob=_loss_tokens_of([row.ref_logprob for row in rows], masks),
         advantage=_loss_tokens_of([row.advantage for row in rows], masks),
         max_length=int(lengths.max()),
+        sample_id=torch.tensor([s.sample_id for s in samples]),
         positions=positions,
     )
 
@@ -101,6 +102,7 @@ def pad_to_multiple(batch: MicroBatch, multiple: int, pad_token_id: int) -> Micr
         cu_seqlens=torch.cat([batch.cu_seqlens, torch.tensor([end], dtype=torch.int32)]),
         loss_tokens=torch.cat([batch.loss_tokens, zero]),
         group_tokens=torch.cat([batch.group_tokens, zero]),
+        sample_id=None if batch.sample_id is None else torch.cat([batch.sample_id, zero - 1]),
         max_length=max(batch.max_length, missing),
     )
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlmodule.core.types import AdvantageInputs, LossInputs, Prompt, Sample, Score, TokenLoss
+from rlmodule.core.types import AdvantageInputs, LossInputs, Prompt, Sample, Score, TokenLoss, TokenMeans
 
 Item = TypeVar("Item")
 
@@ -126,6 +126,22 @@ class Loss(Protocol):
 
     def __call__(self, x: LossInputs) -> TokenLoss:
         """[N] loss tokens -> [N] losses and metrics; no reduction, no ``.item()``."""
+
+
+@runtime_checkable
+class SelectingLoss(Loss, Protocol):
+    """A policy loss that treats a few tokens of the whole mini-batch in a way of their own.
+
+    Its ``needs`` name ``selected``. No micro-batch knows which tokens those are. So before each update the policy
+    scores the mini-batch once more, every token gets a priority, and those of highest priority over all data ranks
+    are selected.
+    """
+
+    def num_selected(self, tokens: int) -> int:
+        """How many of the mini-batch's loss tokens are selected."""
+
+    def priority(self, x: LossInputs, means: TokenMeans, keys: Tensor) -> Tensor:
+        """[N] loss tokens and their [N, 2] (sample id, place) -> [N] float64; minus infinity is never selected."""
 
 
 class TokenObjective(Protocol):

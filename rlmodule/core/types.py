@@ -192,6 +192,8 @@ class MicroBatch:
         group_tokens: [B] int64, loss tokens of the sample's whole group in the mini-batch.
         old_logprob, ref_logprob, advantage: [N] float32, None where the algorithm does not need them.
         max_length: tokens of the longest sample.
+        sample_id: [B] int64, -1 for fillers and padding segments.
+        selected: [N] bool, tokens that the loss picked out of the whole mini-batch, None where it picks none.
         positions: place of each sample in the experience; shorter than B when fillers or padding segments are present.
     """
 
@@ -207,6 +209,8 @@ class MicroBatch:
     old_logprob: Tensor | None = None
     ref_logprob: Tensor | None = None
     advantage: Tensor | None = None
+    sample_id: Tensor | None = None
+    selected: Tensor | None = None
     positions: tuple[int, ...] = ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
@@ -262,6 +266,14 @@ class LossInputs:
     advantage: Tensor | None = None
     ref_logprob: Tensor | None = None
     selected: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TokenMeans:
+    """Means over all loss tokens of a mini-batch, on all data ranks."""
+
+    logprob: float
+    advantage: float
 
 
 @dataclass(frozen=True, eq=False)

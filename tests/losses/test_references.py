@@ -75,6 +75,16 @@ def dppo_kl(p, q, a, _):
     return -weight * a * p, -weight * a
 
 
+def clip_cov(p, q, a, selected):
+    return (0.0, 0.0) if selected else ppo_clip(p, q, a, selected)
+
+
+def kl_cov(p, q, a, selected):
+    ratio = math.exp(p - q)
+    pull = (abs(p - q), math.copysign(1.0, p - q)) if selected else (0.0, 0.0)
+    return -ratio * a + pull[0], -ratio * a + pull[1]
+
+
 def gspo(sequences):
     told = []
     for now, old, advantage, _ in sequences:
@@ -118,6 +128,8 @@ REFERENCES = {
     "dro": token_wise(dro),
     "dppo_tv": token_wise(dppo_tv),
     "dppo_kl": token_wise(dppo_kl),
+    "clip_cov": token_wise(clip_cov),
+    "kl_cov": token_wise(kl_cov),
     "gspo": gspo,
     "gspo_token": gspo_token,
     "gmpo": gmpo,
@@ -154,7 +166,7 @@ def test_a_loss_and_its_gradient_are_those_of_the_reference(name, drift, per_tok
 
 
 # The others stop the gradient of a weight on purpose; the reference above differentiates them by hand.
-SMOOTH = ["sft", "ppo_clip", "reinforce", "sapo", "dro", "gspo", "gmpo"]
+SMOOTH = ["sft", "ppo_clip", "reinforce", "sapo", "dro", "gspo", "gmpo", "clip_cov", "kl_cov"]
 
 
 @pytest.mark.parametrize("name", SMOOTH)
