@@ -155,12 +155,22 @@ class TokenObjective(Protocol):
 
 
 class Advantage(Protocol):
-    """A sequence-level advantage estimator. Frozen dataclass whose fields are its config keys."""
+    """An advantage estimator. Frozen dataclass whose fields are its config keys.
+
+    ``needs_group``: it compares the responses of a prompt, and one response has nothing to be compared with.
+    ``needs_baseline``: it reads ``baseline``, so every prompt is answered greedily once more.
+    ``per_token``: it gives one number per loss token instead of one per response.
+    """
 
     needs_group: ClassVar[bool]
+    needs_baseline: ClassVar[bool]
+    per_token: ClassVar[bool]
 
     def __call__(self, x: AdvantageInputs) -> Tensor:
-        """[B] rewards of the whole iteration -> [B] float64 advantages; 0 for unscored responses."""
+        """[B] rewards of the whole iteration -> float64 advantages, 0 for unscored responses.
+
+        [B]; for ``per_token`` one entry per loss token, responses end to end.
+        """
 
 
 class Reward(Protocol):

@@ -291,17 +291,21 @@ class TokenLoss:
 
 @dataclass(frozen=True, eq=False)
 class AdvantageInputs:
-    """What a sequence-level advantage estimator may look at: one entry per response of the iteration, over all ranks.
+    """What an advantage estimator may look at: one entry per response of the iteration, over all ranks.
 
     Args:
         reward: [B] float64, NaN where the response could not be scored.
         group: [B] int64, equal values form one group.
         loss_tokens: [B] int64.
+        parts: name -> [B] float64, the components of the reward, NaN where a response lacks one.
+        baseline: [B] float64 reward of the greedy response to the same prompt, or None where nobody asked for it.
     """
 
     reward: Tensor
     group: Tensor
     loss_tokens: Tensor
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    baseline: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
