@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from rlmodule.core.types import MiniBatch, ScoredSample
 from rlmodule.data.stream import PromptStream
 from rlmodule.experience import ExperienceMaker, Iteration, Stopwatch
+from rlmodule.shaping import KLController
 from rlmodule.sources import Source
 
 
@@ -21,6 +22,7 @@ class RLDataModule(L.LightningDataModule):
         source: gives this rank's samples.
         stream: the position in the prompts, saved with a checkpoint.
         make: builds the experience maker for one iteration, once the strategy is set up.
+        kl_controller: the price of KL in the reward, saved with a checkpoint; None where it is not in the reward.
         start: called when an iteration begins, with its number; for progress displays.
     """
 
@@ -30,12 +32,14 @@ class RLDataModule(L.LightningDataModule):
         stream: PromptStream,
         make: Callable[[int], ExperienceMaker],
         *,
+        kl_controller: KLController | None = None,
         start: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         super().__init__()
         self.source = source
         self.stream = stream
         self.make = make
+        self.kl_controller = kl_controller
         self.start = start
         self.next_iteration = 0
         self.watch = Stopwatch()
@@ -52,7 +56,7 @@ class RLDataModule(L.LightningDataModule):
             return self._loader
         number = self.next_iteration
         self.start(number)
-        self.watch = Stopwatch()
+        self.watch, self.collected = Stopwatch(), []
         maker = self.make(number)
         self.iteration = maker(lambda: self._collect(number), self.watch)
         self.next_iteration = number + 1
@@ -64,14 +68,23 @@ class RLDataModule(L.LightningDataModule):
         return self._loader
 
     def _collect(self, number: int) -> list[ScoredSample]:
-        self.collected = self.source.collect(number, self.watch)
-        return self.collected
+        """The next batch of samples; asked again where flat groups are replaced."""
+        new = self.source.collect(number, self.watch)
+        self.collected += new
+        return new
 
     def state_dict(self) -> dict[str, Any]:
-        """Iteration to come and position in the prompts; whole iterations only."""
-        return {"next_iteration": self.next_iteration, "stream": self.stream.state_dict()}
+        """Iteration to come, position in the prompts, price of KL; whole iterations only."""
+        controller = None if self.kl_controller is None else self.kl_controller.state_dict()
+        return {
+            "next_iteration": self.next_iteration,
+            "stream": self.stream.state_dict(),
+            "kl_controller": controller,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the iteration after the saved one."""
         self.next_iteration = state["next_iteration"]
         self.stream.load_state_dict(state["stream"])
+        if self.kl_controller is not None and state["kl_controller"] is not None:
+            self.kl_controller.load_state_dict(state["kl_controller"])

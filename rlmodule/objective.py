@@ -6,7 +6,7 @@ Leaves out the losses themselves (``losses/``) and who runs forward and backward
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -18,6 +18,8 @@ from rlmodule.core.types import LossInputs, MicroBatch, StepTotals
 from rlmodule.ops.aggregate import MODES, aggregate, share_of, token_weights
 from rlmodule.ops.kl import KINDS as KL_KINDS
 from rlmodule.ops.kl import kl_per_token
+from rlmodule.rollout_correction import RolloutCorrection
+from rlmodule.shaping import FilterGroups, KLInReward, OverlongBuffer
 
 SCALED_MODE = "seq-mean-token-sum-norm"
 
@@ -36,6 +38,12 @@ class AlgorithmConfig:
     use_kl_loss: bool = False  # add KL to the frozen starting policy
     kl_loss_coef: float = 0.001  # weight of that KL
     kl_loss_type: str = "k3"  # estimator of that KL
+    use_kl_in_reward: bool = False  # take the KL to the frozen starting policy off the reward
+    kl_in_reward: KLInReward = field(default_factory=KLInReward)
+    filter_groups: FilterGroups = field(default_factory=FilterGroups)
+    overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
+    mask_truncated: bool = False  # responses cut at the limit count in the group statistics but not in the loss
+    rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 
     def __post_init__(self) -> None:
         one_of("source", self.source, ("rollouts", "demonstrations"))
@@ -45,9 +53,31 @@ class AlgorithmConfig:
         at_least("ppo_epochs", self.ppo_epochs, 1)
         if self.loss_scale_factor is not None:
             more_than("loss_scale_factor", self.loss_scale_factor, 0)
-        if self.use_kl_loss and self.source == "demonstrations":
+        if self.use_kl_loss and self.kl_loss_type == "k1":
             raise ConfigError(
-                key="use_kl_loss", got=True, because="demonstrations are imitated without a reference", fix="Use false"
+                key="kl_loss_type",
+                got="k1",
+                because="as a loss its expected gradient is 0, so it would pull nowhere",
+                fix="Use kl_loss_type=k2 or k1+ (gradient of the reverse KL), or use_kl_in_reward=true",
+            )
+        if self.source == "demonstrations":
+            self._refuse_with_demonstrations()
+
+    def _refuse_with_demonstrations(self) -> None:
+        for name, is_on, because in (
+            ("use_kl_loss", self.use_kl_loss, "demonstrations are imitated without a reference"),
+            ("use_kl_in_reward", self.use_kl_in_reward, "demonstrations have no reward"),
+            ("filter_groups.enable", self.filter_groups.enable, "demonstrations form no groups"),
+            ("overlong_buffer.enable", self.overlong_buffer.enable, "demonstrations have no reward"),
+        ):
+            if is_on:
+                raise ConfigError(key=name, got=True, because=because, fix="Use false")
+        if self.rollout_correction.is_on:
+            raise ConfigError(
+                key="rollout_correction.mode",
+                got=self.rollout_correction.mode,
+                because="demonstrations were not sampled by any policy",
+                fix="Use none",
             )
 
 
@@ -66,7 +96,12 @@ class Objective:
     @property
     def needs_reference(self) -> bool:
         """Whether a frozen reference policy must score the samples."""
-        return self.settings.use_kl_loss
+        return self.settings.use_kl_loss or self.settings.use_kl_in_reward
+
+    @property
+    def needs_old_logprob(self) -> bool:
+        """Whether the policy that starts the update must score the samples."""
+        return self.needs("old_logprob") or self.settings.use_kl_in_reward or self.settings.rollout_correction.is_on
 
     def needs(self, name: str) -> bool:
         """Whether the policy loss reads the field ``name`` of LossInputs."""
@@ -129,8 +164,8 @@ class MicroBatchObjective:
                 selected=_part_of(batch.selected, part),
             )
         )
-        loss = policy.loss  # [C]
-        metrics = {"actor/pg_loss": share(policy.loss, weight)}
+        loss = policy.loss if batch.rollout_weight is None else policy.loss * batch.rollout_weight[part]  # [C]
+        metrics = {"actor/pg_loss": share(loss, weight)}
         metrics |= {f"actor/{name}": per_token(value) for name, value in policy.metrics.items()}
         if entropy is not None:
             metrics["actor/entropy"] = per_token(entropy)

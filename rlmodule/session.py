@@ -49,6 +49,7 @@ from rlmodule.preflight import RunPlan, check, check_samples, workload_of
 from rlmodule.run_context import RunContext
 from rlmodule.run_directory import RunDirectory
 from rlmodule.settings import Settings
+from rlmodule.shaping import KLController
 from rlmodule.sources import DemonstrationSource, RolloutSource, Source
 
 AUTO_BACKEND = "auto"
@@ -398,7 +399,10 @@ class Session:
         count = len(self.demonstrations if self._imitates else self.prompts)
         stream = PromptStream(count, self.settings.run.seed, self.settings.data.shuffle)
         source = self._source(strategy, stream)
-        return RLDataModule(source, stream, partial(self._maker, objective, strategy), start=start)
+        algorithm = self.settings.algorithm
+        controller = KLController(algorithm.kl_in_reward) if algorithm.use_kl_in_reward else None
+        make = partial(self._maker, objective, strategy, controller)
+        return RLDataModule(source, stream, make, kl_controller=controller, start=start)
 
     def _source(self, strategy: Any, stream: PromptStream) -> Source:
         s = self.settings
@@ -416,10 +420,20 @@ class Session:
             )
 
         return RolloutSource(
-            self.prompts, stream, s.algorithm.train_batch_size, s.rollout.n, engine, s.reward, layout, s.run.seed
+            self.prompts,
+            stream,
+            s.algorithm.train_batch_size,
+            s.rollout.n,
+            engine,
+            s.reward,
+            layout,
+            s.run.seed,
+            greedy_baseline=s.advantage is not None and s.advantage.needs_baseline,
         )
 
-    def _maker(self, objective: Objective, strategy: Any, iteration: int) -> ExperienceMaker:
+    def _maker(
+        self, objective: Objective, strategy: Any, controller: KLController | None, iteration: int
+    ) -> ExperienceMaker:
         s = self.settings
         layout = strategy.layout
         pad = self.tokenizer.pad_token_id
@@ -437,7 +451,9 @@ class Session:
             )
 
         collator = DynamicCollator(0 if pad is None else pad, layout.sp_size, layout.sp_rank)
-        return ExperienceMaker(strategy, objective, s.advantage, collator, make_sampler, strategy.root_device)
+        return ExperienceMaker(
+            strategy, objective, s.advantage, collator, make_sampler, strategy.root_device, controller
+        )
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     {"core"},
     {"ops", "sampling", "sandbox", "checkpoint", "launch", "run_directory", "journal"},
-    {"losses", "advantages", "batching"},
+    {"losses", "advantages", "batching", "shaping", "rollout_correction"},
     {"models", "data", "tasks", "rewards", "objective", "optimizer", "reduction", "selection"},
     {"rollout", "experience", "update"},
     {"sources", "module", "summary"},
@@ -60,6 +60,8 @@ LIBRARIES = {
     "rlmodule/sampling.py": TORCH | {"numpy"},
     "rlmodule/objective.py": TORCH,
     "rlmodule/selection.py": TORCH,
+    "rlmodule/shaping.py": TORCH,
+    "rlmodule/rollout_correction.py": TORCH,
     "rlmodule/optimizer.py": TORCH,
     "rlmodule/reduction.py": TORCH,
     "rlmodule/experience.py": TORCH,

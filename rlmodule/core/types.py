@@ -125,10 +125,17 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class ScoredSample:
-    """A sample and its verdict."""
+    """A sample and its verdict.
+
+    Args:
+        sample: what was judged.
+        score: the verdict.
+        baseline: reward of the greedy response to the same prompt, or None where it is unscored or nobody asked.
+    """
 
     sample: Sample
     score: Score
+    baseline: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,12 +147,14 @@ class ExperienceRow:
         advantage: [R] float32, or None for losses that need none.
         old_logprob: [R] float32 under the policy that starts the update, or None.
         ref_logprob: [R] float32 under the frozen reference, or None.
+        rollout_weight: [R] float32 factor of each token's policy loss, or None for 1.
     """
 
     sample: Sample
     advantage: Tensor | None = None
     old_logprob: Tensor | None = None
     ref_logprob: Tensor | None = None
+    rollout_weight: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -191,6 +200,7 @@ class MicroBatch:
         loss_tokens: [B] int64, loss tokens of each whole sample.
         group_tokens: [B] int64, loss tokens of the sample's whole group in the mini-batch.
         old_logprob, ref_logprob, advantage: [N] float32, None where the algorithm does not need them.
+        rollout_weight: [N] float32 factor of each token's policy loss, None for 1.
         max_length: tokens of the longest sample.
         sample_id: [B] int64, -1 for fillers and padding segments.
         selected: [N] bool, tokens that the loss picked out of the whole mini-batch, None where it picks none.
@@ -209,6 +219,7 @@ class MicroBatch:
     old_logprob: Tensor | None = None
     ref_logprob: Tensor | None = None
     advantage: Tensor | None = None
+    rollout_weight: Tensor | None = None
     sample_id: Tensor | None = None
     selected: Tensor | None = None
     positions: tuple[int, ...] = ()
