@@ -136,27 +136,29 @@ class ExperienceMaker:
         """Run every stage; ``collect`` gives this rank's responses and may fail, which then every rank learns."""
         collectives, dp_size = self.strategy.collectives, self.strategy.layout.dp_size
         mine, facts, metrics = self._collect(collect)
+        per_response = None if self.kl_controller is not None else self._advantages(facts, {}, metrics)
         with watch.phase("plan"):
-            sampler = self.make_sampler([f.meta for f in facts])
+            sampler = self.make_sampler(self._metas(facts, per_response))
         position = {f.meta.sample_id: i for i, f in enumerate(facts)}
         with watch.phase("exchange"):
             first = sampler.owners(sampler.first_epoch)
             held = _move({position[s.sample_id]: s for s in mine}, first, dp_size, collectives)
         rows = self._rows(held, sampler, watch)
-        rows, mismatch = self._corrected(rows)
+        rows = self._corrected(rows, metrics)
+        if self.kl_controller is not None:
+            per_response = self._advantages(facts, rows, metrics)
         advantages = None
-        if self.objective.needs("advantage"):
-            reward, charges = self._shaped(facts, rows)
-            per_response = self._advantages(facts, reward)
-            advantages = torch.stack([a.mean() if len(a) else a.new_zeros(()) for a in per_response])
+        if per_response is not None:
+            advantages = torch.cat(
+                [a.mean()[None] if len(a) else a.new_zeros(1) for a in per_response] or [_numbers([])]
+            )
             rows = {p: _with_advantage(row, per_response[p]) for p, row in rows.items()}
-            metrics |= charges
         if len(sampler.plans) > len(sampler.first_epoch):
             with watch.phase("exchange"):
                 everyone = sampler.owners(sampler.plans)
                 rows = _move(rows, everyone, dp_size, collectives)
         experience = Experience(rows, self.collator.pad_token_id, len(facts))
-        return Iteration(facts, advantages, experience, sampler, metrics | mismatch)
+        return Iteration(facts, advantages, experience, sampler, metrics)
 
     def _collect(
         self, collect: Callable[[], list[ScoredSample]]
@@ -170,8 +172,7 @@ class ExperienceMaker:
         settings, collectives = self.objective.settings, self.strategy.collectives
 
         def more() -> tuple[list[Sample], list[SampleFacts]]:
-            wanted = self._with_sampler_logprob if settings.rollout_correction.is_on else lambda scored: scored
-            return gather_facts(lambda: wanted(collect()), collectives, mask_truncated=settings.mask_truncated)
+            return gather_facts(lambda: self._checked(collect()), collectives, mask_truncated=settings.mask_truncated)
 
         mine, facts = last_mine, last_facts = more()
         if not settings.filter_groups.enable:
@@ -203,23 +204,26 @@ class ExperienceMaker:
         tells = informative(_rewards(facts), torch.tensor(group)).tolist() if facts else []
         return first_groups(group, tells, count)
 
-    @staticmethod
-    def _with_sampler_logprob(scored: list[ScoredSample]) -> list[ScoredSample]:
-        for item in scored:
-            if item.sample.sampler_logprob is None:
-                raise TrainingError(
-                    f"sample {item.sample.sample_id} comes without the sampler's log-probabilities, which "
-                    "algorithm.rollout_correction compares with the trainer's. "
-                    "Use algorithm.rollout_correction.mode=none"
-                )
+    def _checked(self, scored: list[ScoredSample]) -> list[ScoredSample]:
+        settings = self.objective.settings
+        for reader, remedy, is_on in (
+            ("old_logprob=sampler", "old_logprob=recompute", settings.old_logprob == "sampler"),
+            ("rollout_correction", "rollout_correction.mode=none", settings.rollout_correction.is_on),
+        ):
+            for sample in (s.sample for s in scored if is_on and self.objective.needs_old_logprob):
+                if sample.sampler_logprob is None:
+                    raise TrainingError(
+                        f"sample {sample.sample_id} comes without the log-probabilities it was drawn with, "
+                        f"which algorithm.{reader} wants. Use algorithm.{remedy}"
+                    )
         return scored
 
-    def _shaped(
-        self, facts: Sequence[SampleFacts], rows: Mapping[int, ExperienceRow]
-    ) -> tuple[Tensor, dict[str, float]]:
-        """([B] float64 rewards that advantages are made of, metrics): verdicts minus the charges for length and KL."""
+    def _shaped_rewards(
+        self, facts: Sequence[SampleFacts], rows: Mapping[int, ExperienceRow], metrics: dict[str, float]
+    ) -> Tensor:
+        """[B] float64, what advantages are made of: verdicts minus the charges for length and KL."""
         settings = self.objective.settings
-        reward, metrics = _rewards(facts), {}
+        reward = _rewards(facts)
         is_scored = torch.isfinite(reward)
         if settings.overlong_buffer.enable:
             charge = overlong_charge(torch.tensor([f.meta.response_len for f in facts]), settings.overlong_buffer)
@@ -231,7 +235,7 @@ class ExperienceMaker:
             metrics["reward/kl"] = _mean_over(kl, is_scored)
             metrics["reward/kl_coef"] = self.kl_controller.coef
             self.kl_controller.update(_mean_over(kl, is_scored), int(is_scored.sum()))
-        return reward, metrics
+        return reward
 
     def _kl_per_response(self, count: int, rows: Mapping[int, ExperienceRow]) -> Tensor:
         """[B] float64: sum over the loss tokens of each response; one exchange of one number per response."""
@@ -249,13 +253,17 @@ class ExperienceMaker:
                 kl[position] = value
         return kl
 
-    def _advantages(self, facts: Sequence[SampleFacts], reward: Tensor) -> list[Tensor]:
-        """Of each response: [1], or one per loss token."""
+    def _advantages(
+        self, facts: Sequence[SampleFacts], rows: Mapping[int, ExperienceRow], metrics: dict[str, float]
+    ) -> list[Tensor] | None:
+        """Of each response: [1], or one per loss token; None where the loss needs none. Adds to ``metrics``."""
+        if not self.objective.needs("advantage"):
+            return None
         assert self.advantage is not None, "this loss needs an advantage estimator"
         loss_tokens = [f.meta.loss_tokens for f in facts]
         advantages = self.advantage(
             AdvantageInputs(
-                reward=reward,
+                reward=self._shaped_rewards(facts, rows, metrics),
                 group=torch.tensor([f.meta.group_id for f in facts]),
                 loss_tokens=torch.tensor(loss_tokens),
                 parts={
@@ -267,11 +275,11 @@ class ExperienceMaker:
         )
         return list(advantages.split(loss_tokens if self.advantage.per_token else 1))
 
-    def _corrected(self, rows: dict[int, ExperienceRow]) -> tuple[dict[int, ExperienceRow], dict[str, float]]:
-        """Rows with a weight for what the sampler and the trainer disagree on, and how much they do."""
+    def _corrected(self, rows: dict[int, ExperienceRow], metrics: dict[str, float]) -> dict[int, ExperienceRow]:
+        """Rows with a weight for what the sampler and the trainer disagree on; adds to ``metrics`` how much they do."""
         settings = self.objective.settings.rollout_correction
         if not settings.is_on:
-            return rows, {}
+            return rows
         seen, corrected = [], dict(rows)
         for position, row in rows.items():
             assert row.old_logprob is not None, "the correction compares with the trainer's scores"
@@ -285,7 +293,16 @@ class ExperienceMaker:
                 corrected[position] = replace(row, rollout_weight=spread)
         sums = torch.cat([mismatch_sums(seen, settings), torch.tensor([float(sum(len(o) > 0 for o, _, _ in seen))])])
         total = self.strategy.collectives.gather_rows(sums[None].double()).sum((0, 1))
-        return corrected, mismatch_metrics(total[:-1], int(total[-1]))
+        metrics |= mismatch_metrics(total[:-1], int(total[-1]))
+        return corrected
+
+    def _metas(self, facts: Sequence[SampleFacts], advantages: Sequence[Tensor] | None) -> list[SampleMeta]:
+        """What is planned: samples that cannot change the gradient are marked to be left out."""
+        has_gradient = [f.meta.loss_tokens > 0 for f in facts]
+        if advantages is not None and self.objective.ignores_zero_advantage:
+            # As float32, in which the loss sees them.
+            has_gradient = [a and bool((b.float() != 0).any()) for a, b in zip(has_gradient, advantages, strict=True)]
+        return [replace(f.meta, is_left_out=not has) for f, has in zip(facts, has_gradient, strict=True)]
 
     def _rows(
         self, samples: Mapping[int, Sample], sampler: BalancedSampler, watch: Stopwatch
@@ -293,13 +310,18 @@ class ExperienceMaker:
         rows = {p: ExperienceRow(sample) for p, sample in samples.items()}
         if self.objective.needs_old_logprob:
             with watch.phase("old_logprob"):
-                scores = self.score("policy", samples, sampler)
+                scores = self._old_logprobs(samples, sampler)
                 rows = {p: replace(row, old_logprob=scores[p]) for p, row in rows.items()}
         if self.objective.needs_reference:
             with watch.phase("ref_logprob"):
                 scores = self.score("reference", samples, sampler)
                 rows = {p: replace(row, ref_logprob=scores[p]) for p, row in rows.items()}
         return rows
+
+    def _old_logprobs(self, samples: Mapping[int, Sample], sampler: BalancedSampler) -> dict[int, Tensor]:
+        if self.objective.settings.old_logprob == "recompute":
+            return self.score("policy", samples, sampler)
+        return {p: s.sampler_logprob for p, s in samples.items() if s.sampler_logprob is not None}
 
     def score(self, model: str, samples: Mapping[int, Sample], sampler: BalancedSampler) -> dict[int, Tensor]:
         """Log-probabilities [R] of every sample held here, over the micro-batches the first update will run.
@@ -370,7 +392,8 @@ def gather_facts(
 
 
 def _masked(scored: ScoredSample, mask_truncated: bool) -> ScoredSample:
-    if scored.score.value is not None and not (mask_truncated and scored.sample.finish == "length"):
+    is_scored = scored.score.value is not None and math.isfinite(scored.score.value)
+    if is_scored and not (mask_truncated and scored.sample.finish == "length"):
         return scored
     return replace(scored, sample=replace(scored.sample, loss_mask=torch.zeros_like(scored.sample.loss_mask)))
 
@@ -378,10 +401,10 @@ def _masked(scored: ScoredSample, mask_truncated: bool) -> ScoredSample:
 def _move(
     held: Mapping[int, T], owners: Mapping[int, Iterable[int]], dp_size: int, collectives: Collectives
 ) -> dict[int, T]:
-    """Send every held item to the data ranks that own its position; returns what this rank owns."""
+    """Send every held item to the data ranks that own its position, if any; returns what this rank owns."""
     outgoing: list[dict[int, T]] = [{} for _ in range(dp_size)]
     for position, item in held.items():
-        for rank in owners[position]:
+        for rank in owners.get(position, ()):
             outgoing[rank][position] = item
     return {p: item for parcel in collectives.exchange(outgoing) for p, item in parcel.items()}
 

@@ -114,7 +114,7 @@ class RLModule(L.LightningModule):
         )
         self.counters.count(result)
         merged = reduce_metrics(result.metrics, self.strategy.layout, self.strategy.collectives)
-        self.last_step = self._report({name: m.result for name, m in merged.items()}, mini_batch)
+        self.last_step = self._report({name: m.result for name, m in merged.items() if m.saw_data}, mini_batch)
         self._watch(result)
 
     def _report(self, metrics: Mapping[str, float], mini_batch: MiniBatch) -> StepReport:

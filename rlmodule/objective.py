@@ -15,13 +15,13 @@ from rlmodule.core.contract import Loss, SelectingLoss
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.metrics import Metric, merge, ratio, total
 from rlmodule.core.types import LossInputs, MicroBatch, StepTotals
-from rlmodule.ops.aggregate import MODES, aggregate, share_of, token_weights
+from rlmodule.ops.aggregate import MODES, SEQ_MEAN_TOKEN_SUM_NORM, aggregate, share_of, token_weights
 from rlmodule.ops.kl import KINDS as KL_KINDS
 from rlmodule.ops.kl import kl_per_token
 from rlmodule.rollout_correction import RolloutCorrection
 from rlmodule.shaping import FilterGroups, KLInReward, OverlongBuffer
 
-SCALED_MODE = "seq-mean-token-sum-norm"
+OLD_LOGPROB = ("recompute", "sampler")
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class AlgorithmConfig:
     use_kl_loss: bool = False  # add KL to the frozen starting policy
     kl_loss_coef: float = 0.001  # weight of that KL
     kl_loss_type: str = "k3"  # estimator of that KL
+    old_logprob: str = "recompute"  # recompute by a pass of the trainer, or take the sampler's own
+    skip_zero_advantage: bool = True  # do not compute samples whose gradient is 0 for sure
     use_kl_in_reward: bool = False  # take the KL to the frozen starting policy off the reward
     kl_in_reward: KLInReward = field(default_factory=KLInReward)
     filter_groups: FilterGroups = field(default_factory=FilterGroups)
@@ -49,16 +51,35 @@ class AlgorithmConfig:
         one_of("source", self.source, ("rollouts", "demonstrations"))
         one_of("loss_agg_mode", self.loss_agg_mode, MODES)
         one_of("kl_loss_type", self.kl_loss_type, KL_KINDS)
+        one_of("old_logprob", self.old_logprob, OLD_LOGPROB)
         at_least("train_batch_size", self.train_batch_size, 1)
         at_least("ppo_epochs", self.ppo_epochs, 1)
         if self.loss_scale_factor is not None:
             more_than("loss_scale_factor", self.loss_scale_factor, 0)
+        elif self.loss_agg_mode == SEQ_MEAN_TOKEN_SUM_NORM:
+            raise ConfigError(
+                key="loss_scale_factor",
+                got=None,
+                because=f"{SEQ_MEAN_TOKEN_SUM_NORM} divides by a constant",
+                fix="Use ${rollout.max_response_length}, or another loss_agg_mode",
+            )
+        if self.old_logprob == "sampler" and self.source == "demonstrations":
+            raise ConfigError(
+                key="old_logprob", got="sampler", because="demonstrations were not sampled", fix="Use recompute"
+            )
         if self.use_kl_loss and self.kl_loss_type == "k1":
             raise ConfigError(
                 key="kl_loss_type",
                 got="k1",
                 because="as a loss its expected gradient is 0, so it would pull nowhere",
                 fix="Use kl_loss_type=k2 or k1+ (gradient of the reverse KL), or use_kl_in_reward=true",
+            )
+        if self.rollout_correction.is_on and self.old_logprob == "sampler":
+            raise ConfigError(
+                key="rollout_correction.mode",
+                got=self.rollout_correction.mode,
+                because="with old_logprob=sampler there is no second opinion to compare the sampler's with",
+                fix="Use old_logprob=recompute, or rollout_correction.mode=none",
             )
         if self.source == "demonstrations":
             self._refuse_with_demonstrations()
@@ -102,6 +123,19 @@ class Objective:
     def needs_old_logprob(self) -> bool:
         """Whether the policy that starts the update must score the samples."""
         return self.needs("old_logprob") or self.settings.use_kl_in_reward or self.settings.rollout_correction.is_on
+
+    @property
+    def ignores_zero_advantage(self) -> bool:
+        """Whether samples with an advantage of 0 on every token are left out of the update.
+
+        The loss must promise that they have no gradient, and nothing else in the objective may give them one. With KL in
+        the reward advantages are known only after every sample was scored, so none is left out. Metrics
+        per token (clip fractions, ``ppo_kl``, ``entropy``) are then means over the tokens that were trained on;
+        ``pg_loss`` and ``loss`` are what they would be, because such a sample adds 0 to them.
+        """
+        s = self.settings
+        is_alone = s.entropy_coeff == 0 and not s.use_kl_loss and not s.use_kl_in_reward
+        return s.skip_zero_advantage and is_alone and self.loss.zero_at_zero_advantage
 
     def needs(self, name: str) -> bool:
         """Whether the policy loss reads the field ``name`` of LossInputs."""

@@ -35,6 +35,8 @@ class OptimizerConfig:
         for name in ("lr", "weight_decay", "warmup_steps", "min_lr_ratio", "max_grad_norm"):
             at_least(name, getattr(self, name), 0)
         more_than("eps", self.eps, 0)
+        if self.total_steps is not None:
+            at_least("total_steps", self.total_steps, 1)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(
                 key="betas",

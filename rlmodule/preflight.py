@@ -26,6 +26,7 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     _check_equal_counts(settings, layout)
     _check_whole_sequences(settings, layout)
     _check_positions(settings, hf_config)
+    _check_old_logprob(settings)
     if settings.rollout.temperature != 1.0 and settings.algorithm.source == "demonstrations":
         raise ConfigError(
             key="rollout.temperature",
@@ -108,6 +109,18 @@ def _check_equal_counts(settings: Settings, layout: Layout) -> None:
             because=f"equal counts on {layout.dp_size} data ranks need a multiple of {layout.dp_size}",
             fix=f"Use batching.mini_batch_size={-(-batching.mini_batch_size // layout.dp_size) * layout.dp_size}, "
             "or batching.equal_counts=false",
+        )
+
+
+def _check_old_logprob(settings: Settings) -> None:
+    if settings.algorithm.old_logprob == "sampler" and not settings.rollout.draws_from_policy:
+        rollout = settings.rollout
+        raise ConfigError(
+            key="algorithm.old_logprob",
+            got="sampler",
+            because=f"with rollout.top_k={rollout.top_k} and rollout.top_p={rollout.top_p} the sampler draws from a "
+            "part of the policy's distribution, so its log-probabilities are not the policy's",
+            fix="Use algorithm.old_logprob=recompute, or rollout.top_k=0 rollout.top_p=1",
         )
 
 

@@ -11,3 +11,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 
 torch.set_num_threads(1)
+
+from hypothesis import settings
+
+# The same examples every time, and no limit on time: the machines are shared.
+settings.register_profile("rlmodule", derandomize=True, deadline=None)
+settings.load_profile("rlmodule")

@@ -81,8 +81,8 @@ def test_every_aggregation_keeps_the_law(mode):
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("qwen3", "qwen2")])
 def test_every_family_keeps_the_law(family):
-    expected = train_on(0, ROWS, WHOLE, family=family, algorithm=EVERYTHING)
-    got = train_on(0, ROWS, CUTS["budget 14"], family=family, algorithm=EVERYTHING)
+    expected = train_on(0, ROWS, WHOLE, make_policy=partial(tiny_policy, family), algorithm=EVERYTHING)
+    got = train_on(0, ROWS, CUTS["budget 14"], make_policy=partial(tiny_policy, family), algorithm=EVERYTHING)
     assert_same_training(got, expected, rtol=3e-5)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TypeVar
 
@@ -44,6 +44,7 @@ class MiniBatchPlan:
         rank_tokens: [rank] tokens of each rank in this plan, padding and dummies left out.
         rank_tokens_unplanned: [rank] the same had the mini-batch been dealt out in equal slices, as it came.
         padding_tokens: tokens computed for nothing: padding samples and dummies.
+        num_left_out: samples that count in the totals and are not computed.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -52,6 +53,7 @@ class MiniBatchPlan:
     rank_tokens: tuple[int, ...]
     rank_tokens_unplanned: tuple[int, ...]
     padding_tokens: int
+    num_left_out: int = 0
 
     def __post_init__(self) -> None:
         held = self.positions
@@ -102,6 +104,7 @@ class MiniBatchPlan:
             "balance/max_over_mean": self.max_over_mean,
             "balance/num_micro_steps": self.num_micro_steps,
             "balance/padding_tokens": self.padding_tokens,
+            "balance/left_out_samples": self.num_left_out,
         }
         return {name: float(value) for name, value in facts.items()}
 
@@ -142,23 +145,28 @@ def plan_batch(
 
     Returns:
         One plan per optimizer step. Membership depends on the samples, their order and the seed, not on ``dp_size``.
+        Samples that are left out take part in membership and totals; a step of nothing else has dummies only.
 
     Raises:
         ConfigError: a setting that cannot work, or a sample longer than the budget.
     """
     _check_settings(mini_batch_size, dp_size, token_budget, planner, micro_batch_size, order, multiple_of)
     if micro_batch_size is None:
-        _check_lengths(metas, token_budget, sp_size)
+        _check_lengths([m for m in metas if not m.is_left_out], token_budget, sp_size)
     length = np.fromiter((m.length for m in metas), np.int64, len(metas))
     costs, step_cost = _costs(metas, length, cost)
     if planner == "joint_free":
         blocks = blocks_of_one_mix(costs, mini_batch_size, seed)
     else:
         blocks = blocks_in_order(len(metas), mini_batch_size)
+    is_left_out = np.fromiter((m.is_left_out for m in metas), np.bool_, len(metas))
     plans = []
     for block in blocks:
-        block_cost, block_length = costs[block], length[block]
-        if micro_batch_size is not None:
+        computed = block[~is_left_out[block]]
+        block_cost, block_length = costs[computed], length[computed]
+        if len(computed) == 0:
+            packing = Packing(computed, 1, dp_size)
+        elif micro_batch_size is not None:
             fixed = plan_fixed_size_classic if planner == "karmarkar_karp" else plan_fixed_size
             packing = fixed(block_cost, dp_size, micro_batch_size)
         elif planner == "karmarkar_karp":
@@ -166,9 +174,11 @@ def plan_batch(
         else:
             packing = plan_joint(block_cost, block_length, dp_size, token_budget, step_cost, multiple_of)
         assert micro_batch_size or packing.sums(block_length).max() <= token_budget, "a micro-batch exceeds the budget"
-        plans.append(_assemble(metas, block, block_cost, packing, order, multiple_of, sp_size))
+        totals = _totals([metas[position] for position in block.tolist()], dp_size, sp_size)
+        plan = _assemble(metas, computed, block_cost, packing, totals, order, multiple_of)
+        plans.append(replace(plan, num_left_out=len(block) - len(computed)))
     held = np.sort(np.fromiter(chain.from_iterable(plan.positions for plan in plans), np.int64))
-    assert np.array_equal(held, np.arange(len(metas))), "the plans together hold each sample once"
+    assert np.array_equal(held, np.flatnonzero(~is_left_out)), "the plans together hold each computed sample once"
     return tuple(plans)
 
 
@@ -280,18 +290,24 @@ def _costs(metas: Sequence[SampleMeta], length: Ints, cost: Workload | Numbers |
 
 
 def _assemble(
-    metas: Sequence[SampleMeta], block: Ints, cost: Floats, packing: Packing, order: str, multiple_of: int, sp_size: int
+    metas: Sequence[SampleMeta],
+    computed: Ints,
+    cost: Floats,
+    packing: Packing,
+    totals: StepTotals,
+    order: str,
+    multiple_of: int,
 ) -> MiniBatchPlan:
-    """Order the micro-steps, name the samples by position and count what the losses and the log need."""
+    """Order the micro-steps, name the samples by position and count what the log needs."""
     packing = packing.in_order(_step_order(packing.sums(cost).max(axis=1), order)).with_steps_multiple_of(multiple_of)
-    members = [metas[position] for position in block.tolist()]
+    members = [metas[position] for position in computed.tolist()]
     tokens = np.array([0 if m.is_padding else m.length for m in members], np.float64)  # [n]
-    micro_batches = packing.members(block)  # [step][rank]
+    micro_batches = packing.members(computed)  # [step][rank]
     costs = packing.sums(cost)  # [step, rank]
     num_dummies = sum(not micro_batch for step in micro_batches for micro_batch in step)
     return MiniBatchPlan(
         micro_batches=tuple(zip(*micro_batches, strict=True)),
-        totals=_totals(members, packing.dp_size, sp_size),
+        totals=totals,
         cost=tuple(map(tuple, costs.T.tolist())),
         rank_tokens=tuple(int(t) for t in packing.sums(tokens).sum(axis=0)),
         rank_tokens_unplanned=tuple(int(part.sum()) for part in np.array_split(tokens, packing.dp_size)),

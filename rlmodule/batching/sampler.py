@@ -30,7 +30,7 @@ class BatchingConfig:
     planner: str = "joint"  # joint, joint_free or karmarkar_karp
     order: str = "largest_first"  # order of micro-steps: largest_first or balanced_ends
     shuffle: bool = True  # draw mini-batches from a seeded shuffle of the iteration's samples
-    equal_counts: bool = False  # top mini-batches up with filler samples until every rank has the same number
+    equal_counts: bool = False  # top mini-batches up until every rank has the same number of samples; none is left out
 
     def __post_init__(self) -> None:
         at_least("mini_batch_size", self.mini_batch_size, 1)
@@ -103,6 +103,7 @@ class BalancedSampler(Sampler[RankShare]):
         metas = [self.metas[i] for i in order]
         places = order
         if config.equal_counts:
+            metas = [replace(meta, is_left_out=False) for meta in metas]
             metas = top_up(metas, required_multiple(layout.dp_size, config.mini_batch_size), config.mini_batch_size)
             real, filler = iter(order), iter(range(len(order), len(metas)))
             places = [next(filler) if meta.is_padding else next(real) for meta in metas]

@@ -119,10 +119,13 @@ class Loss(Protocol):
     ``needs`` names the optional fields of LossInputs that the loss reads; whoever calls it provides them.
     ``whole_sequences`` says that the loss of one token depends on other tokens of its sequence: such a loss is given
     all tokens of a micro-batch at once, any other may get them in consecutive chunks.
+    ``zero_at_zero_advantage`` promises that a sample whose advantage is 0 on every token has a gradient of exactly 0
+    and no influence on other samples, so that it need not be computed.
     """
 
     needs: ClassVar[frozenset[str]]
     whole_sequences: ClassVar[bool]
+    zero_at_zero_advantage: ClassVar[bool]
 
     def __call__(self, x: LossInputs) -> TokenLoss:
         """[N] loss tokens -> [N] losses and metrics; no reduction, no ``.item()``."""

@@ -47,6 +47,11 @@ class Metric:
             return math.nan
         return value / weight if self.how is How.MEAN else value
 
+    @property
+    def saw_data(self) -> bool:
+        """Whether any part did; a SUM always does, as a share of 0 is a number."""
+        return self.how is How.SUM or float(self.weight) != 0
+
 
 Metrics = Mapping[str, Metric]
 

@@ -52,6 +52,7 @@ class SampleMeta:
         prompt_len, response_len: tokens.
         loss_tokens: response tokens with loss mask 1.
         is_padding: a filler that counts nowhere.
+        is_left_out: nothing of it can reach the gradient: it counts in totals, and no rank computes it.
     """
 
     sample_id: int
@@ -60,6 +61,7 @@ class SampleMeta:
     response_len: int
     loss_tokens: int
     is_padding: bool = False
+    is_left_out: bool = False
 
     @property
     def length(self) -> int:

@@ -25,6 +25,7 @@ class CISPO:
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage"})
     whole_sequences: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     clip_ratio_low: float = 1.0  # floor of the weight is 1 - clip_ratio_low
     clip_ratio_high: float = 4.0  # ceiling of the weight is 1 + clip_ratio_high

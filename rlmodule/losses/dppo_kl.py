@@ -27,6 +27,7 @@ class DPPOKL:
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage"})
     whole_sequences: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     divergence_low: float = 0.05  # room of a probability to fall, nats
     divergence_high: float = 0.05  # room of a probability to rise, nats

@@ -27,6 +27,7 @@ class DPPOTotalVariation:
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage"})
     whole_sequences: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     divergence_low: float = 0.15  # room of a probability to fall
     divergence_high: float = 0.15  # room of a probability to rise

@@ -23,6 +23,7 @@ class DRO:
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage"})
     whole_sequences: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = False
 
     beta: float = 0.1  # weight of the leash
 

@@ -29,6 +29,7 @@ class GMPO:
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage"})
     whole_sequences: ClassVar[bool] = True
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     clip_log_ratio_low: float = 0.4  # a log-ratio counts down to -clip_log_ratio_low, nats
     clip_log_ratio_high: float = 0.4  # a log-ratio counts up to clip_log_ratio_high, nats

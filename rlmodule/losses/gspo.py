@@ -28,6 +28,7 @@ class GSPO:
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage"})
     whole_sequences: ClassVar[bool] = True
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     clip_ratio_low: float = 3e-4  # floor of the sequence ratio is 1 - clip_ratio_low
     clip_ratio_high: float = 4e-4  # ceiling of the sequence ratio is 1 + clip_ratio_high

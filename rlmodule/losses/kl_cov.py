@@ -28,6 +28,7 @@ class KLCov:
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage", "selected"})
     whole_sequences: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = False
 
     select_ratio: float = 2e-4  # share of the loss tokens that is pulled
     kl_coef: float = 1.0  # weight of the pull

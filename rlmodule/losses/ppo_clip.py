@@ -24,6 +24,7 @@ class PPOClip:
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage"})
     whole_sequences: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     clip_ratio_low: float = 0.2  # ratio floor is 1 - clip_ratio_low
     clip_ratio_high: float = 0.2  # ratio ceiling is 1 + clip_ratio_high

@@ -20,6 +20,7 @@ class Reinforce:
 
     needs: ClassVar[frozenset[str]] = frozenset({"advantage"})
     whole_sequences: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     def __call__(self, x: LossInputs) -> TokenLoss:
         """[N] loss tokens -> [N] losses."""

@@ -28,6 +28,7 @@ class SAPO:
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage"})
     whole_sequences: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = True
 
     tau_positive: float = 1.0  # steepness of the gate where the advantage is positive
     tau_negative: float = 1.05  # the same where it is not

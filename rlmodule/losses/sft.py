@@ -16,6 +16,7 @@ class SFT:
 
     needs: ClassVar[frozenset[str]] = frozenset()
     whole_sequences: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = False
 
     def __call__(self, x: LossInputs) -> TokenLoss:
         """[N] loss tokens -> [N] losses."""

@@ -109,6 +109,7 @@ def test_no_rows_make_a_dummy_of_two_tokens_without_loss():
     assert dummy.group_tokens.tolist() == [0]
     assert len(dummy.labels) == len(dummy.loss_positions) == 0
     assert dummy.positions == ()
+    assert [len(x) for x in (dummy.advantage, dummy.old_logprob, dummy.ref_logprob)] == [0, 0, 0], "no loss misses any"
 
 
 def test_the_collator_keeps_the_plan():

@@ -190,6 +190,22 @@ def test_cost_may_come_from_the_model():
     assert sorted(sum(rank) for rank in plan.cost) == shape.flops([5, 9], [4, 8]).tolist()
 
 
+@settings(max_examples=60, deadline=None)
+@given(settings_of_a_batch(), st.randoms(use_true_random=False))
+def test_samples_left_out_count_and_are_not_held(batch, draw):
+    """Membership and totals are those of all samples; what is packed is the rest, within the budget."""
+    metas, sizes = batch
+    marked = [replace(meta, is_left_out=draw.random() < 0.5) for meta in metas]
+    everyone = plan_batch(metas, **sizes)
+    plans = plan_batch(marked, **sizes)
+    for plan, full in zip(plans, everyone, strict=True):
+        assert plan.totals == full.totals
+        assert set(plan.positions) == {p for p in full.positions if not marked[p].is_left_out}
+        assert plan.num_left_out == len(full.positions) - len(plan.positions)
+        for micro_batch in (m for rank in plan.micro_batches for m in rank):
+            assert sum(metas[p].length for p in micro_batch) <= sizes["token_budget"]
+
+
 def test_metrics_of_a_plan_worked_by_hand():
     """As it came: 9+8 and 2+1 tokens; balanced by cost = length: 9+1 and 8+2."""
     lengths = [9, 8, 2, 1]
@@ -206,6 +222,7 @@ def test_metrics_of_a_plan_worked_by_hand():
         "balance/max_over_mean": 1,
         "balance/num_micro_steps": 1,
         "balance/padding_tokens": 0,
+        "balance/left_out_samples": 0,
     }
 
 

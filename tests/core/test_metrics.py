@@ -101,3 +101,10 @@ def test_metrics_hold_no_graph():
     for metric in (total(loss), ratio(loss, loss.exp()), mean_of(loss.reshape(1)), maximum_of(loss.reshape(1))):
         for number in (metric.value, metric.weight):
             assert not (isinstance(number, torch.Tensor) and number.requires_grad)
+
+
+def test_whether_any_part_saw_data():
+    nothing = torch.zeros(0)
+    assert not any(m.saw_data for m in (mean_of(nothing), minimum_of(nothing), ratio(0.0, 0.0)))
+    assert mean_of(torch.ones(2)).saw_data
+    assert total(0.0).saw_data, "a share of 0 is a number"

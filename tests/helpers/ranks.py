@@ -65,6 +65,7 @@ def _rank(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        dist.barrier()  # a rank that is done at once would close connections that its peers are still making
         sender.send((True, function(rank, *args)))
     except BaseException:
         sender.send((False, traceback.format_exc()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,8 +15,17 @@ from transformers import AutoModelForCausalLM
 
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
-from rlmodule.core.contract import Layout, Loss
-from rlmodule.core.types import ExperienceRow, MiniBatch, Prompt, Sample
+from rlmodule.core.contract import Layout, Loss, TokenObjective
+from rlmodule.core.types import (
+    ExperienceRow,
+    LossInputs,
+    MicroBatch,
+    MiniBatch,
+    Prompt,
+    Sample,
+    TokenLoss,
+    TokenOutputs,
+)
 from rlmodule.experience import Experience
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import ModelConfig, PolicyModel, build_policy
@@ -175,6 +184,42 @@ def ddp(models: Mapping[str, nn.Module]) -> DDPStrategy:
     return strategy
 
 
+class Theta(nn.Module):
+    """A policy of one number: theta is the log-probability of every token, so a loss of c * theta has gradient c.
+
+    With one parameter the gradient norm is the gradient, and a whole step can be checked by hand.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.theta = nn.Parameter(torch.ones(()))
+
+    def forward(
+        self, batch: MicroBatch, *, objective: TokenObjective | None = None, with_entropy: bool = False
+    ) -> Tensor | TokenOutputs:
+        logprob = self.theta.expand(len(batch.labels))
+        return TokenOutputs(logprob) if objective is None else objective(logprob, None, slice(0, len(logprob)))
+
+
+@dataclass(frozen=True)
+class Linear:
+    """The loss c * theta of each token, c being its advantage."""
+
+    needs: ClassVar[frozenset[str]] = frozenset({"advantage"})
+    whole_sequences: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = True
+
+    def __call__(self, x: LossInputs) -> TokenLoss:
+        assert x.advantage is not None
+        return TokenLoss(x.advantage * x.logprob)
+
+
+def linear_row(sample_id: int, losses: Sequence[float], mask: Sequence[bool] | None = None) -> ExperienceRow:
+    """A sample with one response token for each c; its prompt has one token."""
+    item = sample(sample_id, 1, len(losses), loss_mask=mask)
+    return ExperienceRow(item, advantage=torch.tensor(losses))
+
+
 class Stepper:
     """Trains a policy by ``update`` on mini-batches that it is given.
 
@@ -188,7 +233,7 @@ class Stepper:
 
     def __init__(
         self,
-        policy: PolicyModel,
+        policy: nn.Module,
         wrap: Callable[[Mapping[str, nn.Module]], Any] = single,
         *,
         loss: Loss | None = None,
@@ -248,7 +293,7 @@ def train_on(
     rows: Sequence[ExperienceRow],
     config: BatchingConfig,
     *,
-    family: str = "qwen3",
+    make_policy: Callable[[], nn.Module] = tiny_policy,
     epochs: int = 1,
     arrange: Callable[[MiniBatch], MiniBatch] = lambda mini_batch: mini_batch,
     **settings: Any,
@@ -258,7 +303,7 @@ def train_on(
     ``run_on_ranks(2, partial(train_on, rows=rows, config=config))`` and ``train_on(0, rows, config)`` must agree.
     """
     layout = current_layout()
-    policy = tiny_policy(family)
+    policy = make_policy()
     stepper = Stepper(policy, single if layout.world_size == 1 else ddp, **{"optimizer": SMOOTH, **settings})
     mini_batches = [arrange(mini_batch) for mini_batch in share_rows(rows, config, layout, epochs=epochs)]
     results = [stepper(mini_batch) for mini_batch in mini_batches]

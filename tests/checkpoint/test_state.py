@@ -1,0 +1,135 @@
+"""A checkpoint folder is whole or does not count: written aside, listed with checksums, put in place by one rename."""
+
+import json
+
+import pytest
+
+from rlmodule.checkpoint.state import MANIFEST, STATE_FILE, folder_of, newest_whole, prune, verify, write_folder
+from rlmodule.core.errors import CheckpointError
+
+
+def save(root, iteration, content="weights", **facts):
+    folder = folder_of(root, iteration)
+
+    def write(aside):
+        (aside / STATE_FILE).write_text(content)
+        (aside / "shards").mkdir()
+        (aside / "shards" / "rank_0").write_text(content * 3)
+
+    write_folder(folder, write, {"step": 4 * iteration, **facts})
+    return folder
+
+
+def test_a_saved_folder_verifies_and_tells_its_facts(tmp_path):
+    folder = save(tmp_path, 3, world_size=2)
+    assert folder.name == "iteration_000003"
+    manifest = verify(folder)
+    assert manifest.facts == {"step": 12, "world_size": 2}
+    assert set(manifest.files) == {STATE_FILE, "shards/rank_0"}
+    assert manifest.files[STATE_FILE][0] == len("weights")
+    assert [p.name for p in tmp_path.iterdir()] == [folder.name], "nothing else is left"
+
+
+def test_saving_again_replaces_the_whole_folder(tmp_path):
+    folder = save(tmp_path, 1)
+    (folder / "stray").write_text("x")
+    save(tmp_path, 1, content="newer")
+    assert (folder / STATE_FILE).read_text() == "newer"
+    assert not (folder / "stray").exists()
+    verify(folder)
+
+
+def test_a_write_that_fails_leaves_everything_as_it_was(tmp_path):
+    folder = save(tmp_path, 1)
+
+    def fail(aside):
+        (aside / STATE_FILE).write_text("half")
+        raise OSError("no space left")
+
+    with pytest.raises(OSError, match="no space left"):
+        write_folder(folder, fail, {})
+    assert (folder / STATE_FILE).read_text() == "weights"
+    verify(folder)
+    assert [p.name for p in tmp_path.iterdir()] == [folder.name]
+
+
+def break_file(folder):
+    (folder / STATE_FILE).write_text("wEights")
+
+
+def cut_file(folder):
+    (folder / STATE_FILE).write_text("weigh")
+
+
+def remove_file(folder):
+    (folder / "shards" / "rank_0").unlink()
+
+
+def remove_manifest(folder):
+    (folder / MANIFEST).unlink()
+
+
+def cut_manifest(folder):
+    (folder / MANIFEST).write_text((folder / MANIFEST).read_text()[:-9])
+
+
+def empty_manifest(folder):
+    (folder / MANIFEST).write_text("{}")
+
+
+DAMAGE = {
+    break_file: f"{STATE_FILE} is damaged",
+    cut_file: f"{STATE_FILE} has 5 bytes instead of 7",
+    remove_file: "shards/rank_0 is missing",
+    remove_manifest: f"{MANIFEST} is missing",
+    cut_manifest: f"{MANIFEST} cannot be read",
+    empty_manifest: f"{MANIFEST} cannot be read",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_named_and_the_checkpoint_before_it_is_taken(tmp_path, damage):
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    damage(bad)
+    with pytest.raises(CheckpointError) as caught:
+        verify(bad)
+    assert str(caught.value).startswith(f"{bad}: {DAMAGE[damage]}")
+    found, passed_over = newest_whole(tmp_path)
+    assert found == good
+    assert passed_over == [f"passed over {caught.value}"]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no such checkpoint folder"):
+        verify(tmp_path / "iteration_000009")
+
+
+def test_the_newest_is_the_one_with_the_highest_number(tmp_path):
+    for iteration in (9, 10, 2, 1_000_000):
+        save(tmp_path, iteration)
+    assert newest_whole(tmp_path) == (tmp_path / "iteration_1000000", [])
+
+
+def test_nothing_to_resume_is_no_error(tmp_path):
+    assert newest_whole(tmp_path / "absent") == (None, [])
+    (tmp_path / "iteration_000001.writing").mkdir()
+    assert newest_whole(tmp_path) == (None, []), "what was being written does not count"
+
+
+def test_pruning_keeps_the_newest_and_clears_what_was_interrupted(tmp_path):
+    folders = [save(tmp_path, i) for i in range(1, 6)]
+    (tmp_path / "iteration_000006.writing").mkdir()
+    (tmp_path / "iteration_000004.old.writing").mkdir()
+    prune(tmp_path, keep=2, newest=folders[-1])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iteration_000004", "iteration_000005"]
+
+
+def test_pruning_leaves_later_checkpoints_of_a_run_that_went_back_alone(tmp_path):
+    folders = [save(tmp_path, i) for i in range(1, 6)]
+    prune(tmp_path, keep=1, newest=folders[2])
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"iteration_00000{i}" for i in (3, 4, 5)]
+
+
+def test_facts_are_plain_json(tmp_path):
+    folder = save(tmp_path, 1, layout={"dp": 2})
+    assert json.loads((folder / MANIFEST).read_text())["facts"] == {"step": 4, "layout": {"dp": 2}}

@@ -1,0 +1,1 @@
+"""Strategies: registry, exchanges, agreement with one process."""
