@@ -273,7 +273,7 @@ class ExperienceMaker:
                 baseline=_numbers([f.baseline for f in facts]) if self.advantage.needs_baseline else None,
             )
         )
-        return list(advantages.split(loss_tokens if self.advantage.per_token else 1))
+        return list(advantages.split(loss_tokens if self.advantage.per_token else [1] * len(facts)))
 
     def _corrected(self, rows: dict[int, ExperienceRow], metrics: dict[str, float]) -> dict[int, ExperienceRow]:
         """Rows with a weight for what the sampler and the trainer disagree on; adds to ``metrics`` how much they do."""
