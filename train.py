@@ -19,7 +19,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf
 
 from rlmodule import launch, run_directory
-from rlmodule.core.errors import ConfigError, RLModuleError, did_you_mean
+from rlmodule.core.errors import ConfigError, Preempted, RLModuleError, did_you_mean
 from rlmodule.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ def report(error: Exception) -> int:
     """Say what the user can do about it."""
     if os.environ.get("RLMODULE_TRACEBACK") == "1":
         traceback.print_exception(error)
+    if isinstance(error, Preempted):
+        print(f"stopped: {error}", file=sys.stderr, flush=True)
+        return launch.PREEMPTED
     print(f"error: {error}", file=sys.stderr, flush=True)
     return launch.USER_ERROR
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -46,20 +47,27 @@ class RLDataModule(L.LightningDataModule):
         self.collected: list[ScoredSample] = []  # this rank's samples of the iteration, as sampled
         self.iteration: Iteration | None = None
         self._loader: DataLoader[MiniBatch] | None = None
+        self._begun_at = 0  # mini-batches of the iteration that were trained on before this run
+        self._put_down: list[Any] = []  # what the ranks of the saved run held of an iteration that was not finished
 
     def train_dataloader(self) -> DataLoader[MiniBatch]:
         """Samples of the next iteration, planned and scored.
 
         Lightning asks twice after a resume; an iteration of which nothing was trained yet is handed out again.
         """
-        if self._loader is not None and self.iteration is not None and self.iteration.sampler.consumed == 0:
+        made = self.iteration
+        if self._loader is not None and made is not None and made.sampler.consumed == self._begun_at:
             return self._loader
-        number = self.next_iteration
+        number = self.next_iteration - bool(self._put_down)
         self.start(number)
         self.watch, self.collected = Stopwatch(), []
         maker = self.make(number)
-        self.iteration = maker(lambda: self._collect(number), self.watch)
+        if self._put_down:
+            self.iteration = self._taken_up(maker)
+        else:
+            self.iteration = maker(lambda: self._collect(number), self.watch)
         self.next_iteration = number + 1
+        self._begun_at = self.iteration.sampler.consumed
         self._loader = DataLoader(
             self.iteration.experience,  # type: ignore[arg-type]  # rows become mini-batches on the way
             batch_sampler=self.iteration.sampler,  # type: ignore[arg-type]  # shares, see Experience.__getitems__
@@ -73,7 +81,26 @@ class RLDataModule(L.LightningDataModule):
         self.collected += new
         return new
 
+    def unfinished(self) -> bytes | None:
+        """This rank's rows and the facts of an iteration that is being trained on; None between iterations."""
+        made = self.iteration
+        if made is None or not 0 < made.sampler.consumed < len(made.sampler):
+            return None
+        return pickle.dumps((made.facts, dict(made.experience.rows), made.sampler.state_dict()))
+
+    def take_up(self, parcels: Sequence[bytes]) -> None:
+        """Go on with the iteration that all ranks of the saved run have put down; there may be others of them now."""
+        self._put_down = [pickle.loads(parcel) for parcel in parcels]
+
+    def _taken_up(self, maker: ExperienceMaker) -> Iteration:
+        facts, _, state = self._put_down[0]
+        iteration = maker.restored(facts, {p: row for _, rows, _ in self._put_down for p, row in rows.items()})
+        iteration.sampler.load_state_dict(state)
+        self._put_down = []
+        return iteration
+
     def state_dict(self) -> dict[str, Any]:
+<<<<<<< HEAD
         """Iteration to come, position in the prompts, price of KL; whole iterations only."""
         controller = None if self.kl_controller is None else self.kl_controller.state_dict()
         return {
@@ -81,6 +108,10 @@ class RLDataModule(L.LightningDataModule):
             "stream": self.stream.state_dict(),
             "kl_controller": controller,
         }
+=======
+        """Iteration to come and position in the prompts."""
+        return {"next_iteration": self.next_iteration, "stream": self.stream.state_dict()}
+>>>>>>> main
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the iteration after the saved one."""

@@ -23,6 +23,7 @@ from rlmodule.core.errors import TrainingError
 WORKER_FLAG = "--worker"
 WARM_START_FLAG = "--warm-start"
 USER_ERROR = 2  # exit code for errors of the user's making
+PREEMPTED = 75  # exit code of a run that was asked to stop and has saved its state (EX_TEMPFAIL: try again later)
 _GRACE_SECONDS = 20.0
 _POLL_SECONDS = 0.05
 
@@ -107,7 +108,8 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
 
 def _explain(failed: Sequence[int], ranks: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
     # An error of the user's is found by every rank alike; let rank 0 say it before its peers are ended.
-    deadline = time.monotonic() + 2.0
+    codes = {ranks[rank].returncode for rank in failed}
+    deadline = time.monotonic() + (_GRACE_SECONDS if PREEMPTED in codes else 2.0)
     while ranks[0].poll() is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     if ranks[0].returncode not in (None, 0) and ranks[0].returncode > 0:
@@ -134,14 +136,20 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 @contextmanager
 def _signals_passed_on(ranks: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """SIGTERM and SIGUSR1 (a scheduler's warnings) reach the ranks; Ctrl-C reaches them by itself."""
+    """SIGTERM and SIGUSR1 (a scheduler's warnings) reach the ranks, which save and stop; a second one ends them.
+
+    Ctrl-C reaches them by itself.
+    """
+    warned = False
 
     def pass_on(number: int, _frame: object) -> None:
+        nonlocal warned
         for rank in ranks:
             if rank.poll() is None:
                 rank.send_signal(number)
-        if number == signal.SIGTERM:
+        if warned:
             raise KeyboardInterrupt
+        warned = True
 
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -14,11 +14,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
+from rlmodule.core.metrics import How, Metric
 from rlmodule.core.types import MiniBatch
 from rlmodule.objective import Objective
-from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule, matrices_of
+from rlmodule.preemption import StopRequests
 from rlmodule.reduction import reduce_metrics
 from rlmodule.update import StepResult, update
+
+STOP = "train/stop"  # travels with the metrics of a step, and is none
 
 
 @dataclass
@@ -84,7 +88,10 @@ class RLModule(L.LightningModule):
         self.optimizer_config = optimizer
         self.run_steps = run_steps
         self.max_skipped_in_a_row = max_skipped_in_a_row
+        self.matrices = {name: matrices_of(model) for name, model in models.items()}
         self.counters = Counters()
+        self.stop_requests = StopRequests()
+        self.must_stop = False  # whether some rank was asked to stop, as all know since the last step
         self.last_step: StepReport | None = None
 
     @property
@@ -98,7 +105,9 @@ class RLModule(L.LightningModule):
 
     def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
         """One optimizer for the policy, and its schedule."""
-        optimizer = build_optimizer(self.optimizer_config, self.models["policy"])
+        optimizer = build_optimizer(
+            self.optimizer_config, self.strategy.named_parameters("policy"), self.matrices["policy"]
+        )
         return [optimizer], [build_schedule(self.optimizer_config, optimizer, self.run_steps)]
 
     def training_step(self, mini_batch: MiniBatch, batch_idx: int) -> None:
@@ -113,7 +122,9 @@ class RLModule(L.LightningModule):
             backward=self.manual_backward,
         )
         self.counters.count(result)
-        merged = reduce_metrics(result.metrics, self.strategy.layout, self.strategy.collectives)
+        asked = Metric(float(self.stop_requests.asked_by is not None), 1.0, How.MAX)
+        merged = reduce_metrics({**result.metrics, STOP: asked}, self.strategy.layout, self.strategy.collectives)
+        self.must_stop = merged.pop(STOP).result > 0
         self.last_step = self._report({name: m.result for name, m in merged.items() if m.saw_data}, mini_batch)
         self._watch(result)
 

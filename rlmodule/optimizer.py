@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -46,12 +46,25 @@ class OptimizerConfig:
             )
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
-    """AdamW over the parameters that train; both moments are fp32 because the weights are."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
+def matrices_of(model: nn.Module) -> frozenset[str]:
+    """Names of the parameters that weight decay is for; asked before sharding, which may flatten them."""
+    return frozenset(name for name, parameter in model.named_parameters() if parameter.ndim >= 2)
+
+
+def build_optimizer(
+    config: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]], matrices: Collection[str]
+) -> Optimizer:
+    """AdamW over the parameters that train; both moments are fp32 because the weights are.
+
+    Args:
+        config: learning rate and the rest.
+        parameters: (name, parameter) of a model.
+        matrices: names of those that decay.
+    """
+    trainable = [(name, p) for name, p in parameters if p.requires_grad]
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for name, p in trainable if name in matrices], "weight_decay": config.weight_decay},
+        {"params": [p for name, p in trainable if name not in matrices], "weight_decay": 0.0},
     ]
     return AdamW(_not_empty(groups), lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps, fused=True)
 

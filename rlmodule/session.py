@@ -145,11 +145,23 @@ class Session:
             MODEL_TYPE, self.settings.backend, device=os.environ.get("RLMODULE_DEVICE", self.device)
         )
 
+    @cached_property
+    def strategy_options(self) -> Any:
+        """The strategy's own options, checked."""
+        return convert(self.strategy_class.options, self.strategy_node, "strategy", ignore=("name",))
+
+    @property
+    def layout(self) -> Layout:
+        """How the run's processes are laid out, seen from the first."""
+        return self.strategy_class.layout_of(self.strategy_options, self.world_size)
+
     def new_strategy(self) -> Any:
-        """The strategy, with its own options checked."""
-        options = convert(self.strategy_class.options, self.strategy_node, "strategy", ignore=("name",))
+        """The strategy, which refuses options that do not fit the number of processes."""
         return self.strategy_class(
-            options, device=self.device, num_processes=self.num_processes, num_nodes=self.settings.trainer.num_nodes
+            self.strategy_options,
+            device=self.device,
+            num_processes=self.num_processes,
+            num_nodes=self.settings.trainer.num_nodes,
         )
 
     def join_peers(self) -> None:
@@ -213,8 +225,8 @@ class Session:
         Raises:
             RLModuleError: what is wrong and what to do about it.
         """
-        layout = Layout(self.world_size)
         self.new_strategy()
+        layout = self.layout
         check(self.settings, self.hf_config, layout)
         if self._imitates:
             check_samples(self.demonstrations, self.settings, layout)
@@ -371,7 +383,7 @@ class Session:
         s = self.settings
         name = s.model.path or str(s.model.architecture.get("model_type"))
         devices = f"{self.world_size} {self.device} process{'es' if self.world_size > 1 else ''}"
-        plan = RunPlan(s, Layout(self.world_size), name, num_parameters, devices, self._describe_rows())
+        plan = RunPlan(s, self.layout, name, num_parameters, devices, self._describe_rows())
         is_first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")))) == 0
         return RunContext(
             run_dir=self.run_dir.root,
@@ -413,8 +425,8 @@ class Session:
 
         def engine() -> RolloutEngine:
             return s.rollout.connect(
-                partial(strategy.wrapped, "policy"),
-                partial(strategy.eval_mode, "policy"),
+                partial(strategy.generator, "policy"),
+                partial(strategy.generation_mode, "policy"),
                 self.tokenizer,
                 strategy.root_device,
             )

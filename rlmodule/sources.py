@@ -79,7 +79,8 @@ class RolloutSource:
             SampleRequest(prompt=i, sample_id=place, group_id=place, seed=VALIDATION_SEED, greedy=True)
             for i, (place, _) in enumerate(mine)
         ]
-        samples = self.engine().generate([prompt for _, prompt in mine], requests) if mine else []
+        # Also without a share of its own: every rank takes part when a sharded model is made whole.
+        samples = self.engine().generate([prompt for _, prompt in mine], requests)
         scores = self.reward(samples) if samples else []
         return [ScoredSample(sample, score) for sample, score in zip(samples, scores, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Distributed data parallel: every process holds the whole model, gradients are averaged over data ranks."""
+"""Distributed data parallel: every process holds the whole model, gradients are averaged over all of them."""
 
 from __future__ import annotations
 
@@ -7,52 +7,36 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rlmodule.core.config import at_least
-from strategies.parts.collectives import GroupCollectives
-from strategies.parts.inner_models import InnerModels, inner_models_of
-from strategies.parts.mesh import current_layout
+from strategies.parts.processes import Degrees, ManyProcesses
 from strategies.registry import STRATEGIES
 
 
 @dataclass(frozen=True)
-class DDPOptions:
+class DDPOptions(Degrees):
     """Knobs of the gradient exchange."""
 
     bucket_cap_mb: int = 25  # megabytes of gradients per all-reduce
     gradient_as_bucket_view: bool = True  # gradients live in the buckets: one copy of them less
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least("bucket_cap_mb", self.bucket_cap_mb, 1)
 
 
 @STRATEGIES.register(model_type="language_model", backend="ddp", device=["cpu", "cuda", "npu", "xpu"])
-class DDPStrategy(InnerModels, LightningDDPStrategy):
+class DDPStrategy(ManyProcesses):
     """DDP around each trainable inner model; frozen ones are left as they are."""
 
     options: ClassVar[type] = DDPOptions
+    _options: DDPOptions
 
-    def __init__(self, options: DDPOptions, *, device: str, num_processes: int, num_nodes: int) -> None:
-        super().__init__()
-        self._options = options
-
-    def setup_distributed(self) -> None:
-        """Join the process group, then see where this process sits."""
-        super().setup_distributed()
-        self.layout = current_layout()
-        device = torch.device("cpu") if self._process_group_backend == "gloo" else self.root_device
-        self.collectives = GroupCollectives(device)
-
-    def configure_ddp(self) -> None:
-        """Lightning's place for wrapping: wrap the inner models instead of the LightningModule."""
-        self.shard(inner_models_of(self.lightning_module))
-
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """The wrapper stays outside the module tree, so parameter names carry no prefix."""
+        model = model.to(self.root_device)
         if not any(p.requires_grad for p in model.parameters()):
             return model
         # Buffers are rotary tables, the same everywhere: broadcasting them every step would be waste.

@@ -21,9 +21,8 @@ from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.reduction import reduce_metrics
-from strategies.parts.mesh import current_layout
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.tiny import SMOOTH, Stepper, ddp, sample, single, tiny_policy
+from tests.helpers.tiny import SMOOTH, Stepper, sample, single, tiny_policy, wrap_here
 
 CPU = torch.device("cpu")
 BUDGET = BatchingConfig(mini_batch_size=6, max_token_len_per_gpu=16)
@@ -52,15 +51,6 @@ def maker_of(strategy, *, loss=None, config=BUDGET, epochs=1, **algorithm):
     )
 
 
-def wrap_here(models):
-    """The strategy of this process's world, around these models."""
-    return (single if current_layout().world_size == 1 else ddp)(models)
-
-
-def strategy_of(**models):
-    return wrap_here(models)
-
-
 def my_samples(layout, samples):
     """Drawn on all ranks in turn."""
     return samples[layout.dp_rank :: layout.dp_size]
@@ -68,7 +58,7 @@ def my_samples(layout, samples):
 
 def make(rank, *, epochs=1):
     """What one rank holds of an iteration, scored by policy and reference."""
-    strategy = strategy_of(policy=tiny_policy(), reference=tiny_policy(seed=1).requires_grad_(False))
+    strategy = wrap_here({"policy": tiny_policy(), "reference": tiny_policy(seed=1).requires_grad_(False)})
     layout = strategy.layout
     mine = my_samples(layout, scored_samples())
     iteration = maker_of(strategy, epochs=epochs, use_kl_loss=True)(lambda: mine, Stopwatch())
@@ -146,7 +136,7 @@ class Drift:
 def first_drift(rank, config, family="qwen3", whole_sequences=False):
     """Largest |log ratio| in the forward pass of the first update."""
     policy = tiny_policy(family)
-    strategy = strategy_of(policy=policy)
+    strategy = wrap_here({"policy": policy})
     maker = maker_of(strategy, config=config, skip_zero_advantage=False)
     iteration = maker(lambda: my_samples(strategy.layout, scored_samples()), Stopwatch())
     share = iteration.sampler.shares(iteration.sampler.plans)[0]
@@ -242,7 +232,7 @@ def test_the_sampler_s_own_log_probabilities_may_be_the_old_ones():
 
 def collect_without(rank):
     """Rank 1 has samples of which the sampler said nothing."""
-    strategy = strategy_of(policy=tiny_policy())
+    strategy = wrap_here({"policy": tiny_policy()})
     mine = my_samples(strategy.layout, scored_samples())
     mine = mine if rank == 1 else with_sampler_logprobs(mine)
     try:
@@ -320,7 +310,7 @@ def collect_or_fail(rank):
 
 def gathered(rank):
     try:
-        gather_facts(partial(collect_or_fail, rank), ddp({}).collectives)
+        gather_facts(partial(collect_or_fail, rank), wrap_here({}).collectives)
     except RLModuleError as error:
         return str(error)
     return "no error"

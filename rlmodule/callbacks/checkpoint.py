@@ -16,7 +16,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.checkpoint.state import STATE_FILE, folder_of, prune, write_folder
+from rlmodule.checkpoint.state import STATE_FILE, folder_of, prune, write_folder_together
 from rlmodule.core.config import at_least
 from rlmodule.core.errors import CheckpointError
 from rlmodule.run_context import RunContext, Running
@@ -48,18 +48,51 @@ class SaveCheckpoints(Checkpoint):
         self.root = root
         self.max_iterations = max_iterations
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """From now on a signal means: save, then stop."""
+        Running.of(trainer).module.stop_requests.listen()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Signals mean what they meant before."""
+        Running.of(trainer).module.stop_requests.let_go()
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Asked to stop within an iteration: save what is left of it too, and end the run."""
+        running = Running.of(trainer)
+        if not self._all_must_stop(running) or running.data.unfinished() is None:
+            return
+        folder = folder_of(self.root, running.data.next_iteration - 1, running.step)
+        self._save(running, folder)
+        running.module.stop_requests.stop(folder)
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save where it is due."""
         running = Running.of(trainer)
         done = running.data.next_iteration
-        if done % self.settings.every_n_iterations and done < self.max_iterations:
+        must_stop = self._all_must_stop(running)
+        if done % self.settings.every_n_iterations and done < self.max_iterations and not must_stop:
             return
         folder = folder_of(self.root, done)
+        self._save(running, folder)
+        if must_stop and done < self.max_iterations:
+            running.module.stop_requests.stop(folder)
+
+    def _all_must_stop(self, running: Running) -> bool:
+        """Data ranks know from the step's metrics; where a row or a matrix is shared, its ranks ask each other."""
+        layout, must_stop = running.strategy.layout, running.module.must_stop
+        if layout.dp_size == layout.world_size:
+            return must_stop
+        return running.strategy.agree("stop" if must_stop else None) is not None
+
+    def _save(self, running: Running, folder: Path) -> None:
+        trainer, done = running.trainer, running.data.next_iteration
         facts = {"iteration": done, "step": running.step, "world_size": trainer.world_size}
-        io = _WriteAside(folder, facts, self.settings.keep)
+        io = _WriteAside(folder, facts, trainer)
         trainer.strategy.checkpoint_io = io
         trainer.save_checkpoint(folder / STATE_FILE)
-        failure = running.strategy.collectives.broadcast(io.failure)
+        failure = io.failure
+        if failure is None and trainer.is_global_zero:
+            prune(self.root, self.settings.keep, folder)
         if failure is not None:
             raise CheckpointError(
                 f"{folder}: the checkpoint could not be written ({failure}). Earlier checkpoints are whole; "
@@ -67,32 +100,43 @@ class SaveCheckpoints(Checkpoint):
             )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep every data rank's random state beside the model."""
-        checkpoint["random_states"] = Running.of(trainer).strategy.collectives.gather_objects(random_state())
+        """Keep every data rank's random state beside the model, and its rows of an iteration under way."""
+        running = Running.of(trainer)
+        checkpoint["random_states"] = running.strategy.collectives.gather_objects(random_state())
+        rows = running.data.unfinished()
+        if rows is not None:
+            parcel = torch.frombuffer(bytearray(rows), dtype=torch.uint8)  # torch.load reads tensors, not objects
+            checkpoint["unfinished"] = running.strategy.collectives.gather_objects(parcel)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Bring back the random state of this data rank, where the checkpoint knows one."""
+        running = Running.of(trainer)
+        running.data.take_up([parcel.numpy().tobytes() for parcel in checkpoint.get("unfinished", ())])
         states = checkpoint["random_states"]
-        rank = Running.of(trainer).strategy.layout.dp_rank
+        rank = running.strategy.layout.dp_rank
         if rank < len(states):
             set_random_state(states[rank])
 
 
 class _WriteAside(CheckpointIO):
-    """Writes the state into a checked folder; a failure is kept, so that all ranks can stop together."""
+    """Has every rank write into a checked folder; a failure is kept, the same one on every rank, so that all stop."""
 
-    def __init__(self, folder: Path, facts: dict[str, Any], keep: int) -> None:
+    def __init__(self, folder: Path, facts: dict[str, Any], trainer: L.Trainer) -> None:
         self.folder = folder
         self.facts = facts
-        self.keep = keep
+        self.strategy = Running.of(trainer).strategy
+        self.is_first = trainer.is_global_zero
         self.failure: str | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        try:
-            write_folder(self.folder, lambda aside: torch.save(checkpoint, aside / STATE_FILE), self.facts)
-            prune(self.folder.parent, self.keep, self.folder)
-        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-            self.failure = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        def write(aside: Path) -> None:
+            self.strategy.save_shards(aside)  # first: all ranks take part, so nobody may have failed before
+            if self.is_first:
+                torch.save(checkpoint, aside / STATE_FILE)
+
+        self.failure = write_folder_together(
+            self.folder, write, self.facts, agree=self.strategy.agree, is_first=self.is_first
+        )
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         raise AssertionError("this writer does not read")

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from rlmodule.core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -46,19 +48,77 @@ def write_folder(folder: Path, write: Callable[[Path], None], facts: Mapping[str
     try:
         aside.mkdir(parents=True)
         write(aside)
-        files = {
-            str(p.relative_to(aside)): (p.stat().st_size, _checksum(p)) for p in sorted(aside.rglob("*")) if p.is_file()
-        }
-        manifest = Manifest(files, dict(facts))
-        (aside / MANIFEST).write_text(json.dumps({"files": files, "facts": manifest.facts}, indent=1))
-        for path in aside.rglob("*"):
-            _flush(path)
-        _flush(aside)
-        _replace(aside, folder)
+        return _finish(aside, folder, facts)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+
+
+def _finish(aside: Path, folder: Path, facts: Mapping[str, Any]) -> Manifest:
+    files = {
+        str(p.relative_to(aside)): (p.stat().st_size, _checksum(p)) for p in sorted(aside.rglob("*")) if p.is_file()
+    }
+    manifest = Manifest(files, dict(facts))
+    (aside / MANIFEST).write_text(json.dumps({"files": files, "facts": manifest.facts}, indent=1))
+    for path in aside.rglob("*"):
+        _flush(path)
+    _flush(aside)
+    _replace(aside, folder)
     return manifest
+
+
+def write_folder_together(
+    folder: Path,
+    write: Callable[[Path], None],
+    facts: Mapping[str, Any],
+    *,
+    agree: Callable[[str | None], str | None],
+    is_first: bool,
+) -> str | None:
+    """``write_folder`` by all processes of a run: each fills its part of the folder aside, the first finishes it.
+
+    Args:
+        folder: where the checkpoint goes; on a file system that all processes see.
+        write: writes this process's files.
+        facts: for the manifest.
+        agree: the first problem any process has, on every process.
+        is_first: whether this process makes the manifest and renames.
+
+    Returns:
+        None, or what went wrong, the same on every process; ``folder`` is untouched then and nothing is left behind.
+    """
+    aside = folder.with_name(folder.name + _UNFINISHED)
+
+    def begin() -> None:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+
+    def finish() -> None:
+        _finish(aside, folder, facts)
+
+    for everyone, stage in ((False, begin), (True, lambda: write(aside)), (False, finish)):
+        problem = agree(_attempt(stage) if everyone or is_first else None)
+        if problem is not None:
+            if is_first:
+                shutil.rmtree(aside, ignore_errors=True)
+            return problem
+    return None
+
+
+def _attempt(stage: Callable[[], None]) -> str | None:
+    try:
+        stage()
+    except (OSError, RuntimeError, CheckpointException) as error:  # torch.save reports a full disk as RuntimeError
+        return f"{type(error).__name__}: {_cause(error)}"
+    return None
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of what happened; torch.distributed.checkpoint keeps it per rank."""
+    if isinstance(error, CheckpointException):
+        failed = next(iter(error.failures.values()))
+        error = failed[0] if isinstance(failed, tuple) else failed
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _replace(aside: Path, folder: Path) -> None:
@@ -106,15 +166,15 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def folder_of(root: Path, iteration: int) -> Path:
-    """Where the checkpoint of the first ``iteration`` iterations lives."""
-    return root / f"iteration_{iteration:06d}"
+def folder_of(root: Path, iteration: int, step: int | None = None) -> Path:
+    """Where the checkpoint of the first ``iteration`` iterations lives; with ``step`` the next one is under way."""
+    return root / (f"iteration_{iteration:06d}" + ("" if step is None else f".step_{step:08d}"))
 
 
 def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
     """(newest whole checkpoint or None, a line for each newer one that was passed over)."""
     passed_over: list[str] = []
-    for folder in sorted(root.glob("iteration_*"), key=_iteration, reverse=True):
+    for folder in sorted(root.glob("iteration_*"), key=_age, reverse=True):
         if folder.name.endswith(_UNFINISHED):
             continue
         try:
@@ -132,14 +192,15 @@ def prune(root: Path, keep: int, newest: Path) -> None:
     Later ones, which a run resumed from an earlier checkpoint has yet to reach again, are left alone and not counted.
     """
     known = (f for f in root.glob("iteration_*") if not f.name.endswith(_UNFINISHED))
-    finished = sorted((f for f in known if _iteration(f) <= _iteration(newest)), key=_iteration)
+    finished = sorted((f for f in known if _age(f) <= _age(newest)), key=_age)
     for folder in [*finished[:-keep], *root.glob(f"*{_UNFINISHED}")]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _iteration(folder: Path) -> int:
-    digits = folder.name.removeprefix("iteration_").split(".")[0]
-    return int(digits) if digits.isdigit() else -1
+def _age(folder: Path) -> tuple[int, int]:
+    """(whole iterations, step within the next one) from a folder's name."""
+    digits, _, step = folder.name.removeprefix("iteration_").partition(".step_")
+    return int(digits) if digits.isdigit() else -1, int(step) if step.isdigit() else 0
 
 
 def _checksum(path: Path) -> str:

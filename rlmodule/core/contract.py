@@ -8,10 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+<<<<<<< HEAD
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+=======
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
+>>>>>>> main
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from rlmodule.core.types import AdvantageInputs, LossInputs, Prompt, Sample, Score, TokenLoss, TokenMeans
@@ -80,19 +86,28 @@ class Collectives(Protocol):
 
 
 class Strategy(Protocol):
-    """How models are spread over processes. One class per backend in ``strategies/``, on top of a Lightning strategy.
+    """How models are spread over processes, and what of them goes into a checkpoint.
+
+    One class per backend in ``strategies/``, on top of a Lightning strategy.
 
     It wraps the INNER models, never the LightningModule: a micro-batch is one call of a wrapped model's own forward.
     """
 
     layout: Layout
     collectives: Collectives
+    sequence_group: ProcessGroup | None
+
+    def agree(self, problem: str | None) -> str | None:
+        """The first problem that any process of the run has, on every process; one exchange between all of them."""
 
     def shard(self, models: Mapping[str, nn.Module]) -> None:
         """Take over the models: move, wrap and shard them; frozen ones too, without gradients."""
 
     def wrapped(self, name: str) -> nn.Module:
         """The module to call for model ``name``."""
+
+    def named_parameters(self, name: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name as before sharding, what this process holds of it) of model ``name``, tied ones once."""
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Encloses forward AND backward of one micro-batch; gradients need to be in sync only after the last."""
@@ -106,11 +121,24 @@ class Strategy(Protocol):
     def full_weights(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor) of model ``name``, one at a time, the same stream on every rank."""
 
+    def generator(self, name: str) -> nn.Module:
+        """The module to sample with, inside ``generation_mode`` only."""
+
+    def generation_mode(self, name: str) -> AbstractContextManager[None]:
+        """Whole weights at hand inside, so that ranks may run ``generator`` a different number of times each.
+
+        Every rank enters it equally often. A sharded strategy fills a copy of the whole model on the way in and drops
+        it on the way out.
+        """
+
     def train_mode(self, name: str) -> AbstractContextManager[None]:
         """Parameters and optimizer state on the device, module in train mode; undone on exit, also on error."""
 
     def eval_mode(self, name: str) -> AbstractContextManager[None]:
         """Parameters on the device, module in eval mode, no gradients; undone on exit, also on error."""
+
+    def save_shards(self, folder: Path) -> None:
+        """Write this process's part of trainable models and optimizers below ``folder``; every process calls it."""
 
 
 class Loss(Protocol):

@@ -6,6 +6,7 @@
     +-- CheckpointError    a checkpoint asked for is damaged or missing
     +-- DependencyError    an optional package is not installed
     +-- TrainingError      the run cannot go on (too many skipped steps, every reward failed, a process died)
+    +-- Preempted          the run was asked to stop and has saved its state (exit code 75)
 
 Bugs of our own are ``assert`` or whatever Python raises; nothing here catches them.
 """
@@ -63,6 +64,10 @@ class DependencyError(RLModuleError):
 
 class TrainingError(RLModuleError):
     """The run cannot go on, for a reason that lies in the data, the settings or the machine."""
+
+
+class Preempted(RLModuleError):  # noqa: N818  no error was made
+    """The run was asked to stop and has saved its state; exit code 75, which a scheduler can tell from an error."""
 
 
 _SHORT_LIST = 12  # names that still read as one line

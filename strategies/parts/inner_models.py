@@ -5,41 +5,63 @@ Leaves out how a model is wrapped and what encloses a micro-batch; those are a b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from rlmodule.core.contract import Collectives, Layout
 from strategies.parts.collectives import LocalCollectives
+from strategies.parts.saved_state import SavedState
+
+HF_PREFIX = "lm."  # a model's causal LM sits at ``lm``; what comes after it is the Hugging Face name
 
 
-class InnerModels:
+class InnerModels(SavedState):
     """Mixin for Lightning strategies: the part of the Strategy contract that does not depend on the backend."""
 
     layout: Layout = Layout()
     collectives: Collectives = LocalCollectives()
+    sequence_group: dist.ProcessGroup | None = None
+    root_device: torch.device
     _models: Mapping[str, nn.Module] = {}
     _wrapped: Mapping[str, nn.Module] = {}
+
+    @classmethod
+    def layout_of(cls, options: Any, world_size: int) -> Layout:
+        """The layout a run will have, known before its processes are started."""
+        return Layout(world_size)
 
     def shard(self, models: Mapping[str, nn.Module]) -> None:
         """Wrap each model once; a second set-up of the same models (validate, then fit) keeps the wrappers."""
         if self._models and all(self._models.get(name) is model for name, model in models.items()):
             return
         self._models = dict(models)
-        self._wrapped = {name: self.wrap(model) for name, model in models.items()}
+        self._wrapped = {name: self.wrap(name, model) for name, model in models.items()}
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """The module to call in place of ``model``."""
-        return model
+        return model.to(self.root_device)
 
     def wrapped(self, name: str) -> nn.Module:
         """The module to call for model ``name``."""
         return self._wrapped[name]
+
+    def agree(self, problem: str | None) -> str | None:
+        """The first problem that any process has, on every process."""
+        return problem
+
+    # ---- training
+
+    def named_parameters(self, name: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """(name as before sharding, what this process holds of it), tied ones once."""
+        yield from self._models[name].named_parameters()
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
         """Nothing to put off where gradients are not exchanged."""
@@ -48,23 +70,48 @@ class InnerModels:
     def clip_and_step(self, optimizer: Optimizer | LightningOptimizer, max_norm: float) -> float:
         """Clip by the global norm (0: no clipping) and step, or skip when the norm is not finite; clears the gradients.
 
-        Gradients are the same on every data rank here, so every rank decides alike.
+        The norm is the same number on every rank, so every rank decides alike.
         """
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = get_total_norm(gradients)
-        value = float(norm)
-        if torch.isfinite(norm):
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = self.grad_norm(parameters)
+        if math.isfinite(norm):
             if max_norm > 0:
-                parameters = [p for group in optimizer.param_groups for p in group["params"]]
-                clip_grads_with_norm_(parameters, max_norm, norm)
+                scale_gradients(parameters, min(1.0, max_norm / (norm + 1e-6)))
             optimizer.step()
         optimizer.zero_grad()
-        return value
+        return norm
+
+    def grad_norm(self, parameters: Sequence[nn.Parameter]) -> float:
+        """Global norm of the gradients; every process holds all of them here."""
+        return math.sqrt(sum_of_squares([p.grad for p in parameters if p.grad is not None]))
+
+    # ---- whole weights
+
+    def whole_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """(all its names before sharding, whole tensor) of each parameter, one at a time; every process takes part."""
+        for names, parameter in tied(self._models[name]):
+            yield names, parameter.detach()
 
     def full_weights(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor), one at a time; tied tensors under each of their names."""
-        for key, tensor in self._models[name].get_submodule("lm").state_dict().items():
-            yield key, tensor.detach().to(dtype=dtype if tensor.is_floating_point() else None)
+        for names, tensor in self.whole_parameters(name):
+            tensor = tensor.to(dtype=dtype if tensor.is_floating_point() else None)
+            for full_name in names:
+                if full_name.startswith(HF_PREFIX):
+                    yield full_name.removeprefix(HF_PREFIX), tensor
+        for key, buffer in persistent_buffers(self._models[name]):
+            if key.startswith(HF_PREFIX):
+                yield key.removeprefix(HF_PREFIX), buffer.to(dtype=dtype if buffer.is_floating_point() else None)
+
+    def generator(self, name: str) -> nn.Module:
+        """The module to sample with inside ``generation_mode``: whole weights, no exchange in its forward."""
+        return self._models[name]
+
+    def generation_mode(self, name: str) -> AbstractContextManager[None]:
+        """Whole weights of model ``name`` at hand inside; ranks may then run it a different number of times each."""
+        return self.eval_mode(name)
+
+    # ---- modes
 
     @contextmanager
     def train_mode(self, name: str) -> Iterator[None]:
@@ -77,6 +124,72 @@ class InnerModels:
         """Eval mode without gradients inside, the mode before it afterwards, also on error."""
         with _mode(self._wrapped[name], training=False), torch.no_grad():
             yield
+
+    # ---- what a checkpoint holds; see SavedState
+
+    def saved_parts(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+        """What this process holds, as torch.distributed.checkpoint wants it, by names that know no strategy."""
+        parts: dict[str, Tensor] = {}
+        for key, parameter in self.named_parameters(name):
+            parts[f"{name}.{key}"] = parameter.detach()
+            for moment, tensor in optimizer.state.get(parameter, {}).items():
+                parts[f"{name}.{key}@{moment}"] = tensor
+        return parts
+
+    def parts_to_load(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+        """The same, every tensor there is to be filled in place."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter.detach()),
+                    "exp_avg_sq": torch.zeros_like(parameter.detach()),
+                }
+        return self.saved_parts(name, optimizer)
+
+    def put_loaded(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
+        """Parts were filled in place: nothing is left to do."""
+
+    def models_and_optimizers(self) -> list[tuple[str, Optimizer]]:
+        """Trainable models with their optimizers, in the order both were made."""
+        trainable = [name for name, model in self._models.items() if any(p.requires_grad for p in model.parameters())]
+        optimizers: Sequence[Optimizer] = self.optimizers  # type: ignore[attr-defined]
+        return list(zip(trainable, optimizers, strict=True))
+
+
+def tied(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Parameter]]:
+    """(all names, parameter) of each distinct parameter."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return ((tuple(n), p) for p, n in names.items())
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, buffer) of the buffers that belong to a state dict."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def sum_of_squares(tensors: Sequence[Tensor]) -> float:
+    """Of all elements, in float64 from each tensor's own norm on."""
+    if not tensors:
+        return 0.0
+    norms = torch._foreach_norm(list(tensors))
+    return float(torch.stack([n.double() for n in norms]).square().sum())
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    """Multiply what this process holds of the gradients."""
+    if factor < 1.0 and parameters:
+        torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, as a plain one."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def inner_models_of(module: nn.Module | None) -> Mapping[str, nn.Module]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlmodule.core.contract import Layout
+from rlmodule.core.errors import ConfigError
 
 
 def detect_device() -> str:
@@ -33,3 +37,74 @@ def current_layout(sp_size: int = 1, tp_size: int = 1) -> Layout:
     if not (dist.is_available() and dist.is_initialized()):
         return Layout()
     return Layout(world_size=dist.get_world_size(), rank=dist.get_rank(), sp_size=sp_size, tp_size=tp_size)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The running processes as a grid, data ranks outermost: replicas x shards (both data), sequence, tensor.
+
+    Args:
+        layout: this process's place in it.
+        grid: dimensions ``replicate``, ``shard``, ``sequence``, ``tensor``.
+    """
+
+    layout: Layout
+    grid: DeviceMesh
+
+    @classmethod
+    def of_running(cls, device: str, *, sp_size: int = 1, tp_size: int = 1, replicas: int = 1) -> Mesh:
+        """Lay the grid over the running process group; every process calls it."""
+        layout = current_layout(sp_size, tp_size)
+        sizes = (replicas, layout.dp_size // replicas, sp_size, tp_size)
+        return cls(layout, init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard", "sequence", "tensor")))
+
+    @property
+    def data_group(self) -> dist.ProcessGroup:
+        """Processes that train on different samples and hold the same slice and shard of everything else."""
+        if self.grid["replicate"].size() == 1:
+            return self.grid["shard"].get_group()
+        return self._flat("replicate", "shard").get_group()
+
+    @property
+    def token_group(self) -> dist.ProcessGroup:
+        """Processes that train on tokens of their own: data x sequence, in the order of their ranks."""
+        return self.data_group if self.layout.sp_size == 1 else self._flat("replicate", "shard", "sequence").get_group()
+
+    @property
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        """Processes that share a sequence; None where each has whole ones."""
+        return self.grid["sequence"].get_group() if self.layout.sp_size > 1 else None
+
+    @property
+    def tensor(self) -> DeviceMesh | None:
+        """Processes that share every matrix; None where each has whole ones."""
+        return self.grid["tensor"] if self.layout.tp_size > 1 else None
+
+    @property
+    def sharding(self) -> DeviceMesh:
+        """Processes that gradients are averaged over, data x sequence: one dimension, or (replicas, shards)."""
+        if self.layout.sp_size == 1:
+            return self.grid["shard"] if self.grid["replicate"].size() == 1 else self.grid["replicate", "shard"]
+        shards = self._flat("shard", "sequence")
+        return shards if self.grid["replicate"].size() == 1 else self.grid["replicate", "shard_sequence"]
+
+    def _flat(self, *names: str) -> DeviceMesh:
+        return self.grid[names]._flatten("_".join(names))
+
+
+def check_degrees(world_size: int, *, sp_size: int = 1, tp_size: int = 1, replicas: int = 1) -> None:
+    """Refuse degrees that do not tile the processes, before any process is started.
+
+    Raises:
+        ConfigError: names the degree and what it does not divide.
+    """
+    left = world_size
+    for key, size in (("tp_size", tp_size), ("sp_size", sp_size), ("dp_replicate", replicas)):
+        if left % size:
+            raise ConfigError(
+                key=f"strategy.{key}",
+                got=size,
+                because=f"it does not divide the {left} processes that are left to it, of {world_size} in all",
+                fix=f"Use strategy.{key}=1, or trainer.devices so that tensor x sequence x replicas divides them",
+            )
+        left //= size

@@ -169,7 +169,7 @@ class SmallRun:
             use_distributed_sampler=False,
             limit_val_batches=0,
             num_sanity_val_steps=0,
-            enable_checkpointing=False,
+            enable_checkpointing="checkpoint" in self.settings,
             enable_progress_bar=False,
             enable_model_summary=False,
         )

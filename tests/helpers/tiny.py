@@ -184,6 +184,11 @@ def ddp(models: Mapping[str, nn.Module]) -> DDPStrategy:
     return strategy
 
 
+def wrap_here(models: Mapping[str, nn.Module]) -> SingleStrategy | DDPStrategy:
+    """The strategy of this process's world, which is one process or forked ranks."""
+    return single(models) if current_layout().world_size == 1 else ddp(models)
+
+
 class Theta(nn.Module):
     """A policy of one number: theta is the log-probability of every token, so a loss of c * theta has gradient c.
 
@@ -304,7 +309,7 @@ def train_on(
     """
     layout = current_layout()
     policy = make_policy()
-    stepper = Stepper(policy, single if layout.world_size == 1 else ddp, **{"optimizer": SMOOTH, **settings})
+    stepper = Stepper(policy, wrap_here, **{"optimizer": SMOOTH, **settings})
     mini_batches = [arrange(mini_batch) for mini_batch in share_rows(rows, config, layout, epochs=epochs)]
     results = [stepper(mini_batch) for mini_batch in mini_batches]
     merged = [reduce_metrics(r.metrics, layout, stepper.strategy.collectives) for r in results]

@@ -1,0 +1,322 @@
+"""DeepSpeed ZeRO: optimizer states (stage 1), gradients (2) and parameters (3) cut over ranks; one engine per model.
+
+The engine gets our own AdamW, so nothing is compiled, and one accumulation step, so it divides by nothing: the loss is
+already a share of the whole mini-batch. Clipping and the refusal of a norm that is not finite are the engine's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rlmodule.core.config import at_least, one_of
+from rlmodule.core.errors import ConfigError
+from strategies.parts.blocks import DTYPES, lm_of
+from strategies.parts.inner_models import tied
+from strategies.parts.processes import Degrees
+from strategies.parts.saved_state import MOMENT
+from strategies.parts.sharded import ShardedModels
+from strategies.registry import STRATEGIES
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class DeepSpeedOptions(Degrees):
+    """What is cut, and what is kept in host memory."""
+
+    stage: int = 3  # 1 cuts optimizer states, 2 gradients too, 3 parameters too
+    param_dtype: str = (
+        "float32"  # type of the weights that are computed with: float32 or bfloat16; masters stay float32
+    )
+    offload_optimizer: bool = False  # optimizer states in host memory
+    offload_param: bool = False  # parameters in host memory; stage 3 only
+    bucket_numel: int = 50_000_000  # elements per reduction
+    overlap_comm: bool = False  # reduce while backward runs
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("param_dtype", self.param_dtype, DTYPES)
+        at_least("bucket_numel", self.bucket_numel, 1)
+        if self.stage not in (1, 2, 3):
+            raise ConfigError(
+                key="stage",
+                got=self.stage,
+                because="ZeRO has stages 1, 2 and 3",
+                fix="Use strategy.stage=3, or strategy=ddp",
+            )
+        if self.offload_param and self.stage != 3:
+            raise ConfigError(
+                key="offload_param",
+                got=True,
+                because=f"stage {self.stage} does not cut parameters",
+                fix="Use strategy.stage=3",
+            )
+
+
+def load_deepspeed(device: str) -> Any:
+    """The package, told not to compile anything on a machine that computes on its CPU."""
+    if device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # it is chosen once, at import
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed
+        import deepspeed.ops
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # It calls torch's collectives by names that torch 2.13 renames.
+    warnings.filterwarnings("ignore", category=FutureWarning, message=r".torch\.distributed\.\w+. is deprecated")
+    if device == "cpu":
+        # A shared-memory all-reduce it would build with a compiler; gloo does the same.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+class AsTuple(nn.Module):
+    """DeepSpeed finds tensors in tuples only; ``FromTuple`` around the engine gives the caller what the model gave."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+        outputs = self.model(*args, **kwargs)
+        if isinstance(outputs, Tensor):
+            self.kind = None
+            return (outputs,)
+        self.kind = type(outputs)
+        return tuple(getattr(outputs, field.name) for field in fields(outputs))
+
+
+class FromTuple(nn.Module):
+    """The engine, as the module it stands for."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self.engine: Any = engine
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self.engine(*args, **kwargs)
+        kind = self.engine.module.kind
+        return outputs[0] if kind is None else kind(*outputs)
+
+
+@STRATEGIES.register(model_type="language_model", backend="deepspeed", device=["cpu", "cuda", "npu"])
+class DeepSpeedStrategy(ShardedModels):
+    """One engine per trainable model; at stage 3 one without an optimizer per frozen model."""
+
+    options: ClassVar[type] = DeepSpeedOptions
+    _options: DeepSpeedOptions
+
+    def setup_distributed(self) -> None:
+        """Join the process group; the engines take it over."""
+        super().setup_distributed()
+        self._deepspeed = load_deepspeed(self.root_device.type)
+        self._engines: dict[str, Any] = {}
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether a process holds a part of the weights only."""
+        return self._options.stage == 3
+
+    def wrap(self, name: str, model: nn.Module) -> nn.Module:
+        """Engines come later; up to stage 2 every process holds whole weights."""
+        return model if self.cuts_parameters else model.to(self.root_device)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """An engine takes a model together with its optimizer, so engines are made once there are optimizers."""
+        super().setup_optimizers(trainer)
+        if self._engines:
+            return
+        optimizers = dict(self.models_and_optimizers())
+        for name, model in self._models.items():
+            if name in optimizers or self.cuts_parameters:
+                self._engines[name] = self._engine(model, optimizers.get(name))
+        self._wrapped = {**self._wrapped, **{name: FromTuple(engine) for name, engine in self._engines.items()}}
+
+    def _engine(self, model: nn.Module, optimizer: Optimizer | None) -> Any:
+        constants = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        outermost = AsTuple(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            engine, *_ = self._deepspeed.initialize(
+                model=outermost, optimizer=optimizer, config=self._config(optimizer is not None)
+            )
+        # In bfloat16 the engine rounds buffers as well, and rotary frequencies do not survive that.
+        for name, buffer in model.named_buffers():
+            buffer.data = constants[name].to(buffer.device)
+        if self.cuts_parameters:
+            # Log-probabilities are made from the head's weight outside of the head's own forward.
+            for parameter in lm_of(model).get_output_embeddings().parameters():
+                self._deepspeed.zero.register_external_parameter(outermost, parameter)
+        return engine
+
+    def _config(self, trains: bool) -> dict[str, Any]:
+        options = self._options
+        zero: dict[str, Any] = {
+            "stage": options.stage,
+            "overlap_comm": options.overlap_comm,
+            "reduce_bucket_size": options.bucket_numel,
+            "allgather_bucket_size": options.bucket_numel,
+            "contiguous_gradients": True,
+        }
+        if options.stage == 3:
+            zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": options.bucket_numel}
+        if options.offload_optimizer and trains:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.root_device.type != "cpu"}
+        if options.offload_param:
+            zero["offload_param"] = {"device": "cpu", "pin_memory": self.root_device.type != "cpu"}
+        bf16 = options.param_dtype == "bfloat16"
+        return {
+            "train_micro_batch_size_per_gpu": 1,  # never read: micro-batches are ours
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 1.0,  # replaced before each step
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": bf16, "check_grad_overflow": True},
+            "steps_per_print": 2**31,
+        }
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Gradients are complete after the last micro-batch; stages 2 and 3 reduce each one's as it comes."""
+        for engine in self._trained():
+            engine.set_gradient_accumulation_boundary(is_last)
+        yield
+
+    def _trained(self) -> list[Any]:
+        return [self._engines[name] for name, _ in self.models_and_optimizers()]
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Through the engine of the model that made the loss."""
+        (engine,) = self._trained()
+        engine.backward(closure_loss, scale_wrt_gas=False)
+        return closure_loss
+
+    def clip_and_step(self, optimizer: Optimizer | LightningOptimizer, max_norm: float) -> float:
+        """The engine clips, looks at the norm, and steps or skips; gradients are gone either way."""
+        engine = self._engine_of(optimizer)
+        engine.optimizer.clip_grad = max_norm
+        optimizer.step()
+        return math.inf if engine.optimizer.overflow else float(engine.get_global_grad_norm())
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Lightning counts the step, the engine makes it."""
+        closure()
+        self._engine_of(optimizer).step()
+
+    def _engine_of(self, optimizer: Optimizer | LightningOptimizer) -> Any:
+        wanted = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return next(self._engines[name] for name, made in self.models_and_optimizers() if made is wanted)
+
+    # ---- whole weights
+
+    def whole_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """The fp32 masters of what trains, one at a time; of a frozen model its weights."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for names, parameter in tied(self._models[name]):
+            master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+            if master is not None:
+                yield names, master.detach()
+                continue
+            with self._gathered(parameter):
+                whole = parameter.detach().clone()
+            yield names, whole
+
+    def _gathered(self, parameter: nn.Parameter) -> AbstractContextManager[Any]:
+        return self._deepspeed.zero.GatheredParameters([parameter]) if self.cuts_parameters else nullcontext()
+
+    def generator(self, name: str) -> nn.Module:
+        """A whole copy where parameters are cut, else the model itself."""
+        return super().generator(name) if self.cuts_parameters else self._models[name]
+
+    def generation_mode(self, name: str) -> AbstractContextManager[None]:
+        """A whole copy is needed only where parameters are cut."""
+        return super().generation_mode(name) if self.cuts_parameters else self.eval_mode(name)
+
+    # ---- what a checkpoint holds: whole tensors, each written by one rank, so that any strategy reads them
+
+    def saved_parts(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Every tensor made whole and kept by one rank, in turns: a rank holds 1/world of model and moments."""
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        parts: dict[str, Tensor] = {}
+        steps = [state["step"] for state in optimizer.state.values()]
+        if steps:
+            self._link_moments(name)
+        for place, (key, parameter, whole) in enumerate(self._trainable(name)):
+            keeps = place % dist.get_world_size() == dist.get_rank()
+            moments = {m: safe_get_full_optimizer_state(parameter, m) for m in MOMENTS} if steps else {}
+            if keeps:
+                parts[f"{name}.{key}"] = whole.cpu()
+                parts |= {f"{name}.{key}{MOMENT}{m}": tensor.cpu() for m, tensor in moments.items()}
+                parts |= {f"{name}.{key}{MOMENT}step": steps[0].clone().cpu()} if steps else {}
+        return parts
+
+    def parts_to_load(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Whole tensors in host memory, every one on every rank."""
+        parts: dict[str, Tensor] = {}
+        for key, _, whole in self._trainable(name):
+            parts[f"{name}.{key}"] = torch.zeros_like(whole, device="cpu")
+            parts |= {f"{name}.{key}{MOMENT}{m}": torch.zeros_like(whole, device="cpu") for m in MOMENTS}
+            parts[f"{name}.{key}{MOMENT}step"] = torch.zeros(())
+        return parts
+
+    def put_loaded(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
+        """Cut whole tensors into the engine's masters and moments."""
+        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+        steps = [tensor for key, tensor in parts.items() if key.endswith(f"{MOMENT}step")]
+        if steps:
+            for flat in self._masters(name):
+                moments = {m: torch.zeros_like(flat.detach()) for m in MOMENTS}
+                optimizer.state[flat] = {"step": steps[0].clone().to(flat.device), **moments}
+            self._link_moments(name)
+        for key, parameter, _ in self._trainable(name):
+            value = parts[f"{name}.{key}"].to(self.root_device)
+            safe_set_full_fp32_param(parameter, value)
+            with self._written(parameter):
+                parameter.data.copy_(value)
+            if steps:
+                for m in MOMENTS:
+                    safe_set_full_optimizer_state(parameter, parts[f"{name}.{key}{MOMENT}{m}"].to(self.root_device), m)
+
+    def _trainable(self, name: str) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """(name, parameter, whole fp32 master) of each parameter that trains, one at a time."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for key, parameter in self.named_parameters(name):
+            if parameter.requires_grad:
+                yield key, parameter, safe_get_full_fp32_param(parameter)
+
+    def _masters(self, name: str) -> list[Tensor]:
+        """The flat fp32 pieces that the inner optimizer updates."""
+        zero = self._engines[name].optimizer
+        return zero.fp32_partitioned_groups_flat if self.cuts_parameters else zero.single_partition_of_fp32_groups
+
+    def _link_moments(self, name: str) -> None:
+        """Let stages 1 and 2 find each parameter's moments; they look once only, when some do not exist yet."""
+        zero = self._engines[name].optimizer
+        if not self.cuts_parameters:
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+
+    def _written(self, parameter: nn.Parameter) -> AbstractContextManager[Any]:
+        """The weights at hand inside, cut again afterwards."""
+        if not self.cuts_parameters:
+            return nullcontext()
+        return self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)

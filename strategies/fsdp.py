@@ -1,0 +1,181 @@
+"""FSDP1 (torch's FullyShardedDataParallel): flat parameters cut over data and sequence ranks. FSDP2 is newer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import Optimizer
+
+from rlmodule.core.config import at_least, one_of
+from rlmodule.core.errors import ConfigError
+from strategies.parts.blocks import DTYPES, blocks_of
+from strategies.parts.inner_models import persistent_buffers, tied
+from strategies.parts.processes import Degrees
+from strategies.parts.saved_state import MOMENT
+from strategies.parts.sharded import ShardedModels, whole
+from strategies.registry import STRATEGIES
+
+SHARDING = {
+    "full": ShardingStrategy.FULL_SHARD,
+    "grad_op": ShardingStrategy.SHARD_GRAD_OP,
+    "hybrid": ShardingStrategy.HYBRID_SHARD,
+}
+
+
+@dataclass(frozen=True)
+class FSDPOptions(Degrees):
+    """What is kept whole, and in which type it travels."""
+
+    sharding: str = "full"  # full; grad_op keeps weights whole from forward to backward; hybrid shards within a copy
+    dp_replicate: int = 1  # copies of the whole sharded model, with sharding=hybrid
+    param_dtype: str = "float32"  # type weights are gathered and computed in: float32 or bfloat16; masters stay float32
+    reduce_every_micro_batch: bool = True  # false keeps whole gradients until the last micro-batch and reduces once
+    cpu_offload: bool = False  # shards, gradients and optimizer live in host memory
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of("sharding", self.sharding, SHARDING)
+        one_of("param_dtype", self.param_dtype, DTYPES)
+        at_least("dp_replicate", self.dp_replicate, 1)
+        if (self.dp_replicate > 1) != (self.sharding == "hybrid"):
+            raise ConfigError(
+                key="dp_replicate",
+                got=self.dp_replicate,
+                because=f"copies and sharding={self.sharding} do not go together",
+                fix="Use strategy.sharding=hybrid with strategy.dp_replicate=2 or more, or neither",
+            )
+        if self.cpu_offload and not self.reduce_every_micro_batch:
+            raise ConfigError(
+                key="cpu_offload",
+                got=True,
+                because="gradients that wait for the last micro-batch cannot wait in host memory",
+                fix="Use strategy.reduce_every_micro_batch=true",
+            )
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """Keywords of ``Mesh.of_running``."""
+        return {"sp_size": self.sp_size, "replicas": self.dp_replicate}
+
+
+@STRATEGIES.register(model_type="language_model", backend="fsdp", device=["cpu", "cuda", "npu"])
+class FSDPStrategy(ShardedModels):
+    """One FSDP unit per block, one for what is left; parameters keep their names and their own hyperparameters."""
+
+    options: ClassVar[type] = FSDPOptions
+    _options: FSDPOptions
+
+    def __init__(self, options: FSDPOptions, **place: Any) -> None:
+        super().__init__(options, **place)
+        self._aliases: dict[str, list[tuple[str, ...]]] = {}
+
+    def wrap(self, name: str, model: nn.Module) -> nn.Module:
+        """Cut in place; the outermost wrapper stays outside of the module tree."""
+        self._aliases[name] = [names for names, _ in tied(model)]
+        dtype = DTYPES[self._options.param_dtype]
+        # Buffers stay fp32: rotary frequencies do not survive rounding. Inputs too: old log-probabilities.
+        precision = (
+            None
+            if dtype is None
+            else MixedPrecision(dtype, torch.float32, torch.float32, cast_root_forward_inputs=False)
+        )
+        return FullyShardedDataParallel(
+            model,
+            device_mesh=self.mesh.sharding,
+            sharding_strategy=SHARDING[self._options.sharding],
+            auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks_of(model)}),
+            mixed_precision=precision,
+            cpu_offload=CPUOffload(self._options.cpu_offload and self.root_device.type != "cpu"),
+            device_id=self.root_device,
+            use_orig_params=True,
+        )
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Reduce now, or leave whole gradients until the last micro-batch."""
+        with ExitStack() as stack:
+            if not (is_last or self._options.reduce_every_micro_batch):
+                wrappers: list[Any] = list(self._wrapped.values())
+                for wrapper in wrappers:
+                    stack.enter_context(wrapper.no_sync())
+            yield
+
+    def named_parameters(self, name: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's flat piece of each parameter, which may be empty."""
+        for key, parameter in self._wrapped[name].named_parameters():
+            yield clean_tensor_name(key), parameter
+
+    def copies_of(self, parameter: nn.Parameter) -> int:
+        """A piece is held once in every copy of the sharded model."""
+        return self._options.dp_replicate
+
+    def whole_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """Gather one tensor at a time."""
+        pieces = self._pieces(name)
+        for names in self._aliases[name]:
+            yield names, whole(pieces[names[0]], self.root_device)
+
+    def _pieces(self, name: str) -> dict[str, Tensor]:
+        """Name before sharding -> this process's piece as a DTensor."""
+        with sharded_state(self._wrapped[name]):
+            state = self._wrapped[name].state_dict()
+        return {names[0]: state[names[0]] for names in self._aliases[name]}
+
+    # ---- what a checkpoint holds
+
+    def saved_parts(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+        """FSDP1's own view of its flat pieces, under the common names."""
+        parts = {f"{name}.{key}": piece for key, piece in self._pieces(name).items()}
+        with sharded_state(self._wrapped[name]):
+            state = FullyShardedDataParallel.optim_state_dict(self._wrapped[name], optimizer)["state"]
+        for key, moments in state.items():
+            parts |= {f"{name}.{key}{MOMENT}{moment}": tensor for moment, tensor in moments.items()}
+        return parts
+
+    def put_loaded(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
+        """Back through FSDP1's own view."""
+        wrapper: Any = self._wrapped[name]
+        loaded = {key.removeprefix(f"{name}."): tensor for key, tensor in parts.items()}
+        model = {alias: loaded[names[0]] for names in self._aliases[name] for alias in names}
+        state: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in loaded.items():
+            if MOMENT in key:
+                parameter, _, moment = key.partition(MOMENT)
+                state.setdefault(parameter, {})[moment] = tensor
+        with sharded_state(wrapper):
+            wrapper.load_state_dict({**dict(persistent_buffers(self._models[name])), **model})
+            if state:
+                now = FullyShardedDataParallel.optim_state_dict(wrapper, optimizer)
+                now["state"] = state
+                optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(wrapper, optimizer, now))
+
+
+@contextmanager
+def sharded_state(wrapper: nn.Module) -> Iterator[None]:
+    """State dicts hold pieces, as DTensors, where they are: copies in host memory alias freed storage on CPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # FSDP1 is on its way out, and says so each time
+        with FullyShardedDataParallel.state_dict_type(
+            wrapper,
+            StateDictType.SHARDED_STATE_DICT,
+            ShardedStateDictConfig(offload_to_cpu=False),
+            ShardedOptimStateDictConfig(offload_to_cpu=False),
+        ):
+            yield

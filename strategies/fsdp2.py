@@ -1,0 +1,85 @@
+"""FSDP2 (torch's fully_shard): every parameter is cut over data and sequence ranks, block by block, as a DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from rlmodule.core.config import at_least, one_of
+from strategies.parts.blocks import DTYPES, blocks_of, lm_of
+from strategies.parts.inner_models import tied
+from strategies.parts.processes import Degrees
+from strategies.parts.sharded import ShardedModels, whole
+from strategies.parts.tensor_parallel import cut_matrices
+from strategies.registry import STRATEGIES
+
+
+@dataclass(frozen=True)
+class FSDP2Options(Degrees):
+    """What is kept whole, for how long, and in which type it travels."""
+
+    tp_size: int = 1  # processes that share every matrix (tensor parallelism, from the model's own plan)
+    dp_replicate: int = 1  # copies of the whole sharded model (HSDP); shards stay within one copy
+    reshard_after_forward: bool = True  # drop a block's whole weights between forward and backward
+    param_dtype: str = "float32"  # type weights are gathered and computed in: float32 or bfloat16; masters stay float32
+    reduce_every_micro_batch: bool = True  # false keeps whole gradients until the last micro-batch and reduces once
+    cpu_offload: bool = False  # shards, gradients and optimizer live in host memory
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("tp_size", self.tp_size, 1)
+        at_least("dp_replicate", self.dp_replicate, 1)
+        one_of("param_dtype", self.param_dtype, DTYPES)
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """Keywords of ``Mesh.of_running``."""
+        return {"sp_size": self.sp_size, "tp_size": self.tp_size, "replicas": self.dp_replicate}
+
+
+@STRATEGIES.register(model_type="language_model", backend="fsdp2", device=["cpu", "cuda", "npu", "xpu"])
+class FSDP2Strategy(ShardedModels):
+    """fully_shard over each block, then over what is left."""
+
+    options: ClassVar[type] = FSDP2Options
+    _options: FSDP2Options
+
+    def wrap(self, name: str, model: nn.Module) -> nn.Module:
+        """Cut in place: the modules keep their names, their parameters become DTensors."""
+        if self.mesh.tensor is not None:
+            cut_matrices(lm_of(model), self.mesh.tensor)
+        offloads = self._options.cpu_offload and self.root_device.type != "cpu"
+        how: dict[str, Any] = {
+            "mesh": self.mesh.sharding,
+            "reshard_after_forward": self._options.reshard_after_forward,
+            "offload_policy": CPUOffloadPolicy() if offloads else OffloadPolicy(),
+        }
+        param_dtype = DTYPES[self._options.param_dtype]
+        for block in blocks_of(model):
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32), **how)
+        # The outermost module takes whole micro-batches: casting its inputs would round old log-probabilities.
+        outermost = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
+        # Its weights (embedding, head) are needed again at once when backward begins.
+        fully_shard(model, mp_policy=outermost, **{**how, "reshard_after_forward": False})
+        return model
+
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Reduce now, or leave whole gradients until the last micro-batch."""
+        reduces = is_last or self._options.reduce_every_micro_batch
+        for wrapper in self._wrapped.values():
+            assert isinstance(wrapper, FSDPModule)
+            wrapper.set_requires_gradient_sync(reduces)
+            wrapper.set_is_last_backward(is_last)
+        yield
+
+    def whole_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """Gather one tensor at a time."""
+        for names, parameter in tied(self._models[name]):
+            yield names, whole(parameter.detach(), self.root_device)

@@ -1,0 +1,110 @@
+"""Models and optimizers in a checkpoint: every process writes and reads what it holds, by names that know no strategy.
+
+Lightning keeps loops, schedules, callbacks and data in its own state file; the tensors go into ``shards/`` beside it,
+in the format of torch.distributed.checkpoint, which cuts them anew for whoever reads. So a run may go on with another
+number of processes, and with another strategy. Leaves out how a folder is written safely (``checkpoint/state.py``).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.optim import Optimizer
+
+from rlmodule.core.errors import CheckpointError
+
+SHARDS = "shards"
+MOMENT = "@"  # NAME@MOMENT is optimizer state of parameter NAME
+
+
+class SavedState:
+    """Lightning's hooks for saving and loading, over the parts a strategy names."""
+
+    _saved_at: Path | None = None
+
+    @abstractmethod
+    def models_and_optimizers(self) -> list[tuple[str, Optimizer]]:
+        """Trainable models, each with its optimizer."""
+
+    @abstractmethod
+    def saved_parts(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+        """What this process holds of a model and its optimizer."""
+
+    @abstractmethod
+    def parts_to_load(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+        """The same, to be filled."""
+
+    @abstractmethod
+    def put_loaded(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
+        """Take over parts that have been filled."""
+
+    def save_shards(self, folder: Path) -> None:
+        """Write what this process holds below ``folder``; every process calls it, and a failure is everybody's."""
+        parts: dict[str, Tensor] = {}
+        for name, optimizer in self.models_and_optimizers():
+            parts |= self.saved_parts(name, optimizer)
+        dcp.save(parts, checkpoint_id=folder / SHARDS, no_dist=not dist.is_initialized())
+
+    def load_shards(self, folder: Path) -> None:
+        """Read what this process holds from ``folder``; every process calls it.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model.
+        """
+        place = folder / SHARDS
+        known = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
+        for name, optimizer in self.models_and_optimizers():
+            wanted = self.parts_to_load(name, optimizer)
+            missing = [key for key in wanted if key not in known]
+            strangers = [key for key in missing if MOMENT not in key]
+            if strangers:
+                raise CheckpointError(
+                    f"{folder}: it has no {strangers[0]}. It was written for another model; start anew, or use its own"
+                )
+            found = {key: tensor for key, tensor in wanted.items() if key in known}
+            dcp.load(found, checkpoint_id=place, no_dist=not dist.is_initialized())
+            self.put_loaded(name, optimizer, found)
+            if missing:  # saved before the first optimizer step
+                optimizer.state.clear()
+
+    # ---- Lightning's hooks
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Tensors are read into what ``shard`` has left on this process."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: ``save_shards`` writes the models."""
+        return {}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Settings of the groups, learning rate included; ``save_shards`` writes the moments."""
+        return {"param_groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing yet: models are read together with their optimizers."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Read models and optimizers."""
+        assert self._saved_at is not None, "Lightning loads a checkpoint before it hands it out"
+        self.load_shards(self._saved_at)
+        for (_, optimizer), state in zip(self.models_and_optimizers(), checkpoint["optimizer_states"], strict=True):
+            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+                group.update(saved)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's own state; keeps in mind where the tensors are."""
+        self._saved_at = Path(checkpoint_path).parent
+        return torch.load(checkpoint_path, map_location="cpu", weights_only=weights_only is not False)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Every process takes part, not only the first."""
+        self.checkpoint_io.save_checkpoint(checkpoint, filepath)  # type: ignore[attr-defined]

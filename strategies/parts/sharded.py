@@ -1,0 +1,102 @@
+"""Parameters cut over processes: norms over all pieces, and a whole copy to sample with.
+
+Sampling runs a model a different number of times on each rank, which no sharded forward survives. So a rank that
+samples gets a plain copy of the model, filled with whole weights tensor by tensor, and drops it afterwards. It costs
+the memory of one whole model in fp32 while sampling, and makes decoding free of exchange between ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from strategies.parts.inner_models import local, sum_of_squares
+from strategies.parts.processes import ManyProcesses
+
+
+class ShardedModels(ManyProcesses):
+    """Base of the backends that cut parameters over processes."""
+
+    _skeletons: dict[str, nn.Module]
+    _depth: dict[str, int]
+
+    def shard(self, models: Mapping[str, nn.Module]) -> None:
+        """Keep an empty copy of each model to sample with, then cut the models."""
+        if not self._models:
+            self._skeletons = {name: skeleton(model) for name, model in models.items()}
+            self._depth = dict.fromkeys(models, 0)
+        super().shard(models)
+
+    def grad_norm(self, parameters: Sequence[nn.Parameter]) -> float:
+        """Global norm over all pieces: one exchange of one float64, whatever the layout."""
+        by_copies: dict[int, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None and local(parameter.grad).numel():
+                by_copies.setdefault(self.copies_of(parameter), []).append(local(parameter.grad))
+        mine = sum(sum_of_squares(pieces) / copies for copies, pieces in by_copies.items())
+        total = torch.tensor(mine, dtype=torch.float64, device=self.exchange_device)
+        dist.all_reduce(total)
+        return math.sqrt(float(total))
+
+    def copies_of(self, parameter: nn.Parameter) -> int:
+        """Processes that hold the same piece of a parameter's gradient."""
+        world = dist.get_world_size()
+        if not isinstance(parameter, DTensor):
+            return world
+        mesh = parameter.device_mesh
+        pieces = math.prod(mesh.size(dim) for dim, place in enumerate(parameter.placements) if not place.is_replicate())
+        return world // pieces
+
+    def generator(self, name: str) -> nn.Module:
+        """The whole copy; filled inside ``generation_mode`` only."""
+        return self._skeletons[name]
+
+    def generation_mode(self, name: str) -> AbstractContextManager[None]:
+        """Fill the copy on the way in (every rank takes part), drop it on the way out (nobody is waited for)."""
+        return self._whole_copy(name)
+
+    @contextmanager
+    def _whole_copy(self, name: str) -> Iterator[None]:
+        copied = self._skeletons[name]
+        if self._depth[name] == 0:
+            for names, tensor in self.whole_parameters(name):
+                weight = nn.Parameter(tensor.detach().to(self.root_device), requires_grad=False)
+                for full_name in names:
+                    put(copied, full_name, weight)
+        self._depth[name] += 1
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._depth[name] -= 1
+            if self._depth[name] == 0:
+                for full_name, weight in list(copied.named_parameters(remove_duplicate=False)):
+                    put(copied, full_name, nn.Parameter(weight.to("meta"), requires_grad=False))
+
+
+def skeleton(model: nn.Module) -> nn.Module:
+    """A copy in eval mode without weights: parameters on the meta device, buffers as they are."""
+    weights = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=False) for p in model.parameters()}
+    return copy.deepcopy(model, weights).eval()
+
+
+def whole(tensor: Tensor, device: torch.device) -> Tensor:
+    """The whole of a DTensor; its pieces may live in host memory, where the exchange cannot reach them."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    moved = tensor.to(device)
+    assert isinstance(moved, DTensor), "moving keeps the kind"
+    return moved.full_tensor()
+
+
+def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Set the parameter of that name."""
+    owner, _, leaf = name.rpartition(".")
+    model.get_submodule(owner)._parameters[leaf] = parameter

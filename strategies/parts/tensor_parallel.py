@@ -1,0 +1,43 @@
+"""Tensor parallelism from the plan a model brings along (transformers' ``base_model_tp_plan``).
+
+The embedding and the head stay whole on every tensor rank: log-probabilities are made from the head's weight chunk by
+chunk, outside of its forward. transformers' entry points are semi-public, so they are called from here only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+from rlmodule.core.errors import ConfigError
+
+KEPT_WHOLE = frozenset({"embed_tokens", "lm_head"})
+
+
+def cut_matrices(lm: Any, mesh: DeviceMesh) -> None:
+    """Cut the attention and feed-forward matrices of a transformers model over ``mesh``.
+
+    Raises:
+        ConfigError: the model has no plan, or its heads cannot be dealt out.
+    """
+    text = lm.config.get_text_config()
+    for label in ("num_attention_heads", "num_key_value_heads"):
+        heads = int(getattr(text, label, None) or text.num_attention_heads)
+        if heads % mesh.size():
+            raise ConfigError(
+                key="strategy.tp_size",
+                got=mesh.size(),
+                because=f"it does not divide {label}={heads}",
+                fix="Use a divisor, or strategy.tp_size=1",
+            )
+    try:
+        plan, _, _ = lm._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
+    except ValueError as error:
+        raise ConfigError(
+            key="strategy.tp_size", got=mesh.size(), because=str(error).splitlines()[0], fix="Use strategy.tp_size=1"
+        ) from None
+    cut = {name: style for name, style in plan.items() if KEPT_WHOLE.isdisjoint(name.split("."))}
+    apply_tensor_parallelism(lm, mesh, cut)

@@ -1,0 +1,88 @@
+"""Every strategy trains as one process does: norms, metrics and weights after AdamW steps on fixed, uneven samples."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.ranks import run_on_ranks
+from tests.strategies.fixed_runs import FixedRun, Outcome, relative_difference
+
+pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
+
+UNEVEN = FixedRun()
+# One step whose samples are fewer than the ranks, one whose last rank gets only a dummy, and a sample without loss.
+SPARSE = FixedRun(lengths=((3, 20, 20), (4, 2, 2), (2, 9, 0), (5, 6, 4), (3, 12, 12)), mini_batch_size=4, budget=64)
+
+LAYOUTS = [
+    ("ddp", 2, {}),
+    ("fsdp", 2, {}),
+    ("fsdp", 2, {"reduce_every_micro_batch": False, "sharding": "grad_op"}),
+    ("fsdp", 4, {"sharding": "hybrid", "dp_replicate": 2}),
+    ("fsdp2", 2, {}),
+    ("fsdp2", 2, {"reduce_every_micro_batch": False, "reshard_after_forward": False}),
+    ("fsdp2", 4, {"dp_replicate": 2}),
+    ("fsdp2", 4, {"tp_size": 2}),
+    ("deepspeed", 2, {"stage": 1}),
+    ("deepspeed", 2, {"stage": 2, "offload_optimizer": True}),
+    ("deepspeed", 2, {"stage": 3, "offload_optimizer": True, "offload_param": True}),
+]
+
+
+def label(value: object) -> str:
+    return "-".join(f"{k}={v}" for k, v in value.items()) or "default" if isinstance(value, dict) else str(value)
+
+
+def alone(run: FixedRun) -> Outcome:
+    return run_on_ranks(1, lambda rank: run.fit())[0]
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, Outcome]:
+    return {"uneven": alone(UNEVEN), "sparse": alone(SPARSE)}
+
+
+def check_equal(reference: Outcome, outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        assert outcome.norms == outcomes[0].norms, "the norm is one number, on every rank"
+        assert outcome.norms == pytest.approx(reference.norms, rel=1e-5)
+        for mine, wanted in zip(outcome.metrics, reference.metrics, strict=True):
+            for key in (
+                "actor/loss",
+                "actor/pg_loss",
+                "actor/entropy",
+                "actor/clip_frac",
+                "train/loss_tokens",
+                "actor/lr",
+            ):
+                assert mine[key] == pytest.approx(wanted[key], rel=1e-5, abs=1e-7), key
+        assert relative_difference(reference, outcome) < 1e-5
+
+
+@pytest.mark.parametrize(("backend", "world", "options"), LAYOUTS, ids=label)
+def test_str_01_every_strategy_trains_as_one_process_does(references, backend, world, options):
+    run = UNEVEN.with_options(backend, **options)
+    check_equal(references["uneven"], run_on_ranks(world, lambda rank: run.fit(world, rank)))
+
+
+@pytest.mark.parametrize(
+    ("backend", "world", "options"),
+    [("ddp", 3, {}), ("fsdp", 3, {}), ("fsdp2", 3, {}), ("deepspeed", 3, {"stage": 3})],
+    ids=label,
+)
+def test_fewer_samples_than_ranks_dummies_and_samples_without_loss(references, backend, world, options):
+    run = SPARSE.with_options(backend, **options)
+    check_equal(references["sparse"], run_on_ranks(world, lambda rank: run.fit(world, rank)))
+
+
+def test_a_norm_of_the_local_shard_would_be_noticed(references, monkeypatch):
+    """What shows that the tests above can fail (STR-01, wrong: norm per rank)."""
+    from strategies.parts.inner_models import InnerModels, local, sum_of_squares
+    from strategies.parts.sharded import ShardedModels
+
+    monkeypatch.setattr(
+        ShardedModels, "grad_norm", lambda self, parameters: sum_of_squares([local(p.grad) for p in parameters]) ** 0.5
+    )
+    assert issubclass(ShardedModels, InnerModels)
+    run = UNEVEN.with_options("fsdp2")
+    outcomes = run_on_ranks(2, lambda rank: run.fit(2, rank))
+    assert relative_difference(references["uneven"], outcomes[0]) > 1e-3
