@@ -100,18 +100,13 @@ class RLDataModule(L.LightningDataModule):
         return iteration
 
     def state_dict(self) -> dict[str, Any]:
-<<<<<<< HEAD
-        """Iteration to come, position in the prompts, price of KL; whole iterations only."""
+        """Iteration to come, position in the prompts, price of KL."""
         controller = None if self.kl_controller is None else self.kl_controller.state_dict()
         return {
             "next_iteration": self.next_iteration,
             "stream": self.stream.state_dict(),
             "kl_controller": controller,
         }
-=======
-        """Iteration to come and position in the prompts."""
-        return {"next_iteration": self.next_iteration, "stream": self.stream.state_dict()}
->>>>>>> main
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the iteration after the saved one."""

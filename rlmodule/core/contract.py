@@ -8,12 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-<<<<<<< HEAD
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
-=======
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
->>>>>>> main
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn

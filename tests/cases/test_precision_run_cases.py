@@ -126,7 +126,10 @@ def with_nan(rows: list[ExperienceRow], position: int) -> list[ExperienceRow]:
     """One advantage that is NaN; on two ranks only one of them meets it."""
     rows = list(rows)
     rows[position] = ExperienceRow(
-        rows[position].sample, rows[position].advantage * torch.nan, rows[position].old_logprob, rows[position].ref_logprob
+        rows[position].sample,
+        rows[position].advantage * torch.nan,
+        rows[position].old_logprob,
+        rows[position].ref_logprob,
     )
     return rows
 

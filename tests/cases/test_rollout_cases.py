@@ -171,7 +171,9 @@ def test_roll_03_ids_survive_the_whole_way_into_the_rollouts_file(tmp_path):
     decoded = [session.tokenizer.decode(row["response_ids"], skip_special_tokens=True) for row in rows]
     assert [row["response"] for row in rows] == decoded
     again = [session.tokenizer.encode(text, add_special_tokens=False) for text in decoded]
-    assert again != [row["response_ids"] for row in rows], "bytes that are no UTF-8 do not come back, so ids must be kept"
+    assert again != [row["response_ids"] for row in rows], (
+        "bytes that are no UTF-8 do not come back, so ids must be kept"
+    )
 
 
 # ---- ROLL-06

@@ -64,7 +64,9 @@ def run_small(run_dir: Path, *overrides: str) -> list[Record]:
     return read_records(run_dir / "metrics.jsonl")
 
 
-def numbers(records: list[Record], *, without: tuple[str, ...] = MADE_OF_TIME) -> list[tuple[str, int, dict[str, float]]]:
+def numbers(
+    records: list[Record], *, without: tuple[str, ...] = MADE_OF_TIME
+) -> list[tuple[str, int, dict[str, float]]]:
     """(kind, step, metrics) of every record, less what differs by its nature."""
     return [
         (r.kind, r.step, {name: value for name, value in r.metrics.items() if not name.startswith(without)})
