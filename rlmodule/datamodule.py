@@ -86,15 +86,17 @@ class RLDataModule(L.LightningDataModule):
         made = self.iteration
         if made is None or not 0 < made.sampler.consumed < len(made.sampler):
             return None
-        return pickle.dumps((made.facts, dict(made.experience.rows), made.sampler.state_dict()))
+        known = (made.facts, made.advantages, dict(made.metrics))
+        return pickle.dumps((known, dict(made.experience.rows), made.sampler.state_dict()))
 
     def take_up(self, parcels: Sequence[bytes]) -> None:
         """Go on with the iteration that all ranks of the saved run have put down; there may be others of them now."""
         self._put_down = [pickle.loads(parcel) for parcel in parcels]
 
     def _taken_up(self, maker: ExperienceMaker) -> Iteration:
-        facts, _, state = self._put_down[0]
-        iteration = maker.restored(facts, {p: row for _, rows, _ in self._put_down for p, row in rows.items()})
+        (facts, advantages, metrics), _, state = self._put_down[0]
+        held = {p: row for _, rows, _ in self._put_down for p, row in rows.items()}
+        iteration = maker.restored(facts, held, advantages, metrics)
         iteration.sampler.load_state_dict(state)
         self._put_down = []
         return iteration

@@ -204,13 +204,19 @@ class ExperienceMaker:
         tells = informative(_rewards(facts), torch.tensor(group)).tolist() if facts else []
         return first_groups(group, tells, count)
 
-    def restored(self, facts: Sequence[SampleFacts], held: Mapping[int, ExperienceRow]) -> Iteration:
+    def restored(
+        self,
+        facts: Sequence[SampleFacts],
+        held: Mapping[int, ExperienceRow],
+        advantages: Tensor | None,
+        metrics: Mapping[str, float],
+    ) -> Iteration:
         """An iteration that a checkpoint interrupted, from the rows of all its ranks; nothing is scored anew."""
-        sampler = self.make_sampler([f.meta for f in facts])
+        # What no rank holds was left out of the plan, and is again.
+        sampler = self.make_sampler([replace(f.meta, is_left_out=p not in held) for p, f in enumerate(facts)])
         owners = sampler.owners(sampler.plans)
         mine = {p: row for p, row in held.items() if self.strategy.layout.dp_rank in owners.get(p, ())}
-        advantages = self._advantages(facts) if self.objective.needs("advantage") else None
-        return Iteration(facts, advantages, Experience(mine, self.collator.pad_token_id, len(facts)), sampler)
+        return Iteration(facts, advantages, Experience(mine, self.collator.pad_token_id, len(facts)), sampler, metrics)
 
     def _checked(self, scored: list[ScoredSample]) -> list[ScoredSample]:
         settings = self.objective.settings
