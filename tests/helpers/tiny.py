@@ -30,7 +30,7 @@ from rlmodule.experience import Experience
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import ModelConfig, PolicyModel, build_policy
 from rlmodule.objective import AlgorithmConfig, Objective
-from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule, matrices_of
 from rlmodule.reduction import reduce_metrics
 from rlmodule.update import StepResult, update
 from strategies.ddp import DDPOptions, DDPStrategy
@@ -249,7 +249,7 @@ class Stepper:
         self.strategy = wrap({"policy": policy})
         self.objective = Objective(loss or PPOClip(), algorithm or AlgorithmConfig(log_entropy=False))
         self.config = optimizer or OptimizerConfig(lr=1e-2, warmup_steps=0)
-        self.optimizer = build_optimizer(self.config, policy)
+        self.optimizer = build_optimizer(self.config, policy.named_parameters(), matrices_of(policy))
         self.schedule = build_schedule(self.config, self.optimizer, run_steps=100)
         self.backward_calls = 0
 
