@@ -59,7 +59,7 @@ def test_the_entropy_bonus_is_subtracted():
     assert metrics["actor/pg_loss"].result == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize(("kind", "kl"), [("k1", -0.5), ("k2", 0.125), ("k3", 0.14872127070012819)])
+@pytest.mark.parametrize(("kind", "kl"), [("k1+", -0.5), ("k2", 0.125), ("k3", 0.14872127070012819)])
 def test_the_kl_to_the_reference_is_added(kind, kl):
     """k3 of d = -0.5 is exp(0.5) - 1 - 0.5."""
     algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=2.0, kl_loss_type=kind, log_entropy=False)
