@@ -16,12 +16,14 @@ import train
 from rlmodule.advantages import ADVANTAGES
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
+from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.data.prompts import DataConfig
 from rlmodule.losses import LOSSES
-from rlmodule.models.policy import ModelConfig
+from rlmodule.models.policy import ModelConfig, load_model_config
 from rlmodule.objective import AlgorithmConfig
 from rlmodule.optimizer import OptimizerConfig
+from rlmodule.preflight import check
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.run_directory import RunDirectory
@@ -260,6 +262,15 @@ def test_a_wrong_value_names_key_value_and_fix(tmp_path, overrides, key, got, sa
     assert says in str(error)
     assert error.because
     assert not (tmp_path / "run").exists(), "a run that is refused leaves nothing behind"
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gmpo", "clip_cov"])
+def test_losses_of_whole_sequences_refuse_slices_of_them(loss):
+    settings = Settings.read(compose(f"loss={loss}"))
+    config = load_model_config(settings.model)
+    check(settings, config, Layout(2))
+    with pytest.raises(ConfigError, match=r"strategy\.sp_size=2: .* whole sequences"):
+        check(settings, config, Layout(2, sp_size=2))
 
 
 OWN_FILES = ["data=files", "data.max_prompt_length=100", "data.max_response_length=100", "rollout.n=2"]

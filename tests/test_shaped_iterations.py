@@ -10,8 +10,11 @@ from rlmodule.advantages.reinforce_pp import ReinforcePP
 from rlmodule.advantages.remax import ReMax
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
+from rlmodule.core.contract import Layout
 from rlmodule.core.errors import TrainingError
-from rlmodule.core.types import Score, ScoredSample
+from rlmodule.core.types import Prompt, Sample, Score, ScoredSample
+from rlmodule.data.stream import PromptStream
+from rlmodule.datamodule import RLDataModule
 from rlmodule.experience import ExperienceMaker, Stopwatch
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.reinforce import Reinforce
@@ -19,6 +22,7 @@ from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.ops.kl import kl_per_token
 from rlmodule.rollout_correction import RolloutCorrection, correction_weights
 from rlmodule.shaping import FilterGroups, KLController, KLInReward, OverlongBuffer
+from rlmodule.sources import RolloutSource
 from strategies.parts.mesh import current_layout
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import ddp, sample, single, tiny_policy
@@ -222,3 +226,42 @@ def test_ranks_change_nothing():
         for i, (advantage, weight) in parts.items():
             assert held[i][0] == pytest.approx(advantage, rel=1e-5, abs=1e-6)
             assert held[i][1] == (None if weight is None else pytest.approx(weight, rel=1e-5))
+
+
+def test_the_price_of_kl_is_saved_with_the_position_in_the_prompts():
+    def data():
+        controller = KLController(KLInReward(coef=0.1, controller="adaptive", target=1.0, horizon=10.0))
+        return RLDataModule(None, PromptStream(4, seed=0), None, kl_controller=controller)
+
+    first, second = data(), data()
+    first.kl_controller.update(3.0, 5)
+    second.load_state_dict(first.state_dict())
+    assert second.kl_controller.coef == pytest.approx(0.11)
+
+
+class Scripted:
+    """An engine whose greedy answer is token 7 and whose drawn answers are token 8."""
+
+    def generate(self, prompts, requests):
+        return [
+            Sample(
+                r.sample_id, r.group_id, prompts[r.prompt], torch.tensor([7 if r.greedy else 8]), torch.tensor([True])
+            )
+            for r in requests
+        ]
+
+
+def test_every_prompt_is_answered_greedily_once_more():
+    """The greedy answer is no sample of the iteration; its reward stands beside those of its prompt."""
+    prompts = [Prompt(row=i, ids=(i + 1,), text="") for i in range(3)]
+
+    def reward(samples):
+        return [Score(s.prompt.row + (0.5 if int(s.response_ids[0]) == 7 else 0.0)) for s in samples]
+
+    source = RolloutSource(
+        prompts, PromptStream(3, seed=0), 3, 2, Scripted, reward, Layout, seed=0, greedy_baseline=True
+    )
+    collected = source.collect(0, Stopwatch())
+    assert [s.sample.sample_id for s in collected] == list(range(6))
+    assert all(int(s.sample.response_ids[0]) == 8 for s in collected)
+    assert all(s.baseline == s.score.value + 0.5 for s in collected)
