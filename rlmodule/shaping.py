@@ -40,28 +40,47 @@ class OverlongBuffer:
     """Soft punishment of overlong answers (DAPO, arXiv:2503.14476, equation 13)."""
 
     enable: bool = False  # charge responses that come close to the limit
-    length: int = 4096  # tokens before the limit in which the charge grows
+    length: int | None = (
+        None  # tokens before the limit in which the charge grows; a fifth of the limit, as in the paper
+    )
     penalty_factor: float = 1.0  # charge at the limit
     max_length: int | None = None  # the limit in tokens; rollout.max_response_length
 
     def __post_init__(self) -> None:
-        at_least("overlong_buffer.length", self.length, 1)
         at_least("overlong_buffer.penalty_factor", self.penalty_factor, 0)
-        if self.enable and (self.max_length is None or self.length > self.max_length):
+        if self.length is not None:
+            at_least("overlong_buffer.length", self.length, 1)
+        if self.enable and self.max_length is None:
+            raise ConfigError(
+                key="overlong_buffer.max_length",
+                got=None,
+                because="the charge grows towards a limit",
+                fix="Use ${rollout.max_response_length}",
+            )
+        if self.enable and self.start < 0:
             raise ConfigError(
                 key="overlong_buffer.length",
                 got=self.length,
                 because=f"it is the last part of a response of at most max_length={self.max_length} tokens",
-                fix="Use overlong_buffer.length=${rollout.max_response_length} or less",
+                fix=f"Use overlong_buffer.length={self.max_length} or less",
             )
+
+    @property
+    def width(self) -> int:
+        """Tokens in which the charge grows."""
+        return max(1, (self.max_length or 0) // 5) if self.length is None else self.length
+
+    @property
+    def start(self) -> int:
+        """Longest response that costs nothing."""
+        return (self.max_length or 0) - self.width
 
 
 def overlong_charge(response_len: Tensor, settings: OverlongBuffer) -> Tensor:
     """[B] tokens -> [B] float64 to take off the reward: 0 before the buffer, then a line up to ``penalty_factor``."""
     if not settings.enable:
         return torch.zeros_like(response_len, dtype=torch.float64)
-    assert settings.max_length is not None, "the limit of responses is known by now"
-    inside = (response_len.double() - (settings.max_length - settings.length)) / settings.length
+    inside = (response_len.double() - settings.start) / settings.width
     return settings.penalty_factor * inside.clamp(0, 1)
 
 

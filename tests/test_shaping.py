@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rlmodule.core.errors import ConfigError
 from rlmodule.shaping import (
     KLController,
     KLInReward,
@@ -17,6 +18,7 @@ def test_the_charge_grows_over_the_buffer():
     """Limit 20, buffer 4: nothing up to 16, a quarter per token after it (DAPO, equation 13, with factor 1)."""
     lengths = torch.tensor([1, 16, 17, 18, 20])
     assert overlong_charge(lengths, OverlongBuffer(True, length=4, max_length=20)).tolist() == [0, 0, 0.25, 0.5, 1]
+    assert overlong_charge(lengths, OverlongBuffer(True, max_length=20)).tolist() == [0, 0, 0.25, 0.5, 1], "a fifth"
     assert overlong_charge(lengths, OverlongBuffer(True, 4, 0.5, 20)).tolist() == [0, 0, 0.125, 0.25, 0.5]
     assert overlong_charge(lengths, OverlongBuffer(False, 4, 0.5, 20)).tolist() == [0] * 5
 
@@ -59,3 +61,10 @@ def test_the_price_survives_a_checkpoint():
     first.update(5.0, 50)
     second.load_state_dict(first.state_dict())
     assert second.coef == first.coef != 1.0
+
+
+def test_a_buffer_that_cannot_be_is_refused():
+    with pytest.raises(ConfigError, match=r"overlong_buffer\.max_length=None"):
+        OverlongBuffer(True)
+    with pytest.raises(ConfigError, match=r"overlong_buffer\.length=9: .*max_length=8"):
+        OverlongBuffer(True, length=9, max_length=8)
