@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from rlmodule.core.types import MiniBatch, ScoredSample
 from rlmodule.data.stream import PromptStream
 from rlmodule.experience import ExperienceMaker, Iteration, Stopwatch
+from rlmodule.shaping import KLController
 from rlmodule.sources import Source
 
 
@@ -22,6 +23,7 @@ class RLDataModule(L.LightningDataModule):
         source: gives this rank's samples.
         stream: the position in the prompts, saved with a checkpoint.
         make: builds the experience maker for one iteration, once the strategy is set up.
+        kl_controller: the price of KL in the reward, saved with a checkpoint; None where it is not in the reward.
         start: called when an iteration begins, with its number; for progress displays.
     """
 
@@ -31,12 +33,14 @@ class RLDataModule(L.LightningDataModule):
         stream: PromptStream,
         make: Callable[[int], ExperienceMaker],
         *,
+        kl_controller: KLController | None = None,
         start: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         super().__init__()
         self.source = source
         self.stream = stream
         self.make = make
+        self.kl_controller = kl_controller
         self.start = start
         self.next_iteration = 0
         self.watch = Stopwatch()
@@ -56,7 +60,7 @@ class RLDataModule(L.LightningDataModule):
             return self._loader
         number = self.next_iteration - bool(self._put_down)
         self.start(number)
-        self.watch = Stopwatch()
+        self.watch, self.collected = Stopwatch(), []
         maker = self.make(number)
         if self._put_down:
             self.iteration = self._taken_up(maker)
@@ -72,32 +76,43 @@ class RLDataModule(L.LightningDataModule):
         return self._loader
 
     def _collect(self, number: int) -> list[ScoredSample]:
-        self.collected = self.source.collect(number, self.watch)
-        return self.collected
+        """The next batch of samples; asked again where flat groups are replaced."""
+        new = self.source.collect(number, self.watch)
+        self.collected += new
+        return new
 
     def unfinished(self) -> bytes | None:
         """This rank's rows and the facts of an iteration that is being trained on; None between iterations."""
         made = self.iteration
         if made is None or not 0 < made.sampler.consumed < len(made.sampler):
             return None
-        return pickle.dumps((made.facts, dict(made.experience.rows), made.sampler.state_dict()))
+        known = (made.facts, made.advantages, dict(made.metrics))
+        return pickle.dumps((known, dict(made.experience.rows), made.sampler.state_dict()))
 
     def take_up(self, parcels: Sequence[bytes]) -> None:
         """Go on with the iteration that all ranks of the saved run have put down; there may be others of them now."""
         self._put_down = [pickle.loads(parcel) for parcel in parcels]
 
     def _taken_up(self, maker: ExperienceMaker) -> Iteration:
-        facts, _, state = self._put_down[0]
-        iteration = maker.restored(facts, {p: row for _, rows, _ in self._put_down for p, row in rows.items()})
+        (facts, advantages, metrics), _, state = self._put_down[0]
+        held = {p: row for _, rows, _ in self._put_down for p, row in rows.items()}
+        iteration = maker.restored(facts, held, advantages, metrics)
         iteration.sampler.load_state_dict(state)
         self._put_down = []
         return iteration
 
     def state_dict(self) -> dict[str, Any]:
-        """Iteration to come and position in the prompts."""
-        return {"next_iteration": self.next_iteration, "stream": self.stream.state_dict()}
+        """Iteration to come, position in the prompts, price of KL."""
+        controller = None if self.kl_controller is None else self.kl_controller.state_dict()
+        return {
+            "next_iteration": self.next_iteration,
+            "stream": self.stream.state_dict(),
+            "kl_controller": controller,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the iteration after the saved one."""
         self.next_iteration = state["next_iteration"]
         self.stream.load_state_dict(state["stream"])
+        if self.kl_controller is not None and state["kl_controller"] is not None:
+            self.kl_controller.load_state_dict(state["kl_controller"])

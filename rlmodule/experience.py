@@ -24,6 +24,9 @@ from rlmodule.core.contract import Advantage, Collectives, Layout, Strategy
 from rlmodule.core.errors import RLModuleError, TrainingError
 from rlmodule.core.types import AdvantageInputs, ExperienceRow, Sample, SampleMeta, ScoredSample
 from rlmodule.objective import Objective
+from rlmodule.ops.kl import kl_per_token
+from rlmodule.rollout_correction import correction_weights, mismatch_metrics, mismatch_sums
+from rlmodule.shaping import KLController, first_groups, informative, overlong_charge
 
 T = TypeVar("T")
 
@@ -53,12 +56,14 @@ class SampleFacts:
         reward: None when it could not be scored.
         parts: named components of the reward.
         truncated: whether the response was cut at the limit.
+        baseline: reward of the greedy response to the same prompt, where there is one.
     """
 
     meta: SampleMeta
     reward: float | None
     parts: Mapping[str, float]
     truncated: bool
+    baseline: float | None = None
 
 
 class Experience(Dataset[ExperienceRow]):
@@ -92,15 +97,17 @@ class Iteration:
 
     Args:
         facts: every sample of the iteration over all ranks, by sample id.
-        advantages: [B] float64 over ``facts``, or None where the loss needs none.
+        advantages: [B] float64 over ``facts``, or None where the loss needs none; means where tokens differ.
         experience: this rank's rows.
         sampler: hands out this rank's mini-batches.
+        metrics: facts of the iteration to log, the same on every rank.
     """
 
     facts: Sequence[SampleFacts]
     advantages: Tensor | None
     experience: Experience
     sampler: BalancedSampler
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -115,6 +122,7 @@ class ExperienceMaker:
         make_sampler: metas of the iteration -> its sampler.
         device: where forward passes run.
         reference_in_policy: the reference is the policy without its adapter, and no model of its own.
+        kl_controller: the price of KL in the reward, or None where it is not in the reward.
     """
 
     strategy: Strategy
@@ -124,71 +132,199 @@ class ExperienceMaker:
     make_sampler: Callable[[Sequence[SampleMeta]], BalancedSampler]
     device: torch.device
     reference_in_policy: bool = False
+    kl_controller: KLController | None = None
 
     def __call__(self, collect: Callable[[], list[ScoredSample]], watch: Stopwatch) -> Iteration:
         """Run every stage; ``collect`` gives this rank's responses and may fail, which then every rank learns."""
         collectives, layout = self.strategy.collectives, self.strategy.layout
-        mine, facts = gather_facts(lambda: self._checked(collect()), collectives)
-        advantages = self._advantages(facts) if self.objective.needs("advantage") else None
+        mine, facts, metrics = self._collect(collect)
+        per_response = None if self.kl_controller is not None else self._advantages(facts, {}, metrics)
         with watch.phase("plan"):
-            sampler = self.make_sampler(self._metas(facts, advantages))
+            sampler = self.make_sampler(self._metas(facts, per_response))
         position = {f.meta.sample_id: i for i, f in enumerate(facts)}
         with watch.phase("exchange"):
             first = sampler.owners(sampler.first_epoch)
             held = _move({position[s.sample_id]: s for s in mine}, first, layout, collectives)
-        rows = self._rows(held, advantages, sampler, watch)
+        rows = self._rows(held, sampler, watch)
+        rows = self._corrected(rows, metrics)
+        if self.kl_controller is not None:
+            per_response = self._advantages(facts, rows, metrics)
+        advantages = None
+        if per_response is not None:
+            advantages = torch.cat(
+                [a.mean()[None] if len(a) else a.new_zeros(1) for a in per_response] or [_numbers([])]
+            )
+            rows = {p: _with_advantage(row, per_response[p]) for p, row in rows.items()}
         if len(sampler.plans) > len(sampler.first_epoch):
             with watch.phase("exchange"):
                 everyone = sampler.owners(sampler.plans)
                 rows = _move(rows, everyone, layout, collectives)
-        return Iteration(facts, advantages, Experience(rows, self.collator.pad_token_id, len(facts)), sampler)
+        experience = Experience(rows, self.collator.pad_token_id, len(facts))
+        return Iteration(facts, advantages, experience, sampler, metrics)
 
-    def restored(self, facts: Sequence[SampleFacts], held: Mapping[int, ExperienceRow]) -> Iteration:
+    def _collect(
+        self, collect: Callable[[], list[ScoredSample]]
+    ) -> tuple[list[Sample], list[SampleFacts], dict[str, float]]:
+        """(this rank's samples, facts of all, metrics); asks for more where flat groups are to be replaced.
+
+        Which groups stay follows from the facts, which every rank has: the first ones that tell anything, in the order
+        of the prompts. When the rounds are used up the iteration is smaller; when no group tells anything, the last
+        round is kept as it is.
+        """
+        settings, collectives = self.objective.settings, self.strategy.collectives
+
+        def more() -> tuple[list[Sample], list[SampleFacts]]:
+            return gather_facts(lambda: self._checked(collect()), collectives, mask_truncated=settings.mask_truncated)
+
+        mine, facts = last_mine, last_facts = more()
+        if not settings.filter_groups.enable:
+            return mine, facts, {}
+        num_groups = len({f.meta.group_id for f in facts})
+        rounds = 1
+        kept = self._informative_groups(facts, num_groups)
+        while len(kept) < num_groups and rounds < settings.filter_groups.max_num_gen_batches:
+            last_mine, last_facts = more()
+            mine, facts, rounds = mine + last_mine, facts + last_facts, rounds + 1
+            kept = self._informative_groups(facts, num_groups)
+        rewards = [f.reward for f in facts if f.reward is not None and math.isfinite(f.reward)]
+        metrics = {
+            "filter_groups/gen_batches": float(rounds),
+            "filter_groups/kept": len(kept) / max(len({f.meta.group_id for f in facts}), 1),
+            "filter_groups/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
+        }
+        if not kept:
+            return last_mine, last_facts, metrics
+        return (
+            [s for s in mine if s.group_id in kept],
+            [f for f in facts if f.meta.group_id in kept],
+            metrics,
+        )
+
+    @staticmethod
+    def _informative_groups(facts: Sequence[SampleFacts], count: int) -> set[int]:
+        group = [f.meta.group_id for f in facts]
+        tells = informative(_rewards(facts), torch.tensor(group)).tolist() if facts else []
+        return first_groups(group, tells, count)
+
+    def restored(
+        self,
+        facts: Sequence[SampleFacts],
+        held: Mapping[int, ExperienceRow],
+        advantages: Tensor | None,
+        metrics: Mapping[str, float],
+    ) -> Iteration:
         """An iteration that a checkpoint interrupted, from the rows of all its ranks; nothing is scored anew."""
-        advantages = self._advantages(facts) if self.objective.needs("advantage") else None
-        sampler = self.make_sampler(self._metas(facts, advantages))
+        # What no rank holds was left out of the plan, and is again.
+        sampler = self.make_sampler([replace(f.meta, is_left_out=p not in held) for p, f in enumerate(facts)])
         owners = sampler.owners(sampler.plans)
         mine = {p: row for p, row in held.items() if self.strategy.layout.dp_rank in owners.get(p, ())}
-        return Iteration(facts, advantages, Experience(mine, self.collator.pad_token_id, len(facts)), sampler)
+        return Iteration(facts, advantages, Experience(mine, self.collator.pad_token_id, len(facts)), sampler, metrics)
 
     def _checked(self, scored: list[ScoredSample]) -> list[ScoredSample]:
-        if self.objective.needs("old_logprob") and self.objective.settings.old_logprob == "sampler":
-            for sample in (s.sample for s in scored):
+        settings = self.objective.settings
+        for reader, remedy, is_on in (
+            ("old_logprob=sampler", "old_logprob=recompute", settings.old_logprob == "sampler"),
+            ("rollout_correction", "rollout_correction.mode=none", settings.rollout_correction.is_on),
+        ):
+            for sample in (s.sample for s in scored if is_on and self.objective.needs_old_logprob):
                 if sample.sampler_logprob is None:
                     raise TrainingError(
                         f"sample {sample.sample_id} comes without the log-probabilities it was drawn with, "
-                        "which algorithm.old_logprob=sampler wants. Use algorithm.old_logprob=recompute"
+                        f"which algorithm.{reader} wants. Use algorithm.{remedy}"
                     )
         return scored
 
-    def _advantages(self, facts: Sequence[SampleFacts]) -> Tensor:
+    def _shaped_rewards(
+        self, facts: Sequence[SampleFacts], rows: Mapping[int, ExperienceRow], metrics: dict[str, float]
+    ) -> Tensor:
+        """[B] float64, what advantages are made of: verdicts minus the charges for length and KL."""
+        settings = self.objective.settings
+        reward = _rewards(facts)
+        is_scored = torch.isfinite(reward)
+        if settings.overlong_buffer.enable:
+            charge = overlong_charge(torch.tensor([f.meta.response_len for f in facts]), settings.overlong_buffer)
+            reward = reward - charge
+            metrics["reward/overlong_charge"] = _mean_over(charge, is_scored)
+        if self.kl_controller is not None:
+            kl = self._kl_per_response(len(facts), rows)
+            reward = reward - self.kl_controller.coef * kl
+            metrics["reward/kl"] = _mean_over(kl, is_scored)
+            metrics["reward/kl_coef"] = self.kl_controller.coef
+            self.kl_controller.update(_mean_over(kl, is_scored), int(is_scored.sum()))
+        return reward
+
+    def _kl_per_response(self, count: int, rows: Mapping[int, ExperienceRow]) -> Tensor:
+        """[B] float64: sum over the loss tokens of each response; one exchange of one number per response."""
+        estimator = self.objective.settings.kl_in_reward.estimator
+        mine = {}
+        for position, row in rows.items():
+            assert row.old_logprob is not None, "KL in the reward needs both scores"
+            assert row.ref_logprob is not None, "KL in the reward needs both scores"
+            mask = row.sample.loss_mask
+            old, ref = row.old_logprob[mask].double(), row.ref_logprob[mask].double()
+            mine[position] = float(kl_per_token(old, ref, estimator).sum())
+        kl = torch.zeros(count, dtype=torch.float64)
+        for part in self.strategy.collectives.gather_objects(mine):
+            for position, value in part.items():
+                kl[position] = value
+        return kl
+
+    def _advantages(
+        self, facts: Sequence[SampleFacts], rows: Mapping[int, ExperienceRow], metrics: dict[str, float]
+    ) -> list[Tensor] | None:
+        """Of each response: [1], or one per loss token; None where the loss needs none. Adds to ``metrics``."""
+        if not self.objective.needs("advantage"):
+            return None
         assert self.advantage is not None, "this loss needs an advantage estimator"
-        return self.advantage(
+        loss_tokens = [f.meta.loss_tokens for f in facts]
+        advantages = self.advantage(
             AdvantageInputs(
-                reward=torch.tensor([math.nan if f.reward is None else f.reward for f in facts], dtype=torch.float64),
+                reward=self._shaped_rewards(facts, rows, metrics),
                 group=torch.tensor([f.meta.group_id for f in facts]),
-                loss_tokens=torch.tensor([f.meta.loss_tokens for f in facts]),
+                loss_tokens=torch.tensor(loss_tokens),
+                parts={
+                    name: _numbers([f.parts.get(name) for f in facts])
+                    for name in sorted({name for f in facts for name in f.parts})
+                },
+                baseline=_numbers([f.baseline for f in facts]) if self.advantage.needs_baseline else None,
             )
         )
+        return list(advantages.split(loss_tokens if self.advantage.per_token else [1] * len(facts)))
 
-    def _metas(self, facts: Sequence[SampleFacts], advantages: Tensor | None) -> list[SampleMeta]:
+    def _corrected(self, rows: dict[int, ExperienceRow], metrics: dict[str, float]) -> dict[int, ExperienceRow]:
+        """Rows with a weight for what the sampler and the trainer disagree on; adds to ``metrics`` how much they do."""
+        settings = self.objective.settings.rollout_correction
+        if not settings.is_on:
+            return rows
+        seen, corrected = [], dict(rows)
+        for position, row in rows.items():
+            assert row.old_logprob is not None, "the correction compares with the trainer's scores"
+            assert row.sample.sampler_logprob is not None, "checked when it was collected"
+            mask = row.sample.loss_mask
+            old, sampler = row.old_logprob[mask], row.sample.sampler_logprob[mask]
+            weight = correction_weights(old, sampler, settings)
+            seen.append((old, sampler, weight))
+            if settings.mode != "observe":
+                spread = torch.ones(len(mask)).masked_scatter_(mask, weight.float())
+                corrected[position] = replace(row, rollout_weight=spread)
+        sums = torch.cat([mismatch_sums(seen, settings), torch.tensor([float(sum(len(o) > 0 for o, _, _ in seen))])])
+        total = self.strategy.collectives.gather_rows(sums[None].double()).sum((0, 1))
+        metrics |= mismatch_metrics(total[:-1], int(total[-1]))
+        return corrected
+
+    def _metas(self, facts: Sequence[SampleFacts], advantages: Sequence[Tensor] | None) -> list[SampleMeta]:
         """What is planned: samples that cannot change the gradient are marked to be left out."""
         has_gradient = [f.meta.loss_tokens > 0 for f in facts]
         if advantages is not None and self.objective.ignores_zero_advantage:
             # As float32, in which the loss sees them.
-            has_gradient = [a and b for a, b in zip(has_gradient, (advantages.float() != 0).tolist(), strict=True)]
+            has_gradient = [a and bool((b.float() != 0).any()) for a, b in zip(has_gradient, advantages, strict=True)]
         return [replace(f.meta, is_left_out=not has) for f, has in zip(facts, has_gradient, strict=True)]
 
     def _rows(
-        self, samples: Mapping[int, Sample], advantages: Tensor | None, sampler: BalancedSampler, watch: Stopwatch
+        self, samples: Mapping[int, Sample], sampler: BalancedSampler, watch: Stopwatch
     ) -> dict[int, ExperienceRow]:
         rows = {p: ExperienceRow(sample) for p, sample in samples.items()}
-        if advantages is not None:
-            rows = {
-                p: replace(row, advantage=torch.full((len(row.sample.response_ids),), float(advantages[p])))
-                for p, row in rows.items()
-            }
-        if self.objective.needs("old_logprob"):
+        if self.objective.needs_old_logprob:
             with watch.phase("old_logprob"):
                 scores = self._old_logprobs(samples, sampler)
                 rows = {p: replace(row, old_logprob=scores[p]) for p, row in rows.items()}
@@ -230,20 +366,44 @@ class ExperienceMaker:
         return {p: r for row, at in zip(rows, places, strict=True) for p, r in _by_sample(row, at, samples).items()}
 
 
+def _rewards(facts: Sequence[SampleFacts]) -> Tensor:
+    return _numbers([f.reward for f in facts])
+
+
+def _numbers(values: Sequence[float | None]) -> Tensor:
+    """[B] float64, NaN for None."""
+    return torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)
+
+
+def _mean_over(values: Tensor, mask: Tensor) -> float:
+    return float(values[mask].mean()) if bool(mask.any()) else math.nan
+
+
+def _with_advantage(row: ExperienceRow, advantage: Tensor) -> ExperienceRow:
+    """[1], or one per loss token -> [R]; tokens without loss get 0 where loss tokens have their own."""
+    mask = row.sample.loss_mask
+    if len(advantage) == 1:
+        return replace(row, advantage=torch.full((len(mask),), float(advantage)))
+    return replace(row, advantage=torch.zeros(len(mask)).masked_scatter_(mask, advantage.float()))
+
+
 def gather_facts(
-    collect: Callable[[], list[ScoredSample]], collectives: Collectives
+    collect: Callable[[], list[ScoredSample]], collectives: Collectives, *, mask_truncated: bool = False
 ) -> tuple[list[Sample], list[SampleFacts]]:
     """(this rank's samples, facts of every rank's by sample id). Unscored samples lose their loss tokens.
+
+    With ``mask_truncated`` so do responses that were cut at the limit; they keep their reward.
 
     Raises:
         TrainingError: on every rank, when collecting failed on any.
     """
     try:
-        scored, failure = [_without_loss_if_unscored(s) for s in collect()], None
+        scored, failure = [_masked(s, mask_truncated) for s in collect()], None
     except RLModuleError as error:
         scored, failure = [], error
     facts = [
-        SampleFacts(s.sample.meta, s.score.value, dict(s.score.parts), s.sample.finish == "length") for s in scored
+        SampleFacts(s.sample.meta, s.score.value, dict(s.score.parts), s.sample.finish == "length", s.baseline)
+        for s in scored
     ]
     everyone = collectives.gather_objects((facts, None if failure is None else str(failure)))
     if failure is not None:
@@ -254,8 +414,9 @@ def gather_facts(
     return [s.sample for s in scored], sorted((f for part, _ in everyone for f in part), key=lambda f: f.meta.sample_id)
 
 
-def _without_loss_if_unscored(scored: ScoredSample) -> ScoredSample:
-    if scored.score.value is not None and math.isfinite(scored.score.value):
+def _masked(scored: ScoredSample, mask_truncated: bool) -> ScoredSample:
+    is_scored = scored.score.value is not None and math.isfinite(scored.score.value)
+    if is_scored and not (mask_truncated and scored.sample.finish == "length"):
         return scored
     return replace(scored, sample=replace(scored.sample, loss_mask=torch.zeros_like(scored.sample.loss_mask)))
 

@@ -6,18 +6,20 @@ Leaves out the losses themselves (``losses/``) and who runs forward and backward
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from rlmodule.core.config import at_least, more_than, one_of
-from rlmodule.core.contract import Loss, SequenceRanks
+from rlmodule.core.contract import Loss, SelectingLoss, SequenceRanks
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.metrics import Metric, merge, ratio, total
 from rlmodule.core.types import LossInputs, MicroBatch, StepTotals, itself
 from rlmodule.ops.aggregate import MODES, SEQ_MEAN_TOKEN_SUM_NORM, aggregate, share_of, token_weights
 from rlmodule.ops.kl import KINDS as KL_KINDS
 from rlmodule.ops.kl import kl_per_token
+from rlmodule.rollout_correction import RolloutCorrection
+from rlmodule.shaping import FilterGroups, KLInReward, OverlongBuffer
 
 OLD_LOGPROB = ("recompute", "sampler")
 
@@ -38,6 +40,12 @@ class AlgorithmConfig:
     kl_loss_type: str = "k3"  # estimator of that KL
     old_logprob: str = "recompute"  # recompute by a pass of the trainer, or take the sampler's own
     skip_zero_advantage: bool = True  # do not compute samples whose gradient is 0 for sure
+    use_kl_in_reward: bool = False  # take the KL to the frozen starting policy off the reward
+    kl_in_reward: KLInReward = field(default_factory=KLInReward)
+    filter_groups: FilterGroups = field(default_factory=FilterGroups)
+    overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
+    mask_truncated: bool = False  # responses cut at the limit count in the group statistics but not in the loss
+    rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 
     def __post_init__(self) -> None:
         one_of("source", self.source, ("rollouts", "demonstrations"))
@@ -59,9 +67,38 @@ class AlgorithmConfig:
             raise ConfigError(
                 key="old_logprob", got="sampler", because="demonstrations were not sampled", fix="Use recompute"
             )
-        if self.use_kl_loss and self.source == "demonstrations":
+        if self.use_kl_loss and self.kl_loss_type == "k1":
             raise ConfigError(
-                key="use_kl_loss", got=True, because="demonstrations are imitated without a reference", fix="Use false"
+                key="kl_loss_type",
+                got="k1",
+                because="as a loss its expected gradient is 0, so it would pull nowhere",
+                fix="Use kl_loss_type=k2 or k1+ (gradient of the reverse KL), or use_kl_in_reward=true",
+            )
+        if self.rollout_correction.is_on and self.old_logprob == "sampler":
+            raise ConfigError(
+                key="rollout_correction.mode",
+                got=self.rollout_correction.mode,
+                because="with old_logprob=sampler there is no second opinion to compare the sampler's with",
+                fix="Use old_logprob=recompute, or rollout_correction.mode=none",
+            )
+        if self.source == "demonstrations":
+            self._refuse_with_demonstrations()
+
+    def _refuse_with_demonstrations(self) -> None:
+        for name, is_on, because in (
+            ("use_kl_loss", self.use_kl_loss, "demonstrations are imitated without a reference"),
+            ("use_kl_in_reward", self.use_kl_in_reward, "demonstrations have no reward"),
+            ("filter_groups.enable", self.filter_groups.enable, "demonstrations form no groups"),
+            ("overlong_buffer.enable", self.overlong_buffer.enable, "demonstrations have no reward"),
+        ):
+            if is_on:
+                raise ConfigError(key=name, got=True, because=because, fix="Use false")
+        if self.rollout_correction.is_on:
+            raise ConfigError(
+                key="rollout_correction.mode",
+                got=self.rollout_correction.mode,
+                because="demonstrations were not sampled by any policy",
+                fix="Use none",
             )
 
 
@@ -80,23 +117,37 @@ class Objective:
     @property
     def needs_reference(self) -> bool:
         """Whether a frozen reference policy must score the samples."""
-        return self.settings.use_kl_loss
+        return self.settings.use_kl_loss or self.settings.use_kl_in_reward
+
+    @property
+    def needs_old_logprob(self) -> bool:
+        """Whether the policy that starts the update must score the samples."""
+        return self.needs("old_logprob") or self.settings.use_kl_in_reward or self.settings.rollout_correction.is_on
 
     @property
     def ignores_zero_advantage(self) -> bool:
         """Whether samples with an advantage of 0 on every token are left out of the update.
 
-        The loss must promise that they have no gradient, and nothing else in the objective may give them one. Metrics
-        per token (clip fractions, ``ppo_kl``, ``entropy``) are then means over the tokens that were trained on;
-        ``pg_loss`` and ``loss`` are what they would be, because such a sample adds 0 to them.
+        The loss must promise that they have no gradient, and nothing else in the objective may give them one. With KL
+        in the reward advantages are known only after every sample was scored, so none is left out. Metrics per token
+        (clip fractions, ``ppo_kl``, ``entropy``) are then means over the tokens that were trained on; ``pg_loss`` and
+        ``loss`` are what they would be, because such a sample adds 0 to them.
         """
         s = self.settings
-        is_alone = s.entropy_coeff == 0 and not s.use_kl_loss
+        is_alone = s.entropy_coeff == 0 and not s.use_kl_loss and not s.use_kl_in_reward
         return s.skip_zero_advantage and is_alone and self.loss.zero_at_zero_advantage
 
     def needs(self, name: str) -> bool:
         """Whether the policy loss reads the field ``name`` of LossInputs."""
         return name in self.loss.needs
+
+    @property
+    def selects(self) -> SelectingLoss | None:
+        """The policy loss, where it picks tokens out of the whole mini-batch."""
+        if not self.needs("selected"):
+            return None
+        assert isinstance(self.loss, SelectingLoss), f"{type(self.loss).__name__} needs selected but selects nothing"
+        return self.loss
 
     def over(self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None) -> MicroBatchObjective:
         """The objective of one micro-batch, ready to be given log-probabilities.
@@ -160,10 +211,11 @@ class MicroBatchObjective:
                 advantage=_part_of(batch.advantage, part),
                 ref_logprob=ref_logprob,
                 over_slices=self._over_slices,
+                selected=_part_of(batch.selected, part),
             )
         )
-        loss = policy.loss  # [C]
-        metrics = {"actor/pg_loss": share(policy.loss, weight)}
+        loss = policy.loss if batch.rollout_weight is None else policy.loss * batch.rollout_weight[part]  # [C]
+        metrics = {"actor/pg_loss": share(loss, weight)}
         metrics |= {f"actor/{name}": per_token(value) for name, value in policy.metrics.items()}
         if entropy is not None:
             metrics["actor/entropy"] = per_token(entropy)

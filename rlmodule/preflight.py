@@ -27,6 +27,7 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     _check_budget(settings, layout)
     _check_groups(settings)
     _check_equal_counts(settings, layout)
+    _check_whole_sequences(settings, layout)
     _check_positions(settings, hf_config)
     _check_old_logprob(settings)
     if settings.rollout.temperature != 1.0 and settings.algorithm.source == "demonstrations":
@@ -132,6 +133,13 @@ def check_samples(samples: Sequence[Sample], settings: Settings, layout: Layout)
 
 
 def _check_groups(settings: Settings) -> None:
+    if settings.algorithm.filter_groups.enable and settings.rollout.n == 1:
+        raise ConfigError(
+            key="rollout.n",
+            got=1,
+            because="algorithm.filter_groups leaves out groups without two different rewards, so all of one",
+            fix="Use rollout.n=8, or algorithm.filter_groups.enable=false",
+        )
     if settings.advantage is not None and settings.advantage.needs_group and settings.rollout.n == 1:
         raise ConfigError(
             key="rollout.n",
@@ -139,6 +147,17 @@ def _check_groups(settings: Settings) -> None:
             because=f"{type(settings.advantage).__name__} compares the responses of a prompt with each other, "
             "and one response has nothing to be compared with",
             fix="Use rollout.n=8",
+        )
+
+
+def _check_whole_sequences(settings: Settings, layout: Layout) -> None:
+    loss = settings.loss
+    if layout.sp_size > 1 and (loss.whole_sequences or "selected" in loss.needs):
+        raise ConfigError(
+            key="strategy.sp_size",
+            got=layout.sp_size,
+            because=f"{type(loss).__name__} looks at whole sequences, and a sequence rank holds a slice of them",
+            fix="Use strategy.sp_size=1, or a loss that looks at tokens",
         )
 
 

@@ -51,6 +51,7 @@ from rlmodule.preflight import RunPlan, check, check_layout, check_samples, work
 from rlmodule.run_context import RunContext
 from rlmodule.run_directory import RunDirectory
 from rlmodule.settings import Settings
+from rlmodule.shaping import KLController
 from rlmodule.sources import DemonstrationSource, RolloutSource, Source
 
 AUTO_BACKEND = "auto"
@@ -436,7 +437,10 @@ class Session:
         count = len(self.demonstrations if self._imitates else self.prompts)
         stream = PromptStream(count, self.settings.run.seed, self.settings.data.shuffle)
         source = self._source(strategy, stream)
-        return RLDataModule(source, stream, partial(self.maker, objective, strategy), start=start)
+        algorithm = self.settings.algorithm
+        controller = KLController(algorithm.kl_in_reward) if algorithm.use_kl_in_reward else None
+        make = partial(self.maker, objective, strategy, kl_controller=controller)
+        return RLDataModule(source, stream, make, kl_controller=controller, start=start)
 
     def _source(self, strategy: Any, stream: PromptStream) -> Source:
         s = self.settings
@@ -454,10 +458,20 @@ class Session:
             )
 
         return RolloutSource(
-            self.prompts, stream, s.algorithm.train_batch_size, s.rollout.n, engine, s.reward, layout, s.run.seed
+            self.prompts,
+            stream,
+            s.algorithm.train_batch_size,
+            s.rollout.n,
+            engine,
+            s.reward,
+            layout,
+            s.run.seed,
+            greedy_baseline=s.advantage is not None and s.advantage.needs_baseline,
         )
 
-    def maker(self, objective: Objective, strategy: Any, iteration: int) -> ExperienceMaker:
+    def maker(
+        self, objective: Objective, strategy: Any, iteration: int, *, kl_controller: KLController | None = None
+    ) -> ExperienceMaker:
         """Turns the samples of one iteration into mini-batches."""
         s = self.settings
         layout = strategy.layout
@@ -484,6 +498,7 @@ class Session:
             make_sampler,
             strategy.root_device,
             reference_in_policy=s.model.lora.is_on,
+            kl_controller=kl_controller,
         )
 
 

@@ -36,6 +36,7 @@ class RolloutSource:
         reward: the judge.
         layout: gives this process's place once the strategy is set up.
         seed: keys the sampling.
+        greedy_baseline: answer every prompt greedily once more, for advantages against that answer.
     """
 
     prompts: Sequence[Prompt]
@@ -46,6 +47,7 @@ class RolloutSource:
     reward: Reward
     layout: Callable[[], Layout]
     seed: int
+    greedy_baseline: bool = False
 
     def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
         """Every prompt is answered by one token rank; ids come from the stream's counter, not from ranks."""
@@ -56,11 +58,19 @@ class RolloutSource:
             for i, (counter, _) in enumerate(mine)
             for j in range(self.n)
         ]
+        if self.greedy_baseline:
+            requests += [
+                SampleRequest(prompt=i, sample_id=counter, group_id=counter, seed=self.seed, greedy=True)
+                for i, (counter, _) in enumerate(mine)
+            ]
         with watch.phase("rollout"):
             samples = self.engine().generate([self.prompts[row] for _, row in mine], requests)
         with watch.phase("reward"):
             scores = self.reward(samples) if samples else []
-        return [ScoredSample(sample, score) for sample, score in zip(samples, scores, strict=True)]
+        scored = list(zip(samples, scores, strict=True))
+        count = len(mine) * self.n
+        baselines = {sample.group_id: score.value for sample, score in scored[count:]}
+        return [ScoredSample(sample, score, baselines.get(sample.group_id)) for sample, score in scored[:count]]
 
     def validate(self, prompts: Sequence[Prompt]) -> list[ScoredSample]:
         """Greedy answers to this rank's share of held-out prompts, with their verdicts."""

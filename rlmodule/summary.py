@@ -47,6 +47,7 @@ def iteration_metrics(
         **reward_metrics(iteration.facts),
         **length_metrics(iteration.facts),
         **advantage_metrics(iteration),
+        **iteration.metrics,
         **time_metrics(seconds, laps, tokens),
         "progress/iteration": float(tally.iteration),
         "progress/samples": float(tally.samples),

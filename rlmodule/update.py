@@ -17,6 +17,7 @@ from rlmodule.core.contract import Strategy
 from rlmodule.core.metrics import How, Metric, merge
 from rlmodule.core.types import MiniBatch
 from rlmodule.objective import Objective
+from rlmodule.selection import with_selection
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ def update(
     if totals.tokens == 0:
         return StepResult({}, math.nan, stepped=False, empty=True)
     policy = strategy.wrapped("policy")
+    if objective.selects is not None:
+        mini_batch = with_selection(mini_batch, objective.selects, strategy)
     parts: list[dict[str, Metric]] = []
     with strategy.train_mode("policy"):
         for index, micro_batch in enumerate(mini_batch.micro_batches):

@@ -16,12 +16,14 @@ import train
 from rlmodule.advantages import ADVANTAGES
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
+from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.data.prompts import DataConfig
 from rlmodule.losses import LOSSES
-from rlmodule.models.policy import ModelConfig
+from rlmodule.models.policy import ModelConfig, load_model_config
 from rlmodule.objective import AlgorithmConfig
 from rlmodule.optimizer import OptimizerConfig
+from rlmodule.preflight import check
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.run_directory import RunDirectory
@@ -154,6 +156,7 @@ def test_conf_says_what_the_code_says():
         "trainer": {"devices"},
         "loss": {"clip_ratio_high"},
         "rollout": {"max_response_length"},
+        "overlong_buffer": {"max_length"},
     }
     config = compose()
     read = Settings.read(config)
@@ -169,6 +172,8 @@ def test_conf_says_what_the_code_says():
             default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
             default = dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default
             value = tuple(given[field.name]) if isinstance(default, tuple) else given[field.name]
+            if dataclasses.is_dataclass(default):  # a section within a section
+                value = type(default)(**{**value, **{k: getattr(default, k) for k in purpose.get(field.name, ())}})
             assert value == default, f"{group}.{field.name}"
 
 
@@ -200,7 +205,7 @@ def refusal_of(tmp_path, *overrides):
         (["loss=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip?"),
         (["advantage=grop"], "advantage", "grop", "Did you mean grpo"),
         (["data=sorrt"], "data", "sorrt", "Did you mean sort?"),
-        (["loss.name=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip?"),
+        (["loss.name=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip"),
         (["reward.name=exact"], "reward", "exact", "exact_match"),
         (["data.task=sorrt"], "data.task", "sorrt", "Did you mean sort?"),
         (["strategy.name=fsdp3"], "strategy", "fsdp3", "Known: ddp, deepspeed, fsdp, fsdp2, single"),
@@ -235,6 +240,16 @@ def refusal_of(tmp_path, *overrides):
         (["data=files", "data.train_files=[]"], "data.train_files", [], "data.task=sort"),
         (["data.task_args.test_size=5000"], "data.task_args.test_size", 5000, "Use test_size=1024"),
         (["algorithm=sft", "algorithm.use_kl_loss=true"], "algorithm.use_kl_loss", True, "Use false"),
+        (["algorithm.use_kl_loss=true", "algorithm.kl_loss_type=k1"], "algorithm.kl_loss_type", "k1", "kl_loss_type=k2 or k1+"),
+        (["algorithm.kl_in_reward.coef=-1"], "algorithm.kl_in_reward.coef", -1.0, "must be at least 0"),
+        (["algorithm.kl_in_reward.controller=pid"], "algorithm.kl_in_reward.controller", "pid", "adaptive, fixed"),
+        (["algorithm.filter_groups.max_num_gen_batches=0"], "algorithm.filter_groups.max_num_gen_batches", 0, "at least 1"),
+        (["algorithm=dapo", "rollout.n=1"], "rollout.n", 1, "algorithm.filter_groups.enable=false"),
+        (["algorithm=dapo", "algorithm.overlong_buffer.length=9"], "algorithm.overlong_buffer.length", 9, "max_length=8"),
+        (["algorithm.rollout_correction.mode=clip"], "algorithm.rollout_correction.mode", "clip", "truncate"),
+        (["algorithm.rollout_correction.upper=0"], "algorithm.rollout_correction.upper", 0.0, "lower=0.0"),
+        (["algorithm=sft", "algorithm.rollout_correction.mode=mask"], "algorithm.rollout_correction.mode", "mask", "Use none"),
+        (["+algorithm.rollout_correction.uper=3"], "algorithm.rollout_correction.uper", 3, "Check the spelling"),
         (["algorithm=sft", "algorithm.old_logprob=sampler"], "algorithm.old_logprob", "sampler", "Use recompute"),
         (["algorithm.old_logprob=sampler", "rollout.top_k=5"], "algorithm.old_logprob", "sampler", "rollout.top_k=5"),
         (["algorithm.old_logprob=sampler", "rollout.top_p=0.9"], "algorithm.old_logprob", "sampler", "rollout.top_p=1"),
@@ -251,6 +266,15 @@ def test_a_wrong_value_names_key_value_and_fix(tmp_path, overrides, key, got, sa
     assert says in str(error)
     assert error.because
     assert not (tmp_path / "run").exists(), "a run that is refused leaves nothing behind"
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gmpo", "clip_cov"])
+def test_losses_of_whole_sequences_refuse_slices_of_them(loss):
+    settings = Settings.read(compose(f"loss={loss}"))
+    config = load_model_config(settings.model)
+    check(settings, config, Layout(2))
+    with pytest.raises(ConfigError, match=r"strategy\.sp_size=2: .* whole sequences"):
+        check(settings, config, Layout(2, sp_size=2))
 
 
 OWN_FILES = ["data=files", "data.max_prompt_length=100", "data.max_response_length=100", "rollout.n=2"]

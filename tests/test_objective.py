@@ -59,7 +59,7 @@ def test_the_entropy_bonus_is_subtracted():
     assert metrics["actor/pg_loss"].result == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize(("kind", "kl"), [("k1", -0.5), ("k2", 0.125), ("k3", 0.14872127070012819)])
+@pytest.mark.parametrize(("kind", "kl"), [("k1+", -0.5), ("k2", 0.125), ("k3", 0.14872127070012819)])
 def test_the_kl_to_the_reference_is_added(kind, kl):
     """k3 of d = -0.5 is exp(0.5) - 1 - 0.5."""
     algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=2.0, kl_loss_type=kind, log_entropy=False)
@@ -79,12 +79,12 @@ def test_every_term_is_aggregated_by_the_mode():
 
 
 def test_gradients_are_those_of_what_is_minimised():
-    """d/dlogprob of (-x)/4*3 is -0.75; of the KL k1 +0.75 times its coefficient."""
+    """d/dlogprob of (-x)/4*3 is -0.75; of the KL k2 it is 0.75 times the difference of -0.5 times the coefficient."""
     out = outputs(None)
-    algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k1", log_entropy=False)
+    algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="k2", log_entropy=False)
     scalar, _ = evaluate(Objective(SFT(), algorithm), out, micro_batch())
     scalar.backward()
-    assert out.logprob.grad.tolist() == pytest.approx([-0.375] * 4)
+    assert out.logprob.grad.tolist() == pytest.approx([-0.9375] * 4)
 
 
 def test_metrics_carry_no_graph():

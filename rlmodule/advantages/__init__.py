@@ -1,4 +1,4 @@
-"""The menu of sequence-level advantage estimators: one file each, the file's name is the estimator's name."""
+"""The menu of advantage estimators: one file each, the file's name is the estimator's name."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rlmodule.advantages import ADVANTAGES
-from rlmodule.core.config import at_least
+from rlmodule.core.config import at_least, one_of
 from rlmodule.core.types import AdvantageInputs
 from rlmodule.ops.masked import group_statistics
 
@@ -19,17 +19,22 @@ from rlmodule.ops.masked import group_statistics
 class GRPO:
     """Reward minus group mean, over the group's sample standard deviation (arXiv:2402.03300).
 
-    Without the division it is the mean-centred estimator of Dr. GRPO (arXiv:2503.20783). Flat groups and groups of one
-    give exactly 0; unscored responses leave the statistics and get 0.
+    Without the division it is the mean-centred estimator of Dr. GRPO (arXiv:2503.20783). Flat groups and groups of
+    one give exactly 0; unscored responses leave the statistics and get 0. ``std_over=batch`` divides by the standard
+    deviation of the rewards of the whole iteration instead (arXiv:2508.08221), which small groups estimate badly.
     """
 
     needs_group: ClassVar[bool] = True
+    needs_baseline: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
 
-    normalize_by_std: bool = True  # divide by the group's standard deviation
+    normalize_by_std: bool = True  # divide by a standard deviation
+    std_over: str = "group"  # whose: that of the group, or of the batch (all scored responses of the iteration)
     eps: float = 1e-6  # added to the standard deviation
 
     def __post_init__(self) -> None:
         at_least("eps", self.eps, 0)
+        one_of("std_over", self.std_over, ("group", "batch"))
 
     def __call__(self, x: AdvantageInputs) -> Tensor:
         """[B] rewards of the whole iteration -> [B] float64 advantages."""
@@ -37,5 +42,6 @@ class GRPO:
         group = group_statistics(x.reward, x.group, is_scored)
         advantage = x.reward.double() - group.mean
         if self.normalize_by_std:
-            advantage = advantage / (group.std + self.eps)
+            whole = torch.zeros_like(x.group) if self.std_over == "batch" else x.group
+            advantage = advantage / (group_statistics(x.reward, whole, is_scored).std + self.eps)
         return torch.where(is_scored & ~group.is_flat, advantage, 0.0)

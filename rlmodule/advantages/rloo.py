@@ -22,6 +22,8 @@ class RLOO:
     """
 
     needs_group: ClassVar[bool] = True
+    needs_baseline: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
 
     def __call__(self, x: AdvantageInputs) -> Tensor:
         """[B] rewards of the whole iteration -> [B] float64 advantages."""

@@ -71,7 +71,9 @@ def pack_rows(rows: Sequence[ExperienceRow], totals: StepTotals, positions: tupl
         old_logprob=_loss_tokens_of([row.old_logprob for row in rows], masks),
         ref_logprob=_loss_tokens_of([row.ref_logprob for row in rows], masks),
         advantage=_loss_tokens_of([row.advantage for row in rows], masks),
+        rollout_weight=_loss_tokens_of([row.rollout_weight for row in rows], masks),
         max_length=int(lengths.max()),
+        sample_id=torch.tensor([s.sample_id for s in samples]),
         positions=positions,
     )
 
@@ -101,6 +103,7 @@ def pad_to_multiple(batch: MicroBatch, multiple: int, pad_token_id: int) -> Micr
         cu_seqlens=torch.cat([batch.cu_seqlens, torch.tensor([end], dtype=torch.int32)]),
         loss_tokens=torch.cat([batch.loss_tokens, zero]),
         group_tokens=torch.cat([batch.group_tokens, zero]),
+        sample_id=None if batch.sample_id is None else torch.cat([batch.sample_id, zero - 1]),
         max_length=max(batch.max_length, missing),
     )
 
@@ -130,6 +133,7 @@ def cut_for_rank(batch: MicroBatch, sp_rank: int, sp_size: int) -> MicroBatch:
         old_logprob=None if batch.old_logprob is None else batch.old_logprob[mine],
         ref_logprob=None if batch.ref_logprob is None else batch.ref_logprob[mine],
         advantage=None if batch.advantage is None else batch.advantage[mine],
+        rollout_weight=None if batch.rollout_weight is None else batch.rollout_weight[mine],
     )
 
 

@@ -49,15 +49,21 @@ def convert(cls: type[T], node: DictConfig | Mapping[str, Any], key: str, *, ign
                 key=_full(key, name), got="???", because="this key has no default", fix=f"Set {_full(key, name)}=..."
             )
     schema = OmegaConf.structured(cls)
-    nested = [schema[name] for name, field in fields.items() if dataclasses.is_dataclass(field.default_factory)]
-    for part in (schema, *nested):
-        OmegaConf.set_readonly(part, False)  # frozen dataclasses make read-only nodes
+    _make_writable(schema)
     for name, value in given.items():
         _assign(schema, cls, name, value, key)
     try:
         return OmegaConf.to_object(schema)  # type: ignore[return-value]
     except ConfigError as error:
         raise ConfigError(key=_full(key, error.key), got=error.got, because=error.because, fix=error.fix) from None
+
+
+def _make_writable(node: DictConfig) -> None:
+    """Frozen dataclasses make read-only nodes, also where they are fields of each other."""
+    OmegaConf.set_readonly(node, False)
+    for name in node:
+        if not OmegaConf.is_missing(node, name) and isinstance(child := node[name], DictConfig):
+            _make_writable(child)
 
 
 def _full(key: str, name: str) -> str:
@@ -70,7 +76,7 @@ def _assign(schema: DictConfig, cls: type, name: str, value: object, key: str) -
     except ConfigKeyError as error:
         raise ConfigError(
             key=_full(key, error.full_key or name),
-            got=value,
+            got=_given(value, name, error.full_key),
             because=f"{_full(key, name)} has no such key",
             fix="Check the spelling",
         ) from None
@@ -78,10 +84,19 @@ def _assign(schema: DictConfig, cls: type, name: str, value: object, key: str) -
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(
             key=_full(key, error.full_key or name),
-            got=value,
+            got=_given(value, name, error.full_key),
             because=reason,
             fix=f"Give a value of type {_type_name(cls, name)}",
         ) from None
+
+
+def _given(value: object, name: str, full_key: str | None) -> object:
+    """What stands at ``full_key``, which begins with ``name`` and may lead into the mapping ``value``."""
+    for step in (full_key or name).split(".")[1:]:
+        if not isinstance(value, Mapping) or step not in value:
+            break
+        value = value[step]
+    return value
 
 
 def _type_name(cls: type, name: str) -> str:

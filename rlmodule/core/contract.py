@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlmodule.core.types import AdvantageInputs, LossInputs, Prompt, Sample, Score, TokenLoss
+from rlmodule.core.types import AdvantageInputs, LossInputs, Prompt, Sample, Score, TokenLoss, TokenMeans
 
 Item = TypeVar("Item")
 
@@ -190,6 +190,22 @@ class Loss(Protocol):
         """[N] loss tokens -> [N] losses and metrics; no reduction, no ``.item()``."""
 
 
+@runtime_checkable
+class SelectingLoss(Loss, Protocol):
+    """A policy loss that treats a few tokens of the whole mini-batch in a way of their own.
+
+    Its ``needs`` name ``selected``. No micro-batch knows which tokens those are. So before each update the policy
+    scores the mini-batch once more, every token gets a priority, and those of highest priority over all data ranks
+    are selected.
+    """
+
+    def num_selected(self, tokens: int) -> int:
+        """How many of the mini-batch's loss tokens are selected."""
+
+    def priority(self, x: LossInputs, means: TokenMeans, keys: Tensor) -> Tensor:
+        """[N] loss tokens and their [N, 2] (sample id, place) -> [N] float64; minus infinity is never selected."""
+
+
 class TokenObjective(Protocol):
     """Turns log-probabilities of a micro-batch's loss tokens into a scalar, while they are hot."""
 
@@ -201,12 +217,22 @@ class TokenObjective(Protocol):
 
 
 class Advantage(Protocol):
-    """A sequence-level advantage estimator. Frozen dataclass whose fields are its config keys."""
+    """An advantage estimator. Frozen dataclass whose fields are its config keys.
+
+    ``needs_group``: it compares the responses of a prompt, and one response has nothing to be compared with.
+    ``needs_baseline``: it reads ``baseline``, so every prompt is answered greedily once more.
+    ``per_token``: it gives one number per loss token instead of one per response.
+    """
 
     needs_group: ClassVar[bool]
+    needs_baseline: ClassVar[bool]
+    per_token: ClassVar[bool]
 
     def __call__(self, x: AdvantageInputs) -> Tensor:
-        """[B] rewards of the whole iteration -> [B] float64 advantages; 0 for unscored responses."""
+        """[B] rewards of the whole iteration -> float64 advantages, 0 for unscored responses.
+
+        [B]; for ``per_token`` one entry per loss token, responses end to end.
+        """
 
 
 class Reward(Protocol):

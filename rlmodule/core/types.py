@@ -127,10 +127,17 @@ class Score:
 
 @dataclass(frozen=True, eq=False)
 class ScoredSample:
-    """A sample and its verdict."""
+    """A sample and its verdict.
+
+    Args:
+        sample: what was judged.
+        score: the verdict.
+        baseline: reward of the greedy response to the same prompt, or None where it is unscored or nobody asked.
+    """
 
     sample: Sample
     score: Score
+    baseline: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,12 +149,14 @@ class ExperienceRow:
         advantage: [R] float32, or None for losses that need none.
         old_logprob: [R] float32 under the policy that starts the update, or None.
         ref_logprob: [R] float32 under the frozen reference, or None.
+        rollout_weight: [R] float32 factor of each token's policy loss, or None for 1.
     """
 
     sample: Sample
     advantage: Tensor | None = None
     old_logprob: Tensor | None = None
     ref_logprob: Tensor | None = None
+    rollout_weight: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -193,7 +202,10 @@ class MicroBatch:
         loss_tokens: [B] int64, loss tokens of each whole sample.
         group_tokens: [B] int64, loss tokens of the sample's whole group in the mini-batch.
         old_logprob, ref_logprob, advantage: [N] float32, None where the algorithm does not need them.
+        rollout_weight: [N] float32 factor of each token's policy loss, None for 1.
         max_length: tokens of the longest sample.
+        sample_id: [B] int64, -1 for fillers and padding segments.
+        selected: [N] bool, tokens that the loss picked out of the whole mini-batch, None where it picks none.
         positions: place of each sample in the experience; shorter than B when fillers or padding segments are present.
     """
 
@@ -209,6 +221,9 @@ class MicroBatch:
     old_logprob: Tensor | None = None
     ref_logprob: Tensor | None = None
     advantage: Tensor | None = None
+    rollout_weight: Tensor | None = None
+    sample_id: Tensor | None = None
+    selected: Tensor | None = None
     positions: tuple[int, ...] = ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
@@ -259,6 +274,7 @@ class LossInputs:
         old_logprob: [N] float32 under the policy that started the update.
         advantage: [N] float32.
         ref_logprob: [N] float32 under the reference policy.
+        selected: [N] bool, tokens that the loss itself picked out of the whole mini-batch.
         over_slices: adds up a tensor over the ranks that share a row; the tensor itself where no row is cut; None for
             a loss that does not say ``whole_sequences`` and may be given a part of its sequences.
     """
@@ -269,6 +285,7 @@ class LossInputs:
     old_logprob: Tensor | None = None
     advantage: Tensor | None = None
     ref_logprob: Tensor | None = None
+    selected: Tensor | None = None
     over_slices: Callable[[Tensor], Tensor] | None = itself
 
     def sum_per_sequence(self, value: Tensor) -> Tensor:
@@ -279,6 +296,14 @@ class LossInputs:
         assert self.over_slices is not None, "a loss that adds up sequences says whole_sequences = True"
         sums = torch.zeros(len(self.loss_tokens), dtype=value.dtype, device=value.device)
         return self.over_slices(sums.index_add(0, self.sequence, value))
+
+
+@dataclass(frozen=True)
+class TokenMeans:
+    """Means over all loss tokens of a mini-batch, on all data ranks."""
+
+    logprob: float
+    advantage: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,17 +321,21 @@ class TokenLoss:
 
 @dataclass(frozen=True, eq=False)
 class AdvantageInputs:
-    """What a sequence-level advantage estimator may look at: one entry per response of the iteration, over all ranks.
+    """What an advantage estimator may look at: one entry per response of the iteration, over all ranks.
 
     Args:
         reward: [B] float64, NaN where the response could not be scored.
         group: [B] int64, equal values form one group.
         loss_tokens: [B] int64.
+        parts: name -> [B] float64, the components of the reward, NaN where a response lacks one.
+        baseline: [B] float64 reward of the greedy response to the same prompt, or None where nobody asked for it.
     """
 
     reward: Tensor
     group: Tensor
     loss_tokens: Tensor
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+    baseline: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,6 +52,23 @@ def importance_ratio(logprob: Tensor, old_logprob: Tensor) -> Tensor:
     return bounded_exp(logprob - old_logprob)
 
 
+def binary_kl(logprob: Tensor, other_logprob: Tensor) -> Tensor:
+    """KL(first || second) of the distributions over "the taken token, or any other"; a floor of the whole divergence.
+
+    Args:
+        logprob, other_logprob: [N], at most 0; no gradient is wanted of it.
+
+    Returns:
+        [N], dtype of ``logprob``, at least 0 and finite.
+    """
+    p = logprob.exp()
+    tiny = torch.finfo(logprob.dtype).tiny
+    rest = (-torch.expm1(logprob)).clamp(min=0)  # 1 - p without losing the digits of a p near 1
+    other_rest = (-torch.expm1(other_logprob)).clamp(min=tiny)
+    of_others = torch.where(rest > 0, rest * (rest.clamp(min=tiny).log() - other_rest.log()), 0.0)
+    return (p * (logprob - other_logprob) + of_others).clamp(min=0)
+
+
 def kl_per_token(logprob: Tensor, ref_logprob: Tensor, kind: str = "k3") -> Tensor:
     """Estimate of KL(policy || reference) from each taken token.
 

@@ -60,6 +60,28 @@ def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     return torch.where(mask, ((x.double() - valid.mean()) * scale).to(x.dtype), x)
 
 
+def whiten_by_tokens(x: Tensor, tokens: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
+    """``whiten`` of a number per response as if it stood on each of its tokens.
+
+    Args:
+        x: [B] float.
+        tokens: [B] int64, how often each entry counts.
+        mask: [B] bool, entries that count.
+        eps: added to the variance.
+
+    Returns:
+        [B] float64; the numbers as they are where fewer than two tokens count.
+    """
+    value = torch.where(mask, x.double(), 0.0)
+    weight = torch.where(mask, tokens, 0).double()
+    count = weight.sum()
+    if count < 2:
+        return value
+    centred = value - (value * weight).sum() / count
+    scale = ((centred.square() * weight).sum() / (count - 1) + eps).rsqrt()
+    return torch.where(mask, centred * scale, 0.0)
+
+
 def place_at_end(score: Tensor, length: Tensor, width: int) -> Tensor:
     """Token rewards with the score of each response on its last token; found by length, never by token values.
 

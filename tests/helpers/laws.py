@@ -73,6 +73,7 @@ class Rollouts:
     old_logprob: Tensor
     ref_logprob: Tensor
     advantage: Tensor
+    selected: Tensor
 
     @property
     def totals(self) -> StepTotals:
@@ -96,6 +97,7 @@ class Rollouts:
             old_logprob=self.old_logprob[at],
             advantage=self.advantage[at],
             ref_logprob=self.ref_logprob[at],
+            selected=self.selected[at],
         )
 
     def weights(self, rows: Sequence[int], mode: str) -> Tensor:
@@ -124,6 +126,7 @@ def rollouts(seed: int = 0, drift: float = 0.5) -> Rollouts:
         old_logprob=old,
         ref_logprob=old + drawn[1],
         advantage=advantage.repeat_interleave(torch.tensor(LENGTHS)),
+        selected=torch.rand(sum(LENGTHS), generator=rng) < 0.3,
     )
 
 
@@ -184,9 +187,12 @@ def check_loss_ignores_what_is_masked(loss: Loss) -> None:
     assert bool(gradient.isfinite().all())
 
 
-def check_no_gradient_without_advantage(loss: Loss) -> None:
-    """Where every advantage is 0 there is nothing to learn: the gradient is exactly 0."""
-    data = rollouts()
+def check_no_gradient_without_advantage(loss: Loss, drift: float = 0.5) -> None:
+    """Where every advantage is 0 there is nothing to learn: the gradient is exactly 0.
+
+    A loss with a leash to the old policy keeps the law where the policy has not moved, at a ``drift`` of 0.
+    """
+    data = rollouts(drift=drift)
     data = replace(data, advantage=torch.zeros_like(data.advantage))
     gradient = _optimised(loss, data, CUTS[0], "token-mean")[1]
     assert bool((gradient == 0).all()), f"gradient {gradient} at zero advantage"
@@ -194,7 +200,7 @@ def check_no_gradient_without_advantage(loss: Loss) -> None:
 
 def check_loss_reads_only_what_it_names(loss: Loss) -> None:
     """``needs`` is the truth: with everything else absent the loss is the same."""
-    optional = {"old_logprob", "advantage", "ref_logprob"}
+    optional = {"old_logprob", "advantage", "ref_logprob", "selected"}
     assert loss.needs <= optional, f"{loss.needs - optional} is no optional field of LossInputs"
     full = rollouts().inputs(range(len(LENGTHS)))
     lean = replace(full, **dict.fromkeys(optional - loss.needs))
@@ -241,22 +247,32 @@ def scored(
         reward=torch.tensor(rewards, dtype=torch.float64),
         group=torch.tensor(groups, dtype=torch.int64),
         loss_tokens=torch.tensor(loss_tokens or range(1, len(rewards) + 1), dtype=torch.int64),
+        baseline=torch.full((len(rewards),), 0.3, dtype=torch.float64),
     )
 
 
 def _rows(x: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
-    return AdvantageInputs(x.reward[rows], x.group[rows], x.loss_tokens[rows])
+    assert x.baseline is not None
+    parts = {name: value[rows] for name, value in x.parts.items()}
+    return AdvantageInputs(x.reward[rows], x.group[rows], x.loss_tokens[rows], parts, x.baseline[rows])
+
+
+def by_response(advantage: Advantage, x: AdvantageInputs) -> list[Tensor]:
+    """The advantages of each response: [1], or one per loss token where the estimator gives those."""
+    sizes = x.loss_tokens.tolist() if advantage.per_token else [1] * len(x.reward)
+    return list(advantage(x).split(sizes))
 
 
 def check_advantage_follows_its_response(advantage: Advantage) -> None:
     """Shuffling the responses shuffles the advantages, and the numbering of groups is free."""
     x = scored(REWARDS, REWARD_GROUPS)
-    expected = advantage(x)
+    expected = by_response(advantage, x)
     for seed in range(3):
         order = torch.randperm(len(REWARDS), generator=torch.Generator().manual_seed(seed))
-        torch.testing.assert_close(advantage(_rows(x, order)), expected[order], rtol=1e-12, atol=1e-12)
+        shuffled = by_response(advantage, _rows(x, order))
+        torch.testing.assert_close(shuffled, [expected[i] for i in order.tolist()], rtol=1e-12, atol=1e-12)
     renamed = replace(x, group=torch.tensor([10**12, -5, 3])[torch.unique(x.group, return_inverse=True)[1]])
-    torch.testing.assert_close(advantage(renamed), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(by_response(advantage, renamed), expected, rtol=1e-12, atol=1e-12)
 
 
 def check_unscored_responses_change_nothing(advantage: Advantage) -> None:
@@ -265,18 +281,18 @@ def check_unscored_responses_change_nothing(advantage: Advantage) -> None:
     for junk in (torch.nan, torch.inf, -torch.inf):
         reward = x.reward.clone()
         reward[2] = junk
-        out = advantage(replace(x, reward=reward))
+        out = by_response(advantage, replace(x, reward=reward))
         rest = torch.tensor([i for i in range(len(REWARDS)) if i != 2])
-        assert out[2] == 0
-        torch.testing.assert_close(out[rest], advantage(_rows(x, rest)), rtol=1e-12, atol=1e-12)
+        assert bool((out.pop(2) == 0).all())
+        torch.testing.assert_close(out, by_response(advantage, _rows(x, rest)), rtol=1e-12, atol=1e-12)
 
 
 def check_advantage_is_float64_per_response(advantage: Advantage) -> None:
-    """[B] float64, finite; no response, no trouble; the inputs stay as they were."""
+    """[B] float64 (or one per loss token), finite; no response, no trouble; the inputs stay as they were."""
     x = scored(REWARDS, REWARD_GROUPS)
     before = x.reward.clone()
     out = advantage(x)
-    assert out.shape == x.reward.shape
+    assert out.shape == ((int(x.loss_tokens.sum()),) if advantage.per_token else x.reward.shape)
     assert out.dtype == torch.float64
     assert bool(out.isfinite().all())
     assert torch.equal(x.reward, before)
@@ -286,7 +302,6 @@ def check_advantage_is_float64_per_response(advantage: Advantage) -> None:
 def check_flat_and_lonely_groups_give_zero(advantage: Advantage) -> None:
     """Where a group offers no comparison the advantage is exactly 0, also for rewards that are no binary fractions."""
     x = scored([0.1, 0.1, 0.1, 0.7, 1.0, 0.0, torch.nan, 0.3], [0, 0, 0, 1, 2, 2, 3, 3])
-    out = advantage(x)
-    assert out[:4].tolist() == [0, 0, 0, 0]
-    assert out[6:].tolist() == [0, 0]
-    assert bool((out[4:6] != 0).all())
+    out = by_response(advantage, x)
+    assert all(bool((part == 0).all()) for part in out[:4] + out[6:])
+    assert any(bool((part != 0).any()) for part in out[4:6])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmodule.ops.kl import KINDS, MAX_LOG_RATIO, bounded_exp, importance_ratio, kl_per_token
+from rlmodule.ops.kl import KINDS, MAX_LOG_RATIO, binary_kl, bounded_exp, importance_ratio, kl_per_token
 
 VALUES = {
     "k1": lambda d: d,
@@ -77,3 +77,18 @@ def test_the_first_ratio_is_exactly_one():
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="k4"):
         kl_per_token(torch.zeros(1), torch.zeros(1), "k4")
+
+
+def test_binary_kl_by_hand():
+    """From 1/2 to 3/4: 1/2 ln(2/3) + 1/2 ln 2 = 1/2 ln(4/3); from a policy to itself 0, also at probability 1."""
+    log = torch.tensor([0.5, 0.3, 1.0], dtype=torch.float64).log()
+    other = torch.tensor([0.75, 0.3, 1.0], dtype=torch.float64).log()
+    assert binary_kl(log, other).tolist() == pytest.approx([0.5 * math.log(4 / 3), 0, 0])
+
+
+def test_binary_kl_stays_finite_at_the_edges():
+    log = torch.tensor([0.0, -1e-7, -100.0, -0.5])
+    other = torch.tensor([-100.0, 0.0, 0.0, 0.0])
+    out = binary_kl(log, other)
+    assert bool(out.isfinite().all())
+    assert bool((out >= 0).all())

@@ -1,0 +1,58 @@
+"""Each component of the reward is normalised by itself before they are added."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlmodule.advantages import ADVANTAGES
+from rlmodule.core.config import at_least
+from rlmodule.core.errors import ConfigError, did_you_mean
+from rlmodule.core.types import AdvantageInputs
+from rlmodule.ops.masked import group_statistics
+
+
+@ADVANTAGES.register
+@dataclass(frozen=True)
+class GDPO:
+    """Group reward-decoupled normalisation (arXiv:2601.05242).
+
+    Per component: (value - group mean) / (group standard deviation + eps). Their weighted sum is divided by its
+    standard deviation over all scored responses of the iteration. Adding the components first, as GRPO does, gives
+    many different answers the same advantage. A component that a response lacks adds 0 to it; a reward without
+    components counts as one. Groups that are flat in every component give exactly 0; unscored responses get 0.
+    """
+
+    needs_group: ClassVar[bool] = True
+    needs_baseline: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
+
+    weights: dict[str, float] = field(default_factory=dict)  # component -> weight; empty for all of them, 1 each
+    eps: float = 1e-6  # added to standard deviations
+
+    def __post_init__(self) -> None:
+        at_least("eps", self.eps, 0)
+
+    def __call__(self, x: AdvantageInputs) -> Tensor:
+        """[B] rewards of the whole iteration -> [B] float64 advantages."""
+        is_scored = torch.isfinite(x.reward)
+        parts = x.parts or {"reward": x.reward}
+        unknown = sorted(set(self.weights) - set(parts))
+        if unknown and len(x.reward):
+            raise ConfigError(
+                key="advantage.weights",
+                got=unknown[0],
+                because="the reward has no such component",
+                fix=did_you_mean(unknown[0], parts),
+            )
+        total = torch.zeros_like(x.reward, dtype=torch.float64)
+        for name in sorted(self.weights or parts):
+            has = is_scored & torch.isfinite(parts[name])
+            group = group_statistics(parts[name], x.group, has)
+            relative = (parts[name].double() - group.mean) / (group.std + self.eps)
+            total = total + self.weights.get(name, 1.0) * torch.where(has & ~group.is_flat, relative, 0.0)
+        whole = group_statistics(total, torch.zeros_like(x.group), is_scored)
+        return torch.where(is_scored, total / (whole.std + self.eps), 0.0)

@@ -1,0 +1,55 @@
+"""Only the best answer of a group is rewarded, by what it adds to the second best."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlmodule.advantages import ADVANTAGES
+from rlmodule.core.config import at_least
+from rlmodule.core.types import AdvantageInputs
+from rlmodule.ops.masked import group_statistics
+
+
+@ADVANTAGES.register
+@dataclass(frozen=True)
+class GRPOPassK:
+    """Advantage for the best of k (arXiv:2503.19595).
+
+    What a response adds to the best reward of its group: best minus second best for the best one, 0 for all others,
+    over the group's sample standard deviation where asked. Two equal best, flat groups and groups of one give exactly
+    0; unscored responses leave the comparison and get 0.
+    """
+
+    needs_group: ClassVar[bool] = True
+    needs_baseline: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
+
+    normalize_by_std: bool = True  # divide by the group's standard deviation
+    eps: float = 1e-6  # added to the standard deviation
+
+    def __post_init__(self) -> None:
+        at_least("eps", self.eps, 0)
+
+    def __call__(self, x: AdvantageInputs) -> Tensor:
+        """[B] rewards of the whole iteration -> [B] float64 advantages."""
+        is_scored = torch.isfinite(x.reward)
+        reward = torch.where(is_scored, x.reward.double(), -torch.inf)
+        place = torch.unique(x.group, return_inverse=True)[1]  # [B], 0 to G-1
+        best = _largest(reward, place)
+        is_best = is_scored & (reward == best[place])
+        second = _largest(torch.where(is_best, -torch.inf, reward), place)
+        num_best = torch.zeros_like(best).index_add(0, place, is_best.double())
+        gain = torch.where((num_best == 1) & second.isfinite(), best - second, 0.0)[place]
+        if self.normalize_by_std:
+            gain = gain / (group_statistics(x.reward, x.group, is_scored).std + self.eps)
+        return torch.where(is_best, gain, 0.0)
+
+
+def _largest(value: Tensor, place: Tensor) -> Tensor:
+    """[B] values and their groups -> [G] largest of each."""
+    num_groups = int(place.max()) + 1 if len(place) else 0
+    return torch.full((num_groups,), -torch.inf, dtype=value.dtype).scatter_reduce(0, place, value, "amax")

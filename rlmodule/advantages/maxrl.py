@@ -1,0 +1,41 @@
+"""Reward relative to the mean of its group, in units of that mean."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlmodule.advantages import ADVANTAGES
+from rlmodule.core.config import at_least
+from rlmodule.core.types import AdvantageInputs
+from rlmodule.ops.masked import group_statistics
+
+
+@ADVANTAGES.register
+@dataclass(frozen=True)
+class MaxRL:
+    """Maximum-likelihood reinforcement learning (arXiv:2602.02710): (reward - group mean) / group mean.
+
+    Dividing by the rate of success turns the gradient of the expected reward into that of its logarithm, so hard
+    prompts count more. For rewards that are 0 or more: a group whose mean is not positive has no such rate and gives
+    0. Flat groups and groups of one give exactly 0; unscored responses leave the statistics and get 0.
+    """
+
+    needs_group: ClassVar[bool] = True
+    needs_baseline: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
+
+    eps: float = 1e-6  # added to the mean
+
+    def __post_init__(self) -> None:
+        at_least("eps", self.eps, 0)
+
+    def __call__(self, x: AdvantageInputs) -> Tensor:
+        """[B] rewards of the whole iteration -> [B] float64 advantages."""
+        is_scored = torch.isfinite(x.reward)
+        group = group_statistics(x.reward, x.group, is_scored)
+        relative = (x.reward.double() - group.mean) / (group.mean.clamp(min=0) + self.eps)
+        return torch.where(is_scored & ~group.is_flat & (group.mean > 0), relative, 0.0)

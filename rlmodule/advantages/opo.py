@@ -1,0 +1,36 @@
+"""Reward against the mean of its group, long answers counting more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlmodule.advantages import ADVANTAGES
+from rlmodule.core.types import AdvantageInputs
+from rlmodule.ops.masked import group_statistics
+
+
+@ADVANTAGES.register
+@dataclass(frozen=True)
+class OPO:
+    """On-policy optimal baseline (arXiv:2505.23585): sum(length * reward) / sum(length) over the group, in loss tokens.
+
+    It has the least variance when the squared norm of a response's gradient grows with its length. Flat groups and
+    groups of one give exactly 0; unscored responses leave the statistics and get 0.
+    """
+
+    needs_group: ClassVar[bool] = True
+    needs_baseline: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
+
+    def __call__(self, x: AdvantageInputs) -> Tensor:
+        """[B] rewards of the whole iteration -> [B] float64 advantages."""
+        is_scored = torch.isfinite(x.reward)
+        length = x.loss_tokens.double()
+        weighted = group_statistics(x.reward * length, x.group, is_scored).mean
+        baseline = weighted / group_statistics(length, x.group, is_scored).mean.clamp(min=1e-9)
+        is_flat = group_statistics(x.reward, x.group, is_scored).is_flat
+        return torch.where(is_scored & ~is_flat, x.reward.double() - baseline, 0.0)

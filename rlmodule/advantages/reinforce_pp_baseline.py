@@ -1,0 +1,36 @@
+"""Reward minus group mean, then whitened over all tokens of the iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlmodule.advantages import ADVANTAGES
+from rlmodule.core.types import AdvantageInputs
+from rlmodule.ops.masked import group_statistics, whiten_by_tokens
+
+
+@ADVANTAGES.register
+@dataclass(frozen=True)
+class ReinforcePPBaseline:
+    """REINFORCE++ with a group baseline (arXiv:2501.03262).
+
+    The group sets what is centred, the whole iteration sets the scale: mean and variance run over the loss tokens of
+    all data ranks, whose lengths every rank knows. Flat groups and groups of one stand in that scale as 0 and get
+    exactly 0; unscored responses leave the statistics and get 0.
+    """
+
+    needs_group: ClassVar[bool] = True
+    needs_baseline: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
+
+    def __call__(self, x: AdvantageInputs) -> Tensor:
+        """[B] rewards of the whole iteration -> [B] float64 advantages."""
+        is_scored = torch.isfinite(x.reward)
+        group = group_statistics(x.reward, x.group, is_scored)
+        centred = torch.where(group.is_flat, 0.0, x.reward.double() - group.mean)
+        whitened = whiten_by_tokens(centred, x.loss_tokens, is_scored)
+        return torch.where(is_scored & ~group.is_flat, whitened, 0.0)

@@ -1,0 +1,89 @@
+"""PPO's clip, and a few tokens of high covariance taken out of the gradient, so that entropy does not collapse."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlmodule.core.config import at_least
+from rlmodule.core.errors import ConfigError
+from rlmodule.core.types import LossInputs, TokenLoss, TokenMeans
+from rlmodule.losses import LOSSES
+from rlmodule.ops.keyed import uniform_of
+from rlmodule.ops.kl import importance_ratio
+
+
+@LOSSES.register
+@dataclass(frozen=True)
+class ClipCov:
+    """Clip-Cov (arXiv:2505.22617).
+
+    A token's covariance is (A - mean A) * (logprob - mean logprob), means over all loss tokens of the mini-batch on
+    all data ranks. Of the tokens that the range does not hold back and whose covariance lies between the bounds, a
+    random ``select_ratio`` of all loss tokens (at least one) has its loss set to 0. The draw is keyed by sample and
+    place, so it depends on no cut and no rank.
+
+    Metrics: ``clip_frac`` tokens held back by the range, ``cov_frac`` tokens taken out, ``ppo_kl`` old minus new
+    log-probability in nats.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage", "selected"})
+    whole_sequences: ClassVar[bool] = False
+    zero_at_zero_advantage: ClassVar[bool] = False
+
+    clip_ratio_low: float = 0.2  # ratio floor is 1 - clip_ratio_low
+    clip_ratio_high: float = 0.2  # ratio ceiling is 1 + clip_ratio_high
+    select_ratio: float = 2e-4  # share of the loss tokens that is taken out
+    cov_low: float = 1.0  # only tokens of a larger covariance may be taken out
+    cov_high: float = 5.0  # only tokens of a smaller covariance may be taken out
+    seed: int = 0  # keys the draw
+
+    def __post_init__(self) -> None:
+        at_least("clip_ratio_low", self.clip_ratio_low, 0)
+        at_least("clip_ratio_high", self.clip_ratio_high, 0)
+        at_least("select_ratio", self.select_ratio, 0)
+        if not self.cov_low < self.cov_high:
+            raise ConfigError(
+                key="cov_high",
+                got=self.cov_high,
+                because=f"no covariance lies between cov_low={self.cov_low} and it",
+                fix="Use cov_low=1.0 cov_high=5.0",
+            )
+
+    def num_selected(self, tokens: int) -> int:
+        """How many of ``tokens`` loss tokens are taken out."""
+        return max(1, int(self.select_ratio * tokens))
+
+    def priority(self, x: LossInputs, means: TokenMeans, keys: Tensor) -> Tensor:
+        """[N] float64: a random number for tokens that may be taken out, minus infinity for the others."""
+        assert x.advantage is not None, "clip_cov needs advantage"
+        covariance = (x.advantage.double() - means.advantage) * (x.logprob.double() - means.logprob)
+        is_held = self._is_held(importance_ratio(x.logprob, self._old(x)), x.advantage)
+        may = (covariance > self.cov_low) & (covariance < self.cov_high) & ~is_held
+        return torch.where(may, uniform_of(keys, self.seed), -torch.inf)
+
+    def __call__(self, x: LossInputs) -> TokenLoss:
+        """[N] loss tokens -> [N] losses and metrics."""
+        assert x.advantage is not None, "clip_cov needs advantage"
+        assert x.selected is not None, "clip_cov needs selected"
+        ratio = importance_ratio(x.logprob, self._old(x))
+        is_held = self._is_held(ratio, x.advantage)
+        clipped = ratio.clamp(1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
+        gain = torch.where(is_held, clipped, ratio) * x.advantage
+        metrics = {
+            "clip_frac": is_held.float(),
+            "cov_frac": x.selected.float(),
+            "ppo_kl": (self._old(x) - x.logprob).detach(),
+        }
+        return TokenLoss(loss=torch.where(x.selected, 0.0, -gain), metrics=metrics)
+
+    def _old(self, x: LossInputs) -> Tensor:
+        assert x.old_logprob is not None, "clip_cov needs old_logprob"
+        return x.old_logprob
+
+    def _is_held(self, ratio: Tensor, advantage: Tensor) -> Tensor:
+        clipped = ratio.clamp(1 - self.clip_ratio_low, 1 + self.clip_ratio_high)
+        return clipped * advantage < ratio * advantage

@@ -1,0 +1,54 @@
+"""Geometric mean of the token ratios of a response, each clipped by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from rlmodule.core.config import at_least
+from rlmodule.core.types import LossInputs, TokenLoss
+from rlmodule.losses import LOSSES
+from rlmodule.ops.kl import bounded_exp
+from rlmodule.ops.sequences import mean_by_sequence
+
+
+@LOSSES.register
+@dataclass(frozen=True)
+class GMPO:
+    """Geometric-mean policy optimisation (arXiv:2507.20673).
+
+    With d = logprob - old_logprob and A the mean advantage of the response, each d is clipped pessimistically to
+    [-low, high] on the side that the sign of A asks for, and every token has the loss ``-A exp(mean of clipped d)``.
+    Clipped tokens have no gradient, the others share that of the geometric mean. The paper averages by
+    ``seq-mean-token-mean``.
+
+    Metrics: ``clip_frac`` tokens held back by the range, ``ppo_kl`` old minus new log-probability in nats.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage"})
+    whole_sequences: ClassVar[bool] = True
+    zero_at_zero_advantage: ClassVar[bool] = True
+
+    clip_log_ratio_low: float = 0.4  # a log-ratio counts down to -clip_log_ratio_low, nats
+    clip_log_ratio_high: float = 0.4  # a log-ratio counts up to clip_log_ratio_high, nats
+
+    def __post_init__(self) -> None:
+        at_least("clip_log_ratio_low", self.clip_log_ratio_low, 0)
+        at_least("clip_log_ratio_high", self.clip_log_ratio_high, 0)
+
+    def __call__(self, x: LossInputs) -> TokenLoss:
+        """[N] loss tokens -> [N] losses and metrics."""
+        assert x.old_logprob is not None, "gmpo needs old_logprob"
+        assert x.advantage is not None, "gmpo needs advantage"
+        advantage = mean_by_sequence(x.advantage, x.sequence, x.loss_tokens)
+        log_ratio = x.logprob - x.old_logprob
+        clipped = log_ratio.clamp(-self.clip_log_ratio_low, self.clip_log_ratio_high)
+        lower, upper = torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped)
+        kept = torch.where(advantage >= 0, lower, upper)  # whichever promises less
+        ratio = bounded_exp(mean_by_sequence(kept, x.sequence, x.loss_tokens))
+        return TokenLoss(
+            loss=-advantage * ratio,
+            metrics={"clip_frac": (kept != log_ratio).float(), "ppo_kl": -log_ratio.detach()},
+        )

@@ -1,0 +1,119 @@
+"""Importance weights for responses of another engine: what the trainer thinks of a token against what the sampler did.
+
+The same weights in another arithmetic, or an engine a few versions behind, draw tokens from a slightly other policy.
+Each token's loss is multiplied by how much likelier the trainer's own policy was to draw it. Weights are made per
+response, before micro-batches exist. A weight of 0 leaves the token in every count of loss tokens: the correction
+changes what is averaged, never what it is divided by.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlmodule.core.config import at_least, one_of
+from rlmodule.core.errors import ConfigError
+from rlmodule.ops.kl import bounded_exp
+
+MODES = ("none", "observe", "truncate", "mask")
+LEVELS = ("token", "sequence", "geometric")
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """How the mismatch between sampler and trainer is corrected; needs one scoring pass for the trainer's view."""
+
+    mode: str = "none"  # none; observe: only log; truncate: bound the weight; mask: weight 0 outside the bounds
+    level: str = "token"  # whose ratio: each token's, the sequence's product, or its geometric mean
+    upper: float = 2.0  # largest weight
+    lower: float = 0.0  # smallest weight
+    veto: float = 0.0  # a response with a token less likely by this factor counts 0 as a whole; 0 for no veto
+
+    def __post_init__(self) -> None:
+        one_of("rollout_correction.mode", self.mode, MODES)
+        one_of("rollout_correction.level", self.level, LEVELS)
+        at_least("rollout_correction.lower", self.lower, 0)
+        at_least("rollout_correction.veto", self.veto, 0)
+        if not self.upper > self.lower:
+            raise ConfigError(
+                key="rollout_correction.upper",
+                got=self.upper,
+                because=f"no weight lies between lower={self.lower} and it",
+                fix="Use rollout_correction.upper=2.0",
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the trainer's and the sampler's log-probabilities are compared at all."""
+        return self.mode != "none"
+
+
+def correction_weights(old_logprob: Tensor, sampler_logprob: Tensor, settings: RolloutCorrection) -> Tensor:
+    """Weights of the loss tokens of one response.
+
+    Args:
+        old_logprob: [N] under the policy that starts the update, as the trainer computes it.
+        sampler_logprob: [N] as the sampler drew the tokens.
+        settings: bounds and level.
+
+    Returns:
+        [N] float64.
+    """
+    log_ratio = old_logprob.double() - sampler_logprob.double()
+    if settings.mode in ("none", "observe"):
+        return torch.ones_like(log_ratio)
+    ratio = bounded_exp(_at_level(log_ratio, settings.level))
+    if settings.mode == "truncate":
+        weight = ratio.clamp(settings.lower, settings.upper)
+    else:
+        weight = torch.where((ratio >= settings.lower) & (ratio <= settings.upper), ratio, 0.0)
+    return torch.zeros_like(weight) if _is_vetoed(log_ratio, settings) else weight
+
+
+def _at_level(log_ratio: Tensor, level: str) -> Tensor:
+    if level == "token" or not len(log_ratio):
+        return log_ratio
+    return (log_ratio.sum() if level == "sequence" else log_ratio.mean()).expand_as(log_ratio)
+
+
+def _is_vetoed(log_ratio: Tensor, settings: RolloutCorrection) -> bool:
+    return settings.veto > 0 and len(log_ratio) > 0 and float(log_ratio.min()) < math.log(settings.veto)
+
+
+def mismatch_sums(responses: Iterable[tuple[Tensor, Tensor, Tensor]], settings: RolloutCorrection) -> Tensor:
+    """[7] float64 that add up over ranks; responses are ([N] old, [N] sampler, [N] weight) of loss tokens."""
+    sums = torch.zeros(7, dtype=torch.float64)
+    for old, sampler, weight in responses:
+        if not len(old):
+            continue
+        log_ratio = old.double() - sampler.double()
+        untouched = bounded_exp(_at_level(log_ratio, settings.level))
+        changed = (weight != untouched) if settings.mode in ("truncate", "mask") else torch.zeros_like(weight)
+        k3 = torch.expm1(log_ratio.clamp(max=20)) - log_ratio
+        rows = (torch.ones_like(weight), -log_ratio, k3, weight, weight.square(), changed.double())
+        sums[:6] += torch.stack([row.sum() for row in rows])
+        sums[6] += log_ratio.mean().abs()
+    return sums
+
+
+def mismatch_metrics(sums: Tensor, num_responses: int) -> dict[str, float]:
+    """``rollout_corr/*`` from the sums of all ranks.
+
+    ``kl`` and ``k3_kl`` estimate KL(sampler || trainer) per token, in nats; ``ess`` is the effective sample size over
+    the number of tokens; ``clip_frac`` the share of tokens whose weight is not the ratio itself; ``log_ppl_gap`` the
+    mean distance between the log-perplexities of a response under the two.
+    """
+    count, kl, k3, weight, square, changed, gap = sums.tolist()
+    tokens = max(count, 1.0)
+    return {
+        "rollout_corr/kl": kl / tokens,
+        "rollout_corr/k3_kl": k3 / tokens,
+        "rollout_corr/ess": weight**2 / (tokens * square) if square else 0.0,
+        "rollout_corr/clip_frac": changed / tokens,
+        "rollout_corr/weight_mean": weight / tokens,
+        "rollout_corr/log_ppl_gap": gap / max(num_responses, 1),
+    }

@@ -1,0 +1,98 @@
+"""Which tokens of a whole mini-batch a loss treats in a way of their own; the same for any cut, on any number of ranks.
+
+Two small exchanges between data ranks: sums for the means, then each rank's best candidates. Leaves out what makes a
+token worth selecting (the loss) and what becomes of it (the loss too).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from rlmodule.core.contract import Collectives, SelectingLoss, Strategy
+from rlmodule.core.types import LossInputs, MicroBatch, MiniBatch, TokenMeans
+
+
+def with_selection(mini_batch: MiniBatch, loss: SelectingLoss, strategy: Strategy) -> MiniBatch:
+    """The mini-batch with ``selected`` in each of its micro-batches.
+
+    Costs one forward pass over the mini-batch. Log-probabilities are those of the policy as it is now, in the
+    micro-batches the update will run.
+    """
+    policy = strategy.wrapped("policy")
+    with strategy.eval_mode("policy"):
+        inputs = [_inputs(batch, policy(batch).logprob) for batch in mini_batch.micro_batches]
+    keys = [_keys(batch) for batch in mini_batch.micro_batches]
+    means = _means(inputs, strategy.collectives)
+    priorities = [loss.priority(x, means, key) for x, key in zip(inputs, keys, strict=True)]
+    chosen = highest(priorities, keys, loss.num_selected(mini_batch.totals.tokens), strategy.collectives)
+    return replace(
+        mini_batch,
+        micro_batches=tuple(
+            replace(batch, selected=mask) for batch, mask in zip(mini_batch.micro_batches, chosen, strict=True)
+        ),
+    )
+
+
+def _inputs(batch: MicroBatch, logprob: Tensor) -> LossInputs:
+    return LossInputs(
+        logprob=logprob.detach(),
+        sequence=batch.sequence,
+        loss_tokens=batch.loss_tokens,
+        old_logprob=batch.old_logprob,
+        advantage=batch.advantage,
+        ref_logprob=batch.ref_logprob,
+    )
+
+
+def _keys(batch: MicroBatch) -> Tensor:
+    """[N, 2] int64: sample and place in it, which no rank and no cut has a say in."""
+    assert batch.sample_id is not None, "a loss that selects tokens must know whose they are"
+    return torch.stack([batch.sample_id[batch.sequence], batch.position_ids[batch.loss_positions]], dim=1)
+
+
+def _means(inputs: Sequence[LossInputs], collectives: Collectives) -> TokenMeans:
+    parts = [
+        (x.logprob, x.advantage) for x in inputs if x.advantage is not None
+    ]  # a dummy has neither tokens nor values
+    sums = [(len(p), p.double().sum().item(), a.double().sum().item()) for p, a in parts]
+    rows = torch.tensor(sums, dtype=torch.float64).reshape(-1, 3).sum(0, keepdim=True)
+    count, logprob, advantage = collectives.gather_rows(rows).sum((0, 1)).tolist()
+    return TokenMeans(logprob / max(count, 1.0), advantage / max(count, 1.0))
+
+
+def highest(priorities: Sequence[Tensor], keys: Sequence[Tensor], count: int, collectives: Collectives) -> list[Tensor]:
+    """Marks the ``count`` entries of highest priority over all parts and data ranks.
+
+    Args:
+        priorities: [N] float64 of each part; minus infinity is never marked.
+        keys: [N, 2] int64 of each part, unique over all ranks; of equal priorities the smaller key goes first.
+        count: how many; fewer are marked where fewer are there.
+
+    Returns:
+        [N] bool of each part.
+    """
+    here = [(p.cpu(), k.cpu()) for p, k in zip(priorities, keys, strict=True)]
+    priority = torch.cat([torch.empty(0, dtype=torch.float64), *(p for p, _ in here)])
+    key = torch.cat([torch.empty(0, 2, dtype=torch.int64), *(k for _, k in here)])
+    best = _first(priority, key, count)
+    everyone = collectives.gather_objects((priority[best].numpy(), key[best].numpy()))
+    candidates = torch.cat([torch.from_numpy(p) for p, _ in everyone])
+    candidate_keys = torch.cat([torch.from_numpy(k) for _, k in everyone])
+    winners = {tuple(k) for k in candidate_keys[_first(candidates, candidate_keys, count)].tolist()}
+    mask = torch.zeros(len(priority), dtype=torch.bool)
+    for place in best.tolist():
+        mask[place] = tuple(key[place].tolist()) in winners
+    sizes = [len(p) for p, _ in here]
+    return [part.to(p.device) for part, p in zip(mask.split(sizes), priorities, strict=True)]
+
+
+def _first(priority: Tensor, key: Tensor, count: int) -> Tensor:
+    """Places of the ``count`` first in order of falling priority, then rising key."""
+    eligible = (priority > -torch.inf).nonzero().squeeze(1)
+    for column in (key[:, 1], key[:, 0], -priority):  # stable sorts, the last one leads
+        eligible = eligible[column[eligible].argsort(stable=True)]
+    return eligible[:count]

@@ -1,0 +1,100 @@
+"""Estimators on a handful of responses whose numbers can be worked out in the head."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rlmodule.advantages import ADVANTAGES
+from rlmodule.advantages.gdpo import GDPO
+from rlmodule.advantages.gpg import GPG
+from rlmodule.advantages.grpo import GRPO
+from rlmodule.advantages.grpo_passk import GRPOPassK
+from rlmodule.advantages.maxrl import MaxRL
+from rlmodule.advantages.opo import OPO
+from rlmodule.advantages.reinforce_pp import ReinforcePP
+from rlmodule.advantages.reinforce_pp_baseline import ReinforcePPBaseline
+from rlmodule.advantages.remax import ReMax
+from rlmodule.core.config import convert
+from rlmodule.core.errors import ConfigError
+from tests.helpers.laws import scored
+
+
+def test_passk_rewards_the_best_alone():
+    """Group 0: 1 beats 0.25; group 1: two equal best add nothing to each other."""
+    estimator = GRPOPassK(normalize_by_std=False)
+    assert estimator(scored([0.25, 1, 0, 1, 1, 0], [0, 0, 0, 1, 1, 1])).tolist() == [0, 0.75, 0, 0, 0, 0]
+
+
+def test_opo_weighs_long_answers():
+    """Baseline (3 * 1 + 1 * 0) / 4 = 0.75."""
+    assert OPO()(scored([1.0, 0.0], [0, 0], [3, 1])).tolist() == [0.25, -0.75]
+
+
+def test_gpg_makes_up_for_flat_groups():
+    """Half of the responses are in a flat group: alpha is 2."""
+    assert GPG()(scored([1, 0, 1, 1], [0, 0, 1, 1])).tolist() == [1, -1, 0, 0]
+    assert GPG(f_norm=4)(scored([1, 0], [0, 0])).tolist() == [0.125, -0.125]
+
+
+def test_maxrl_counts_hard_prompts_more():
+    """One of four right: mean 1/4, so 3 and -1. All wrong, or a mean below 0: nothing to divide by."""
+    x = scored([1, 0, 0, 0, 0, 0, -3, 1], [0, 0, 0, 0, 1, 1, 2, 2])
+    assert MaxRL(eps=0)(x).tolist() == pytest.approx([3, -1, -1, -1, 0, 0, 0, 0])
+
+
+def test_reinforce_pp_baseline_scales_by_tokens():
+    """Centred +-1/2 on 1 and 3 tokens: mean -1/4, squares 9/16 + 3 * 1/16 = 3/4 over 3, deviation 1/2."""
+    out = ReinforcePPBaseline()(scored([1.0, 0.0], [0, 0], [1, 3]))
+    assert out.tolist() == pytest.approx([1.5, -0.5], abs=1e-6)
+
+
+def test_reinforce_pp_discounts_towards_the_end():
+    """Returns 1/2, 1 and 0: mean 1/2, deviation 1/2."""
+    out = ReinforcePP(gamma=0.5)(scored([1.0, 0.0], [0, 0], [2, 1]))
+    assert out.tolist() == pytest.approx([0, 1, -1], abs=1e-6)
+
+
+def test_gdpo_keeps_apart_what_a_sum_confuses():
+    """(answer, format) = (1, 0) and (0, 1) have the sum 1 both; an answer is worth three formats here."""
+    x = scored([1, 1, 2], [0, 0, 0])
+    x = replace(x, parts={"answer": torch.tensor([1.0, 0.0, 1.0]), "format": torch.tensor([0.0, 1.0, 1.0])})
+    first, second, both = GDPO(weights={"answer": 3, "format": 1})(x).tolist()
+    assert both > first > second
+    assert GRPO()(x)[0] == GRPO()(x)[1]
+
+
+def test_gdpo_names_a_component_that_is_not_there():
+    with pytest.raises(ConfigError, match=r"advantage\.weights=formt: .*format"):
+        GDPO(weights={"formt": 1})(replace(scored([1, 0], [0, 0]), parts={"format": torch.tensor([1.0, 0.0])}))
+
+
+def test_remax_needs_no_group():
+    x = replace(scored([1.0, 0.0, 1.0], [0, 1, 2]), baseline=torch.tensor([1.0, 1.0, math.nan]))
+    assert ReMax()(x).tolist() == [0, -1, 0]
+    assert ReMax.needs_baseline
+    assert not ReMax.needs_group
+
+
+def test_the_deviation_of_the_batch():
+    """Rewards 0, 2, 1, 1: squares 2 over 3."""
+    out = GRPO(std_over="batch", eps=0)(scored([0, 2, 1, 1], [0, 0, 1, 1]))
+    assert out.tolist() == pytest.approx([-math.sqrt(1.5), math.sqrt(1.5), 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("grpo", "std_over", "world"),
+        ("grpo_passk", "eps", -1),
+        ("gpg", "f_norm", 0),
+        ("maxrl", "eps", -1),
+        ("gdpo", "eps", -1),
+        ("reinforce_pp", "gamma", 1.5),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_with_their_key(name, key, value):
+    with pytest.raises(ConfigError) as caught:
+        convert(ADVANTAGES.get(name), {key: value}, "advantage")
+    assert caught.value.key == f"advantage.{key}"
