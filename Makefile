@@ -7,6 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
+RESULTS := $(if $(SMALL),outputs/bench,benchmarks/results)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,9 +35,14 @@ test: setup ## all tests
 test-ranks: setup ## only the tests that start several processes
 	$(BIN)/python -m pytest -m ranks $(ARGS)
 
-bench: setup ## measure the planner and the update step (SMALL=1 for a quick look)
-	$(BIN)/python benchmarks/planner.py $(if $(SMALL),--small)
-	$(BIN)/python benchmarks/update.py $(if $(SMALL),--small)
+bench: setup ## measure, draw, and fill the tables of docs/performance.md (SMALL=1: a quick look that changes no file)
+	mkdir -p $(RESULTS)
+	$(BIN)/python benchmarks/planner.py $(if $(SMALL),--small,--large) --json $(RESULTS)/planner.json
+	$(BIN)/python benchmarks/update.py $(if $(SMALL),--small) --json $(RESULTS)/update.json
+	$(if $(SMALL),,$(BIN)/python benchmarks/update.py --vocabulary 151936 --json $(RESULTS)/update_151936.json)
+	$(BIN)/python benchmarks/memory.py $(if $(SMALL),--small) --json $(RESULTS)/memory.json
+	$(BIN)/python benchmarks/loop.py $(if $(SMALL),--small) --json $(RESULTS)/loop.json
+	$(BIN)/python benchmarks/report.py --results $(RESULTS) $(if $(SMALL),--out $(RESULTS)/performance.md)
 
 tensorboard: setup ## look at the curves of every run
 	$(BIN)/tensorboard --logdir outputs

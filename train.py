@@ -73,7 +73,10 @@ def from_command_line(config: DictConfig) -> float | None:
         if refused:
             raise refused[0]
         session = prepare(config, run_dir)
-        if session.needs_supervisor:
+        if session.settings.run.task == "parity":
+            if not same_everywhere(session):
+                raise SystemExit(launch.DIFFERENT_NUMBERS)
+        elif session.needs_supervisor:
             code = launch.supervise(SCRIPT, session.run_dir.root, session.num_processes)
             if code:
                 raise SystemExit(code)
@@ -109,6 +112,13 @@ def build(config: DictConfig, run_dir: RunDirectory) -> Session:
     from strategies.registry import STRATEGIES
 
     return Session.read(config, run_dir, STRATEGIES)
+
+
+def same_everywhere(session: Session) -> bool:
+    """Train the same steps under every layout and say how far apart they are."""
+    from rlmodule.parity.report import prove
+
+    return prove(session)
 
 
 def explained(error: HydraException) -> ConfigError:

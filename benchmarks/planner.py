@@ -25,6 +25,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import record
 
 from rlmodule.batching.partition import karmarkar_karp
 from rlmodule.batching.plan import PLANNERS, MiniBatchPlan, plan_batch
@@ -155,7 +156,7 @@ def main() -> None:
     for row in large:
         print(f"{row['name']}: lock-step {row['step']:.4f}, {row['ms'] / 1e3:.2f} CPU s, peak {row['peak_mb']:.0f} MB")
     if args.json:
-        args.json.write_text(json.dumps({"cases": rows, "partitions": partitions, "scale": large}, indent=1))
+        record.write(args.json, {"cases": rows, "partitions": partitions, "scale": large})
 
 
 if __name__ == "__main__":

@@ -12,14 +12,12 @@ gradient norm, which is checked.
 Useful FLOPs are those of a pass without padding and without recomputation, the head on response positions only; MFU is
 their rate over the rate of a large matrix product measured in the same run.
 
-    python benchmarks/update.py [--small] [--vocabulary 32768] [--rounds 3] [--json PATH]
+    python benchmarks/update.py [--small] [--vocabulary 32768] [--groups 4] [--rounds 3] [--json PATH]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +25,7 @@ from time import process_time
 from typing import Any
 
 import numpy as np
+import record
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -40,9 +39,9 @@ from rlmodule.models.attention import ATTENTION
 from rlmodule.models.policy import PolicyModel, shape_of
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.ops.attention import SegmentBuckets
-from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule, matrices_of
 from rlmodule.update import update
-from strategies.parts.inner_models import InnerModels
+from strategies.single import SingleOptions, SingleStrategy
 
 MAX_GRAD_NORM = 1.0
 TOKEN_BUDGET = 4096  # tokens of a micro-batch
@@ -94,10 +93,11 @@ class Ours:
         packed = [pack_rows([rows[p] for p in step], plan.totals) for step in plan.micro_batches[0]]
         self.mini_batch = MiniBatch(tuple(packed), plan.totals)
         self.policy = PolicyModel(model)
-        self.strategy = InnerModels()
+        self.strategy = SingleStrategy(SingleOptions(), device="cpu", num_processes=1, num_nodes=1)
         self.strategy.shard({"policy": self.policy})
         settings = OptimizerConfig(warmup_steps=0)
-        self.optimizer = build_optimizer(settings, self.policy)
+        parameters = self.strategy.named_parameters("policy")
+        self.optimizer = build_optimizer(settings, parameters, matrices_of(self.policy))
         self.schedule = build_schedule(settings, self.optimizer, run_steps=1)
         self.objective = Objective(PPOClip(), AlgorithmConfig())
 
@@ -252,8 +252,7 @@ def measure(rows: list[ExperienceRow], vocabulary: int, hidden: int, layers: int
         return statistics.median(a / b for a, b in zip(times[name], times["rlmodule"], strict=True))
 
     return {
-        "machine": platform.machine(),
-        "torch": torch.__version__,
+        "rounds": rounds,
         "rollouts": len(rows),
         "prompt_tokens": sum(m.prompt_len for m in metas),
         "response_tokens": sum(m.response_len for m in metas),
@@ -280,6 +279,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a quick look: few samples, small vocabulary, one round")
     parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--groups", type=int, help="groups of 8 rollouts; default 4, with a large vocabulary 2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -287,7 +287,7 @@ def main() -> None:
     if args.small:
         report = measure(make_rows(2, 8, 2048), 2048, hidden=128, layers=2, rounds=1)
     else:
-        groups = 8 if args.vocabulary < 100_000 else 4
+        groups = args.groups or (4 if args.vocabulary < 100_000 else 2)
         report = measure(
             make_rows(groups, 8, args.vocabulary), args.vocabulary, hidden=256, layers=4, rounds=args.rounds
         )
@@ -303,7 +303,7 @@ def main() -> None:
             f"{x['score_cpu_s']:9.2f} {x['score_ratio']:6.2f}"
         )
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+        record.write(args.json, report)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from rlmodule.batching.collate import DynamicCollator, filler_row
 from rlmodule.batching.sampler import BalancedSampler, RankShare
-from rlmodule.core.contract import Advantage, Collectives, Strategy
+from rlmodule.core.contract import Advantage, Collectives, Layout, Strategy
 from rlmodule.core.errors import RLModuleError, TrainingError
 from rlmodule.core.types import AdvantageInputs, ExperienceRow, Sample, SampleMeta, ScoredSample
 from rlmodule.objective import Objective
@@ -122,6 +122,7 @@ class ExperienceMaker:
         make_sampler: metas of the iteration -> its sampler.
         device: where forward passes run.
         kl_controller: the price of KL in the reward, or None where it is not in the reward.
+        reference_in_policy: the reference is the policy without its adapter, and no model of its own.
     """
 
     strategy: Strategy
@@ -131,10 +132,11 @@ class ExperienceMaker:
     make_sampler: Callable[[Sequence[SampleMeta]], BalancedSampler]
     device: torch.device
     kl_controller: KLController | None = None
+    reference_in_policy: bool = False
 
     def __call__(self, collect: Callable[[], list[ScoredSample]], watch: Stopwatch) -> Iteration:
         """Run every stage; ``collect`` gives this rank's responses and may fail, which then every rank learns."""
-        collectives, dp_size = self.strategy.collectives, self.strategy.layout.dp_size
+        collectives, layout = self.strategy.collectives, self.strategy.layout
         mine, facts, metrics = self._collect(collect)
         per_response = None if self.kl_controller is not None else self._advantages(facts, {}, metrics)
         with watch.phase("plan"):
@@ -142,7 +144,7 @@ class ExperienceMaker:
         position = {f.meta.sample_id: i for i, f in enumerate(facts)}
         with watch.phase("exchange"):
             first = sampler.owners(sampler.first_epoch)
-            held = _move({position[s.sample_id]: s for s in mine}, first, dp_size, collectives)
+            held = _move({position[s.sample_id]: s for s in mine}, first, layout, collectives)
         rows = self._rows(held, sampler, watch)
         rows = self._corrected(rows, metrics)
         if self.kl_controller is not None:
@@ -156,7 +158,7 @@ class ExperienceMaker:
         if len(sampler.plans) > len(sampler.first_epoch):
             with watch.phase("exchange"):
                 everyone = sampler.owners(sampler.plans)
-                rows = _move(rows, everyone, dp_size, collectives)
+                rows = _move(rows, everyone, layout, collectives)
         experience = Experience(rows, self.collator.pad_token_id, len(facts))
         return Iteration(facts, advantages, experience, sampler, metrics)
 
@@ -328,7 +330,10 @@ class ExperienceMaker:
                 rows = {p: replace(row, old_logprob=scores[p]) for p, row in rows.items()}
         if self.objective.needs_reference:
             with watch.phase("ref_logprob"):
-                scores = self.score("reference", samples, sampler)
+                if self.reference_in_policy:
+                    scores = self.score("policy", samples, sampler, with_adapter=False)
+                else:
+                    scores = self.score("reference", samples, sampler)
                 rows = {p: replace(row, ref_logprob=scores[p]) for p, row in rows.items()}
         return rows
 
@@ -337,24 +342,28 @@ class ExperienceMaker:
             return self.score("policy", samples, sampler)
         return {p: s.sampler_logprob for p, s in samples.items() if s.sampler_logprob is not None}
 
-    def score(self, model: str, samples: Mapping[int, Sample], sampler: BalancedSampler) -> dict[int, Tensor]:
+    def score(
+        self, model: str, samples: Mapping[int, Sample], sampler: BalancedSampler, *, with_adapter: bool = True
+    ) -> dict[int, Tensor]:
         """Log-probabilities [R] of every sample held here, over the micro-batches the first update will run.
 
         The same micro-batches give the same rounding, so the first ratio of an update is exactly 1. Tokens without loss
-        keep 0.
+        keep 0. Where rows are cut over ranks, each gets the scores of whole samples.
         """
         unscored = Experience(
             {p: ExperienceRow(s) for p, s in samples.items()}, self.collator.pad_token_id, len(sampler.metas)
         )
-        scores: dict[int, Tensor] = {}
-        forward = self.strategy.wrapped(model)
+        sequence, forward = self.strategy.sequence, self.strategy.wrapped(model)
+        parts: list[Tensor] = []
+        places: list[Sequence[int]] = []
         with self.strategy.eval_mode(model):
             for share in sampler.shares(sampler.first_epoch):
                 mini_batch = self.collator(unscored.__getitems__(share))
                 for micro_batch, positions in zip(mini_batch.micro_batches, share.micro_batches, strict=True):
-                    logprob = forward(micro_batch.to(self.device)).logprob.cpu()
-                    scores.update(_by_sample(logprob, positions, samples))
-        return scores
+                    parts.append(forward(micro_batch.to(self.device), with_adapter=with_adapter).logprob.cpu())
+                    places.append(positions)
+        rows = parts if sequence is None else sequence.gather_slices(parts)
+        return {p: r for row, at in zip(rows, places, strict=True) for p, r in _by_sample(row, at, samples).items()}
 
 
 def _rewards(facts: Sequence[SampleFacts]) -> Tensor:
@@ -401,7 +410,7 @@ def gather_facts(
         raise failure
     for rank, (_, reason) in enumerate(everyone):
         if reason is not None:
-            raise TrainingError(f"data rank {rank} could not collect its responses: {reason}")
+            raise TrainingError(f"rank {rank} could not collect its responses: {reason}")
     return [s.sample for s in scored], sorted((f for part, _ in everyone for f in part), key=lambda f: f.meta.sample_id)
 
 
@@ -413,13 +422,14 @@ def _masked(scored: ScoredSample, mask_truncated: bool) -> ScoredSample:
 
 
 def _move(
-    held: Mapping[int, T], owners: Mapping[int, Iterable[int]], dp_size: int, collectives: Collectives
+    held: Mapping[int, T], owners: Mapping[int, Iterable[int]], layout: Layout, collectives: Collectives
 ) -> dict[int, T]:
-    """Send every held item to the data ranks that own its position, if any; returns what this rank owns."""
-    outgoing: list[dict[int, T]] = [{} for _ in range(dp_size)]
+    """Send each held item to all ranks of the data ranks that own its position, if any; returns what is owned here."""
+    outgoing: list[dict[int, T]] = [{} for _ in range(layout.token_ranks)]
     for position, item in held.items():
-        for rank in owners.get(position, ()):
-            outgoing[rank][position] = item
+        for data_rank in owners.get(position, ()):
+            for sp_rank in range(layout.sp_size):
+                outgoing[data_rank * layout.sp_size + sp_rank][position] = item
     return {p: item for parcel in collectives.exchange(outgoing) for p, item in parcel.items()}
 
 

@@ -23,6 +23,7 @@ from rlmodule.core.errors import TrainingError
 WORKER_FLAG = "--worker"
 WARM_START_FLAG = "--warm-start"
 USER_ERROR = 2  # exit code for errors of the user's making
+DIFFERENT_NUMBERS = 1  # exit code of task=parity when a layout does not give the numbers of one process
 PREEMPTED = 75  # exit code of a run that was asked to stop and has saved its state (EX_TEMPFAIL: try again later)
 _GRACE_SECONDS = 20.0
 _POLL_SECONDS = 0.05
@@ -50,7 +51,7 @@ def supervise(script: Path, run_dir: Path, num_processes: int) -> int:
     Raises:
         TrainingError: a rank died of a signal; the message names it and its log.
     """
-    port = _free_port()
+    port = free_port()
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     ranks: list[subprocess.Popen[bytes]] = []
@@ -176,7 +177,7 @@ def end_with_supervisor() -> None:
     threading.Thread(target=watch, daemon=True, name="supervisor-watch").start()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

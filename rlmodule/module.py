@@ -17,7 +17,7 @@ from rlmodule.core.errors import TrainingError
 from rlmodule.core.metrics import How, Metric
 from rlmodule.core.types import MiniBatch
 from rlmodule.objective import Objective
-from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule, matrices_of
+from rlmodule.optimizer import OptimizerConfig, build_schedule, matrices_of, optimizer_over
 from rlmodule.preemption import StopRequests
 from rlmodule.reduction import reduce_metrics
 from rlmodule.update import StepResult, update
@@ -105,7 +105,7 @@ class RLModule(L.LightningModule):
 
     def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
         """One optimizer for the policy, and its schedule."""
-        optimizer = build_optimizer(
+        optimizer = optimizer_over(
             self.optimizer_config, self.strategy.named_parameters("policy"), self.matrices["policy"]
         )
         return [optimizer], [build_schedule(self.optimizer_config, optimizer, self.run_steps)]

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from rlmodule.core.config import at_least, more_than, one_of
-from rlmodule.core.contract import Loss, SelectingLoss
+from rlmodule.core.contract import Loss, SelectingLoss, SequenceRanks
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.metrics import Metric, merge, ratio, total
-from rlmodule.core.types import LossInputs, MicroBatch, StepTotals
+from rlmodule.core.types import LossInputs, MicroBatch, StepTotals, itself
 from rlmodule.ops.aggregate import MODES, SEQ_MEAN_TOKEN_SUM_NORM, aggregate, share_of, token_weights
 from rlmodule.ops.kl import KINDS as KL_KINDS
 from rlmodule.ops.kl import kl_per_token
@@ -149,8 +149,11 @@ class Objective:
         assert isinstance(self.loss, SelectingLoss), f"{type(self.loss).__name__} needs selected but selects nothing"
         return self.loss
 
-    def over(self, batch: MicroBatch, totals: StepTotals) -> MicroBatchObjective:
-        """The objective of one micro-batch, ready to be given log-probabilities."""
+    def over(self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None) -> MicroBatchObjective:
+        """The objective of one micro-batch, ready to be given log-probabilities.
+
+        Where ``sequence`` ranks cut a row, each has the tokens of its own slice: shares and metrics add up over them.
+        """
         weight = token_weights(
             self.settings.loss_agg_mode,
             sequence=batch.sequence,
@@ -159,7 +162,7 @@ class Objective:
             totals=totals,
             loss_scale_factor=self.settings.loss_scale_factor,
         )  # [N]
-        return MicroBatchObjective(self, batch, totals, weight)
+        return MicroBatchObjective(self, batch, totals, weight, sequence)
 
 
 class MicroBatchObjective:
@@ -170,12 +173,24 @@ class MicroBatchObjective:
         batch: the micro-batch.
         totals: counts of its mini-batch.
         weight: [N] what each token counts for.
+        sequence: ranks that share the row, None where it is not cut.
     """
 
-    def __init__(self, objective: Objective, batch: MicroBatch, totals: StepTotals, weight: Tensor) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        batch: MicroBatch,
+        totals: StepTotals,
+        weight: Tensor,
+        sequence: SequenceRanks | None = None,
+    ) -> None:
         self.objective, self.batch, self.totals, self.weight = objective, batch, totals, weight
         self.needs_entropy = objective.needs_entropy
         self.whole_sequences = objective.loss.whole_sequences
+        # Only a loss that gets all tokens at once can add up sequences: chunks differ in number from slice to slice.
+        self._over_slices = None
+        if self.whole_sequences:
+            self._over_slices = itself if sequence is None else sequence.sum_over_slices
         self._parts: list[dict[str, Metric]] = []
 
     @property
@@ -196,6 +211,7 @@ class MicroBatchObjective:
                 advantage=_part_of(batch.advantage, part),
                 ref_logprob=ref_logprob,
                 selected=_part_of(batch.selected, part),
+                over_slices=self._over_slices,
             )
         )
         loss = policy.loss if batch.rollout_weight is None else policy.loss * batch.rollout_weight[part]  # [C]

@@ -51,7 +51,12 @@ def matrices_of(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in model.named_parameters() if parameter.ndim >= 2)
 
 
-def build_optimizer(
+def build_optimizer(config: OptimizerConfig, model: nn.Module) -> Optimizer:
+    """``optimizer_over`` all of a model that is in one piece."""
+    return optimizer_over(config, model.named_parameters(), matrices_of(model))
+
+
+def optimizer_over(
     config: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]], matrices: Collection[str]
 ) -> Optimizer:
     """AdamW over the parameters that train; both moments are fp32 because the weights are.

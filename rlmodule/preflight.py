@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from rlmodule.batching.workload import Workload
+from rlmodule.callbacks.export import ADAPTER, ExportSettings
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import Sample
+from rlmodule.models.lora import check_installed, is_adapter
 from rlmodule.models.policy import shape_of
 from rlmodule.settings import Settings
 
@@ -21,10 +23,11 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     Raises:
         ConfigError: names both numbers and a fix.
     """
+    _check_lora(settings)
     _check_budget(settings, layout)
     _check_groups(settings)
     _check_equal_counts(settings, layout)
-    _check_whole_sequences(settings, layout)
+    _check_selection(settings, layout)
     _check_positions(settings, hf_config)
     _check_old_logprob(settings)
     if settings.rollout.temperature != 1.0 and settings.algorithm.source == "demonstrations":
@@ -34,6 +37,64 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
             because="demonstrations are imitated at temperature 1",
             fix="Use 1.0",
         )
+
+
+def check_layout(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> None:
+    """Refuse a layout that this model cannot have.
+
+    Raises:
+        ConfigError: names the numbers and what works.
+    """
+    _check_sequence_ranks(hf_config, layout)
+    if settings.model.lora.is_on and layout.tp_size > 1:
+        raise ConfigError(
+            key="model.lora.r",
+            got=settings.model.lora.r,
+            because=f"tp_size={layout.tp_size} cuts the matrices of the model itself and knows nothing of adapters",
+            fix="Use strategy.tp_size=1, or model.lora.r=0",
+        )
+
+
+def _check_sequence_ranks(hf_config: PreTrainedConfig, layout: Layout) -> None:
+    """Attention heads are dealt out over sequence ranks."""
+    shape, sp_size = shape_of(hf_config), layout.sp_size
+    if sp_size == 1:
+        return
+    heads, kv_heads = shape.num_heads // layout.tp_size, max(1, shape.num_kv_heads // layout.tp_size)
+    fits = [s for s in _divisors(heads) if kv_heads % s == 0 or s % kv_heads == 0]
+    if sp_size not in fits:
+        raise ConfigError(
+            key="strategy.sp_size",
+            got=sp_size,
+            because=f"num_attention_heads={shape.num_heads} and num_key_value_heads={shape.num_kv_heads} do not split "
+            f"over sp_size={sp_size}"
+            + (f" after tp_size={layout.tp_size}" if layout.tp_size > 1 else "")
+            + ": it must divide the former, and divide or be a multiple of the latter",
+            fix=f"Use one of {fits}",
+        )
+
+
+def _check_lora(settings: Settings) -> None:
+    """Adapters need peft; exported alone they need a base that somebody can load."""
+    if not settings.model.lora.is_on:
+        return
+    check_installed()
+    export = settings.callbacks.get("export")
+    if not isinstance(export, ExportSettings) or export.lora != ADAPTER:
+        return
+    reason = None
+    if settings.model.path is None and not settings.needs_warm_start:
+        reason = "the base is random weights that nobody keeps"
+    elif is_adapter(settings.model.path):
+        reason = "the base is an adapter merged with its own base, which nobody keeps"
+    if reason is not None:
+        raise ConfigError(
+            key="callbacks.export.lora", got=ADAPTER, because=reason, fix="Use callbacks.export.lora=merged"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _check_budget(settings: Settings, layout: Layout) -> None:
@@ -89,14 +150,14 @@ def _check_groups(settings: Settings) -> None:
         )
 
 
-def _check_whole_sequences(settings: Settings, layout: Layout) -> None:
-    loss = settings.loss
-    if layout.sp_size > 1 and (loss.whole_sequences or "selected" in loss.needs):
+def _check_selection(settings: Settings, layout: Layout) -> None:
+    if layout.sp_size > 1 and "selected" in settings.loss.needs:
         raise ConfigError(
             key="strategy.sp_size",
             got=layout.sp_size,
-            because=f"{type(loss).__name__} looks at whole sequences, and a sequence rank holds a slice of them",
-            fix="Use strategy.sp_size=1, or a loss that looks at tokens",
+            because=f"{type(settings.loss).__name__} selects tokens of whole mini-batches, and no exchange finds those of "
+            "sequence ranks yet",
+            fix="Use strategy.sp_size=1, or another loss",
         )
 
 
@@ -164,7 +225,8 @@ class RunPlan:
             else f"{s.batching.micro_batch_size_per_gpu} samples per micro-batch and device"
         )
         return {
-            "model": f"{self.model_name}, {self.num_parameters:,} parameters, {s.model.precision}",
+            "model": f"{self.model_name}, {self.num_parameters:,} parameters, {s.model.precision}"
+            + (f", LoRA r={s.model.lora.r}" if s.model.lora.is_on else ""),
             "data": self.prompts,
             "objective": f"{type(s.loss).__name__}, {s.algorithm.loss_agg_mode}"
             + ("" if s.advantage is None else f", advantage {type(s.advantage).__name__}")

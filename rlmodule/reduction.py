@@ -1,4 +1,4 @@
-"""Metrics of one optimizer step, merged over data ranks in one collective.
+"""Metrics of one optimizer step, merged over token ranks in one collective.
 
 Every rank sends a block of fixed size: first a fingerprint of its metric names, then the rows. Where all fingerprints
 agree (always, unless something is odd about one rank) the rows merge at once; where they do not, every rank sees it in
@@ -19,11 +19,11 @@ CAPACITY = 127  # rows of a block; 128 x 3 float64 are 3 KiB per rank
 
 
 def reduce_metrics(metrics: Metrics, layout: Layout, collectives: Collectives) -> dict[str, Metric]:
-    """Merge every data rank's metrics; the same result on every rank."""
+    """Merge the metrics of every rank that trained on tokens of its own; the same result on every rank."""
     names, rows = to_rows(metrics)
-    if layout.dp_size == 1:
+    if layout.token_ranks == 1:
         return from_rows(names, rows)
-    blocks = collectives.gather_rows(_block(names, rows))  # [dp, 1 + CAPACITY, 3]
+    blocks = collectives.gather_rows(_block(names, rows))  # [ranks, 1 + CAPACITY, 3]
     if bool((blocks[:, 0] == blocks[0, 0]).all()) and len(names) <= CAPACITY:
         return merge(from_rows(names, block[1 : 1 + len(names)]) for block in blocks)
     return merge(from_rows(*part) for part in collectives.gather_objects((names, rows)))

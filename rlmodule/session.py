@@ -42,10 +42,12 @@ from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.experience import ExperienceMaker
 from rlmodule.launch import launched_from_outside
+from rlmodule.models.compiled import check_compiler
 from rlmodule.models.policy import build_policy, load_model_config, load_tokenizer, parameter_count
+from rlmodule.models.recompute import SELECTIVE
 from rlmodule.module import RLModule
 from rlmodule.objective import Objective
-from rlmodule.preflight import RunPlan, check, check_samples, workload_of
+from rlmodule.preflight import RunPlan, check, check_layout, check_samples, workload_of
 from rlmodule.run_context import RunContext
 from rlmodule.run_directory import RunDirectory
 from rlmodule.settings import Settings
@@ -225,14 +227,33 @@ class Session:
         Raises:
             RLModuleError: what is wrong and what to do about it.
         """
-        self.new_strategy()
+        self.check_strategy()
         layout = self.layout
         check(self.settings, self.hf_config, layout)
+        if self.settings.model.compile:
+            check_compiler(self.device)
         if self._imitates:
             check_samples(self.demonstrations, self.settings, layout)
         else:
             _ = self.prompts, self.val_prompts  # reading them checks them
         self.resume_from()
+
+    def check_strategy(self) -> None:
+        """Refuse a strategy that this machine or this model cannot have.
+
+        Raises:
+            RLModuleError: what is wrong and what to do about it.
+        """
+        strategy, mode = self.new_strategy(), self.settings.model.activation_checkpointing
+        if mode == SELECTIVE and strategy.works_inside_blocks:
+            raise ConfigError(
+                key="model.activation_checkpointing",
+                got=mode,
+                because=f"strategy={self.settings.backend} gathers weights inside blocks, which cannot be told apart "
+                "from what is to be kept",
+                fix="Use model.activation_checkpointing=full",
+            )
+        check_layout(self.settings, self.hf_config, self.layout)
 
     def resume_from(self) -> Path | None:
         """The checkpoint to go on from; None starts at the beginning.
@@ -320,23 +341,12 @@ class Session:
         torch.set_num_threads(settings.trainer.num_threads or max(1, min(2, os.cpu_count() or 1) // self.num_processes))
         checkpoint = self.resume_from()
         step = None if checkpoint is None else int(verify(checkpoint).facts["step"])
-        policy = build_policy(settings.model, seed=settings.run.seed, temperature=settings.rollout.temperature)
-        models: dict[str, nn.Module] = {"policy": policy}
         objective = Objective(settings.loss, settings.algorithm)
-        if objective.needs_reference:
-            models["reference"] = frozen_copy(policy)
-        module = RLModule(
-            models,
-            objective,
-            settings.optimizer,
-            run_steps=settings.run_steps,
-            max_skipped_in_a_row=settings.trainer.max_skipped_in_a_row,
-        )
-        strategy = self.new_strategy()
-        context = self._context(parameter_count(policy), step)
+        module, strategy = self.new_module(objective), self.new_strategy()
+        context = self._context(parameter_count(module.models["policy"]), step)
         callbacks = [made.connect(context) for made in settings.callbacks.values()]
         datamodule = self._datamodule(objective, strategy, context.journal.begin_iteration)
-        self._trainer(strategy, callbacks, step).fit(
+        self.trainer(strategy, callbacks, step).fit(
             module,
             datamodule=datamodule,
             ckpt_path=None if checkpoint is None else checkpoint / STATE_FILE,
@@ -350,7 +360,23 @@ class Session:
         value = json.loads(self.run_dir.summary.read_text()).get("val_accuracy_end")
         return None if value is None else float(value)
 
-    def _trainer(self, strategy: Any, callbacks: list[L.Callback], resumed_step: int | None) -> L.Trainer:
+    def new_module(self, objective: Objective) -> RLModule:
+        """The policy and, where the objective wants one, its frozen reference, with what trains them."""
+        settings = self.settings
+        policy = build_policy(settings.model, seed=settings.run.seed, temperature=settings.rollout.temperature)
+        models: dict[str, nn.Module] = {"policy": policy}
+        if objective.needs_reference and policy.lora is None:
+            models["reference"] = frozen_copy(policy)
+        return RLModule(
+            models,
+            objective,
+            settings.optimizer,
+            run_steps=settings.run_steps,
+            max_skipped_in_a_row=settings.trainer.max_skipped_in_a_row,
+        )
+
+    def trainer(self, strategy: Any, callbacks: list[L.Callback], resumed_step: int | None) -> L.Trainer:
+        """Lightning's trainer, set up for this run."""
         settings = self.settings
         writer: TensorBoardLogger | bool = False
         if settings.logger == "tensorboard":
@@ -413,7 +439,7 @@ class Session:
         source = self._source(strategy, stream)
         algorithm = self.settings.algorithm
         controller = KLController(algorithm.kl_in_reward) if algorithm.use_kl_in_reward else None
-        make = partial(self._maker, objective, strategy, controller)
+        make = partial(self.maker, objective, strategy, controller)
         return RLDataModule(source, stream, make, kl_controller=controller, start=start)
 
     def _source(self, strategy: Any, stream: PromptStream) -> Source:
@@ -443,9 +469,10 @@ class Session:
             greedy_baseline=s.advantage is not None and s.advantage.needs_baseline,
         )
 
-    def _maker(
+    def maker(
         self, objective: Objective, strategy: Any, controller: KLController | None, iteration: int
     ) -> ExperienceMaker:
+        """Turns the samples of one iteration into mini-batches."""
         s = self.settings
         layout = strategy.layout
         pad = self.tokenizer.pad_token_id
@@ -464,7 +491,14 @@ class Session:
 
         collator = DynamicCollator(0 if pad is None else pad, layout.sp_size, layout.sp_rank)
         return ExperienceMaker(
-            strategy, objective, s.advantage, collator, make_sampler, strategy.root_device, controller
+            strategy,
+            objective,
+            s.advantage,
+            collator,
+            make_sampler,
+            strategy.root_device,
+            kl_controller=controller,
+            reference_in_policy=s.model.lora.is_on,
         )
 
 
@@ -501,11 +535,13 @@ def join_process_group() -> None:
 
 def quieten() -> None:
     """Keep advice that does not apply here off the terminal."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
     for advice in (
         ".*does not have many workers.*",  # batches are built in microseconds
         ".*module.s. in eval mode at the start.*",  # a reference model is meant to be
+        ".*is_gradient_checkpointing. is deprecated.*",  # peft 0.21 on transformers 5.24
         ".*isinstance.treespec, LeafSpec.*",  # Lightning 2.6 on torch 2.13
     ):
         warnings.filterwarnings("ignore", message=advice)

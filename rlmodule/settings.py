@@ -14,13 +14,14 @@ from omegaconf import DictConfig, OmegaConf
 from rlmodule.advantages import ADVANTAGES
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.core.config import at_least, convert, one_of
+from rlmodule.core.config import at_least, convert, more_than, one_of
 from rlmodule.core.contract import Advantage, Loss, Reward, Task
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.registry import Registry
 from rlmodule.data.prompts import DataConfig
 from rlmodule.losses import LOSSES
 from rlmodule.losses.sft import SFT
+from rlmodule.models.lora import LoraSettings
 from rlmodule.models.policy import ModelConfig
 from rlmodule.objective import AlgorithmConfig
 from rlmodule.optimizer import OptimizerConfig
@@ -29,6 +30,7 @@ from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.hf import HFRollout
 from rlmodule.tasks import TASKS
 
+TRAIN, PARITY = "train", "parity"
 LOGGERS = ("tensorboard", "none")
 
 
@@ -74,13 +76,36 @@ class WarmStartConfig:
 
 
 @dataclass(frozen=True)
+class ParityConfig:
+    """What ``task=parity`` compares, and how closely."""
+
+    layouts: list[str] = field(default_factory=list)  # names of layouts to compare; empty for all
+    steps: int = 5  # optimizer steps
+    samples_per_step: int = 16  # samples of one step; the last step has a single one
+    longest: int = 64  # tokens of the longest sample; a micro-batch holds twice as many
+    tolerance: float = 1e-5  # largest relative difference of loss, gradient norm and every metric
+    parameter_tolerance: float = 1e-4  # largest relative difference of every weight after the last step
+    timeout: float = 600.0  # seconds one layout may take before it counts as hanging
+
+    def __post_init__(self) -> None:
+        at_least("steps", self.steps, 2)
+        at_least("samples_per_step", self.samples_per_step, 2)
+        at_least("longest", self.longest, 4)
+        more_than("timeout", self.timeout, 0)
+
+
+@dataclass(frozen=True)
 class RunSection:
     """The keys at the top of the configuration."""
 
+    task: str = TRAIN  # train, or parity: show that every layout gives the same numbers
     seed: int = 0  # keys data order, sampling and random weights
     resume: str | None = None  # null, auto, a run directory, or a checkpoint folder
     run_dir: str | None = None  # where this run writes
     output_root: str = "outputs"  # where runs are kept
+
+    def __post_init__(self) -> None:
+        one_of("task", self.task, (TRAIN, PARITY))
 
 
 @dataclass(frozen=True)
@@ -98,6 +123,7 @@ class Settings:
     warm_start: WarmStartConfig
     trainer: TrainerConfig
     backend: str
+    parity: ParityConfig = field(default_factory=ParityConfig)
     task: Task | None = None
     advantage: Advantage | None = None
     reward: Reward | None = None
@@ -121,7 +147,7 @@ class Settings:
         algorithm = convert(AlgorithmConfig, node.algorithm, "algorithm")
         imitates = algorithm.source == "demonstrations"
         return cls(
-            run=convert(RunSection, {k: node[k] for k in ("seed", "resume", "run_dir", "output_root")}, ""),
+            run=convert(RunSection, {k: node[k] for k in ("task", "seed", "resume", "run_dir", "output_root")}, ""),
             model=convert(ModelConfig, node.model, "model"),
             data=data,
             rollout=component(ROLLOUTS, node.rollout),
@@ -132,6 +158,7 @@ class Settings:
             warm_start=convert(WarmStartConfig, node.warm_start, "warm_start"),
             trainer=convert(TrainerConfig, node.trainer, "trainer"),
             backend=str(node.strategy.get("name")),
+            parity=convert(ParityConfig, node.parity, "parity"),
             task=None
             if data.task is None
             else convert(TASKS.get(data.task, "data.task"), data.task_args, "data.task_args"),
@@ -147,7 +174,8 @@ class Settings:
     @property
     def needs_warm_start(self) -> bool:
         """Whether the model must first learn some habits: random weights, and demonstrations to learn from."""
-        return self.model.path is None and self.warm_start.steps > 0 and self.algorithm.source == "rollouts"
+        is_random = self.model.path is None and self.algorithm.source == "rollouts"
+        return is_random and self.warm_start.steps > 0 and self.run.task == TRAIN
 
     def for_warm_start(self) -> Settings:
         """The supervised run that makes the starting weights.
@@ -167,6 +195,7 @@ class Settings:
         )
         return replace(
             self,
+            model=replace(self.model, lora=LoraSettings(), compile=False),
             algorithm=AlgorithmConfig(
                 source="demonstrations", train_batch_size=warm.batch_size * steps_per_iteration, log_entropy=False
             ),

@@ -50,7 +50,7 @@ class RolloutSource:
     greedy_baseline: bool = False
 
     def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
-        """Every prompt is answered by one data rank; ids come from the stream's counter, not from ranks."""
+        """Every prompt is answered by one token rank; ids come from the stream's counter, not from ranks."""
         drawn = self.stream.take(self.batch_size)
         mine = share_of_rank(drawn, self.layout())
         requests = [
@@ -107,5 +107,9 @@ def _renamed(sample: Sample, counter: int) -> Sample:
 
 
 def share_of_rank(items: Sequence[T], layout: Layout) -> list[T]:
-    """Every dp_size-th item, so that long and short neighbours spread over ranks."""
-    return list(items[layout.dp_rank :: layout.dp_size])
+    """Every n-th item for n token ranks, so that long and short neighbours spread over them.
+
+    Ranks that share rows in training divide the sampling of whole responses as well; samples then move to every rank
+    that trains on them.
+    """
+    return list(items[layout.token_rank :: layout.token_ranks])

@@ -25,7 +25,7 @@ class StepResult:
     """What one mini-batch did.
 
     Args:
-        metrics: this rank's parts, to be merged over data ranks.
+        metrics: this rank's parts, to be merged over token ranks.
         grad_norm: global norm before clipping; NaN for an empty mini-batch.
         stepped: whether parameters were updated.
         empty: whether the whole mini-batch had no loss token.
@@ -62,7 +62,7 @@ def update(
     with strategy.train_mode("policy"):
         for index, micro_batch in enumerate(mini_batch.micro_batches):
             with strategy.micro_batch(is_last=index == len(mini_batch.micro_batches) - 1):
-                share = objective.over(micro_batch, totals)
+                share = objective.over(micro_batch, totals, strategy.sequence)
                 backward(policy(micro_batch, objective=share))
             parts.append(share.metrics)
         lr = float(optimizer.param_groups[0]["lr"])

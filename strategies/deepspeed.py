@@ -73,7 +73,6 @@ def load_deepspeed(device: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed
-        import deepspeed.ops
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # It calls torch's collectives by names that torch 2.13 renames.
@@ -125,6 +124,11 @@ class DeepSpeedStrategy(ShardedModels):
         super().setup_distributed()
         self._deepspeed = load_deepspeed(self.root_device.type)
         self._engines: dict[str, Any] = {}
+
+    @property
+    def works_inside_blocks(self) -> bool:
+        """Stage 3 gathers the weights of each layer when it is due."""
+        return self.cuts_parameters
 
     @property
     def cuts_parameters(self) -> bool:
@@ -226,10 +230,8 @@ class DeepSpeedStrategy(ShardedModels):
 
     def whole_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """The fp32 masters of what trains, one at a time; of a frozen model its weights."""
-        from deepspeed.utils import safe_get_full_fp32_param
-
         for names, parameter in tied(self._models[name]):
-            master = safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
+            master = self._deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
             if master is not None:
                 yield names, master.detach()
                 continue
@@ -252,15 +254,14 @@ class DeepSpeedStrategy(ShardedModels):
 
     def saved_parts(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
         """Every tensor made whole and kept by one rank, in turns: a rank holds 1/world of model and moments."""
-        from deepspeed.utils import safe_get_full_optimizer_state
-
         parts: dict[str, Tensor] = {}
         steps = [state["step"] for state in optimizer.state.values()]
         if steps:
             self._link_moments(name)
         for place, (key, parameter, whole) in enumerate(self._trainable(name)):
             keeps = place % dist.get_world_size() == dist.get_rank()
-            moments = {m: safe_get_full_optimizer_state(parameter, m) for m in MOMENTS} if steps else {}
+            read = self._deepspeed.utils.safe_get_full_optimizer_state
+            moments = {m: read(parameter, m) for m in MOMENTS} if steps else {}
             if keeps:
                 parts[f"{name}.{key}"] = whole.cpu()
                 parts |= {f"{name}.{key}{MOMENT}{m}": tensor.cpu() for m, tensor in moments.items()}
@@ -278,8 +279,6 @@ class DeepSpeedStrategy(ShardedModels):
 
     def put_loaded(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
         """Cut whole tensors into the engine's masters and moments."""
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
         steps = [tensor for key, tensor in parts.items() if key.endswith(f"{MOMENT}step")]
         if steps:
             for flat in self._masters(name):
@@ -288,20 +287,19 @@ class DeepSpeedStrategy(ShardedModels):
             self._link_moments(name)
         for key, parameter, _ in self._trainable(name):
             value = parts[f"{name}.{key}"].to(self.root_device)
-            safe_set_full_fp32_param(parameter, value)
+            self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
             with self._written(parameter):
                 parameter.data.copy_(value)
             if steps:
                 for m in MOMENTS:
-                    safe_set_full_optimizer_state(parameter, parts[f"{name}.{key}{MOMENT}{m}"].to(self.root_device), m)
+                    moment = parts[f"{name}.{key}{MOMENT}{m}"].to(self.root_device)
+                    self._deepspeed.utils.safe_set_full_optimizer_state(parameter, moment, m)
 
     def _trainable(self, name: str) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """(name, parameter, whole fp32 master) of each parameter that trains, one at a time."""
-        from deepspeed.utils import safe_get_full_fp32_param
-
         for key, parameter in self.named_parameters(name):
             if parameter.requires_grad:
-                yield key, parameter, safe_get_full_fp32_param(parameter)
+                yield key, parameter, self._deepspeed.utils.safe_get_full_fp32_param(parameter)
 
     def _masters(self, name: str) -> list[Tensor]:
         """The flat fp32 pieces that the inner optimizer updates."""

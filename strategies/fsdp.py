@@ -171,7 +171,7 @@ class FSDPStrategy(ShardedModels):
 def sharded_state(wrapper: nn.Module) -> Iterator[None]:
     """State dicts hold pieces, as DTensors, where they are: copies in host memory alias freed storage on CPU."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # FSDP1 is on its way out, and says so each time
+        warnings.simplefilter("ignore")  # FSDP1 is on its way out, and says so each time
         with FullyShardedDataParallel.state_dict_type(
             wrapper,
             StateDictType.SHARDED_STATE_DICT,

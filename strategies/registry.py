@@ -63,6 +63,10 @@ class StrategyRegistry:
 
         return file
 
+    def __reduce__(self) -> str:
+        """There is one table per process: another process finds its own."""
+        return "STRATEGIES"
+
     def backends(self) -> list[str]:
         """Every backend that can be chosen, without importing any."""
         paths = importlib.import_module(self.package).__path__

@@ -18,7 +18,7 @@ LAYERS = (
     {"core"},
     {"ops", "sampling", "sandbox", "checkpoint", "launch", "run_directory", "journal"},
     {"losses", "advantages", "batching", "shaping", "rollout_correction"},
-    {"models", "data", "tasks", "rewards", "objective", "optimizer", "reduction", "selection"},
+    {"models", "data", "tasks", "rewards", "objective", "optimizer", "reduction", "selection", "preemption"},
     {"rollout", "experience", "update"},
     {"sources", "module", "summary"},
     {"datamodule"},
@@ -27,6 +27,7 @@ LAYERS = (
     {"settings"},
     {"preflight"},
     {"session"},
+    {"parity"},
 )
 # Tighter than the layers: what maths and plans may see, whatever lies to their left.
 ONLY = {
@@ -52,6 +53,7 @@ LIBRARIES = {
     "rlmodule/batching": TORCH | {"numpy"},
     "rlmodule/models": TORCH | {"transformers"},
     "rlmodule/models/byte_tokenizer.py": {"tokenizers"},
+    "rlmodule/models/lora.py": {"peft", "safetensors"},
     "rlmodule/data": TORCH | {"transformers", "numpy"},
     "rlmodule/data/chat.py": {"jinja2"},
     "rlmodule/data/files.py": {"pyarrow"},
@@ -75,7 +77,11 @@ LIBRARIES = {
     "rlmodule/settings.py": {"omegaconf"},
     "rlmodule/preflight.py": {"transformers"},
     "rlmodule/session.py": TORCH | {"lightning", "transformers", "omegaconf"},
+    "rlmodule/parity": TORCH | {"lightning"},
+    "rlmodule/parity/report.py": {"rich"},
     "strategies": TORCH | {"lightning"},
+    "strategies/deepspeed.py": {"deepspeed"},
+    "strategies/parts/tensor_parallel.py": {"transformers"},
     "train.py": {"hydra", "omegaconf"},
 }
 
@@ -83,6 +89,9 @@ LIBRARIES = {
 DEFERRED = {
     ("train.py", "rlmodule.session"),  # --help and tab completion must not wait for torch
     ("train.py", "strategies.registry"),  # likewise
+    ("strategies/deepspeed.py", ""),  # the device must be named before it is imported
+    ("train.py", "rlmodule.parity.report"),  # likewise
+    ("rlmodule/models/lora.py", ""),  # peft, optional: for those who train adapters
     (
         "rlmodule/models/policy.py",
         "transformers.models.auto.configuration_auto",

@@ -28,7 +28,7 @@ from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.run_directory import RunDirectory
 from rlmodule.session import Session
-from rlmodule.settings import RunSection, Settings, TrainerConfig, WarmStartConfig
+from rlmodule.settings import ParityConfig, RunSection, Settings, TrainerConfig, WarmStartConfig
 from rlmodule.tasks import TASKS
 from strategies.registry import STRATEGIES
 
@@ -76,7 +76,7 @@ def test_every_choice_composes_and_converts(choice):
     assert settings.run == RunSection()
     group, name = choice.split("=")
     if group == "strategy" and name != "auto":
-        options = STRATEGIES.lookup("language_model", name, device="cpu").options
+        options = STRATEGIES.lookup("language_model", config.strategy.name, device="cpu").options
         assert set(config.strategy) == fields_of(options) | {"name"}
 
 
@@ -121,7 +121,8 @@ def test_every_field_of_a_callback_can_be_seen_and_set(name):
 
 def test_the_keys_at_the_top_are_those_of_the_run():
     groups = {path.parent.name for path in train.CONF.glob("*/*.yaml")} - {"experiment", "sweep", "debug"}
-    assert set(compose()) == groups | fields_of(RunSection)
+    assert set(compose()) == groups | fields_of(RunSection) | {"parity"}
+    assert set(compose().parity) == fields_of(ParityConfig)
 
 
 @pytest.mark.parametrize("group", COMPONENTS)
@@ -133,9 +134,11 @@ def test_every_component_has_a_file_of_its_name(group):
 
 
 def test_every_strategy_and_every_callback_has_a_file_of_its_name():
-    assert set(STRATEGIES.backends()) | {"auto"} == set(train.menu("strategy"))
+    assert set(STRATEGIES.backends()) | {"auto"} <= set(train.menu("strategy"))
     for name in STRATEGIES.backends():
         assert compose(f"strategy={name}").strategy.name == name
+    for name in train.menu("strategy"):
+        assert compose(f"strategy={name}").strategy.name in ("auto", *STRATEGIES.backends()), "a preset names a backend"
     assert set(CALLBACKS.names()) | {"default", "none"} == set(train.menu("callbacks"))
 
 
@@ -167,6 +170,7 @@ def test_conf_says_what_the_code_says():
             if not field.init or field.name in purpose.get(group, ()):
                 continue
             default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+            default = dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default
             value = tuple(given[field.name]) if isinstance(default, tuple) else given[field.name]
             if dataclasses.is_dataclass(default):  # a section within a section
                 value = type(default)(**{**value, **{k: getattr(default, k) for k in purpose.get(field.name, ())}})
@@ -197,14 +201,14 @@ def refusal_of(tmp_path, *overrides):
 @pytest.mark.parametrize(
     ("overrides", "key", "got", "says"),
     [
-        (["strategy=fsdp3"], "strategy", "fsdp3", "Known: auto, ddp, single"),
+        (["strategy=fsdp3"], "strategy", "fsdp3", "Known: auto, ddp, deepspeed, fsdp, fsdp2, single"),
         (["loss=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip"),
         (["advantage=grop"], "advantage", "grop", "Did you mean grpo"),
         (["data=sorrt"], "data", "sorrt", "Did you mean sort?"),
         (["loss.name=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip"),
         (["reward.name=exact"], "reward", "exact", "exact_match"),
         (["data.task=sorrt"], "data.task", "sorrt", "Did you mean sort?"),
-        (["strategy.name=fsdp3"], "strategy", "fsdp3", "Known: ddp, single"),
+        (["strategy.name=fsdp3"], "strategy", "fsdp3", "Known: ddp, deepspeed, fsdp, fsdp2, single"),
         (["batching.max_token_len_per_gpu=4"], "batching.max_token_len_per_gpu", 4, "32 + rollout.max_response_length=8"),
         (["batching.max_token_len_per_gpu=4"], "batching.max_token_len_per_gpu", 4, "Use batching.max_token_len_per_gpu=40"),
         (["trainer.devices=-3"], "trainer.devices", "-3", "Use trainer.devices=1"),
@@ -264,12 +268,12 @@ def test_a_wrong_value_names_key_value_and_fix(tmp_path, overrides, key, got, sa
     assert not (tmp_path / "run").exists(), "a run that is refused leaves nothing behind"
 
 
-@pytest.mark.parametrize("loss", ["gspo", "gmpo", "clip_cov"])
-def test_losses_of_whole_sequences_refuse_slices_of_them(loss):
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_losses_that_select_tokens_refuse_slices_of_sequences(loss):
     settings = Settings.read(compose(f"loss={loss}"))
     config = load_model_config(settings.model)
     check(settings, config, Layout(2))
-    with pytest.raises(ConfigError, match=r"strategy\.sp_size=2: .* whole sequences"):
+    with pytest.raises(ConfigError, match=r"strategy\.sp_size=2: .* whole mini-batches"):
         check(settings, config, Layout(2, sp_size=2))
 
 

@@ -320,9 +320,9 @@ def gathered(rank):
 def test_a_failure_on_one_rank_ends_all_with_its_reason():
     """Nobody is left waiting in the exchange, and every log says why."""
     assert run_on_ranks(3, gathered) == [
-        "data rank 1 could not collect its responses: the judge is ill",
+        "rank 1 could not collect its responses: the judge is ill",
         "the judge is ill",
-        "data rank 1 could not collect its responses: the judge is ill",
+        "rank 1 could not collect its responses: the judge is ill",
     ]
 
 

@@ -175,7 +175,7 @@ def test_a_scheduler_s_warning_reaches_every_rank(tmp_path, script, number):
     import signal
     def note(number, frame):
         (run / f"warned_{rank}").write_text(signal.Signals(number).name)
-        raise SystemExit(0)
+        raise SystemExit(75)
     signal.signal(signal.SIGTERM, note)
     signal.signal(signal.SIGUSR1, note)
     (run / f"ready_{rank}").touch()
@@ -186,7 +186,29 @@ def test_a_scheduler_s_warning_reaches_every_rank(tmp_path, script, number):
         process.send_signal(number)
         code = process.wait(20)
     assert [(tmp_path / f"warned_{rank}").read_text() for rank in range(2)] == [number.name] * 2
-    assert (code == 0) == (number == signal.SIGUSR1), "SIGTERM ends the supervisor too"
+    assert code == launch.PREEMPTED, "what ranks that have saved their state exit with"
+
+
+def test_a_second_signal_ends_all_at_once(tmp_path, script):
+    body = """
+    import signal
+    def note(number, frame):
+        if (run / f"warned_{rank}").exists():
+            os._exit(128 + number)
+        (run / f"warned_{rank}").touch()
+    signal.signal(signal.SIGTERM, note)
+    (run / f"ready_{rank}").touch()
+    while True:
+        time.sleep(0.01)
+    """
+    with supervisor(script(body), tmp_path) as process:
+        wait_until(lambda: len(list(tmp_path.glob("ready_*"))) == 2)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: len(list(tmp_path.glob("warned_*"))) == 2)
+        assert process.poll() is None, "it waits for them to save"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) != 0
+        assert not any(map(is_running, pids(tmp_path)))
 
 
 def test_outside_a_supervisor_nobody_watches(monkeypatch):

@@ -127,6 +127,17 @@ def test_a_loss_s_own_metrics_are_means_over_loss_tokens():
     assert merge(parts)["actor/big"].result == pytest.approx(1 / 4)
 
 
+def test_tokens_may_come_in_chunks():
+    """Loss and metrics of the parts add up to those of the whole."""
+    algorithm = AlgorithmConfig(loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.5, use_kl_loss=True)
+    objective = Objective(PPOClip(), algorithm)
+    whole, metrics = evaluate(objective, outputs(), micro_batch())
+    share = objective.over(micro_batch(), TOTALS)
+    parts = [share(LOGPROB[part], ENTROPY[part], part) for part in (slice(0, 1), slice(1, 4))]
+    torch.testing.assert_close(sum(parts), whole)
+    assert {n: m.result for n, m in share.metrics.items()} == pytest.approx({n: m.result for n, m in metrics.items()})
+
+
 def test_an_objective_says_what_it_needs():
     assert Objective(PPOClip(), AlgorithmConfig()).needs("old_logprob")
     assert not Objective(SFT(), AlgorithmConfig()).needs("old_logprob")
@@ -154,6 +165,8 @@ def test_a_kl_without_a_reference_is_our_own_bug():
         ({"loss_scale_factor": 0.0}, "loss_scale_factor"),
         ({"source": "demonstrations", "use_kl_loss": True}, "use_kl_loss"),
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "loss_scale_factor"),
+        ({"old_logprob": "old"}, "old_logprob"),
+        ({"source": "demonstrations", "old_logprob": "sampler"}, "old_logprob"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(keys, key):

@@ -12,7 +12,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
 
 from rlmodule.callbacks import CALLBACKS
@@ -87,10 +86,13 @@ class SaveCheckpoints(Checkpoint):
     def _save(self, running: Running, folder: Path) -> None:
         trainer, done = running.trainer, running.data.next_iteration
         facts = {"iteration": done, "step": running.step, "world_size": trainer.world_size}
-        io = _WriteAside(folder, facts, trainer)
-        trainer.strategy.checkpoint_io = io
-        trainer.save_checkpoint(folder / STATE_FILE)
-        failure = io.failure
+        failure = write_folder_together(
+            folder,
+            lambda aside: trainer.save_checkpoint(aside / STATE_FILE),
+            facts,
+            agree=running.strategy.agree,
+            is_first=trainer.is_global_zero,
+        )
         if failure is None and trainer.is_global_zero:
             prune(self.root, self.settings.keep, folder)
         if failure is not None:
@@ -100,7 +102,7 @@ class SaveCheckpoints(Checkpoint):
             )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep every data rank's random state beside the model, and its rows of an iteration under way."""
+        """Keep every token rank's random state beside the model, and its rows of an iteration under way."""
         running = Running.of(trainer)
         checkpoint["random_states"] = running.strategy.collectives.gather_objects(random_state())
         rows = running.data.unfinished()
@@ -109,40 +111,13 @@ class SaveCheckpoints(Checkpoint):
             checkpoint["unfinished"] = running.strategy.collectives.gather_objects(parcel)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Bring back the random state of this data rank, where the checkpoint knows one."""
+        """Bring back the random state of this token rank, where the checkpoint knows one."""
         running = Running.of(trainer)
         running.data.take_up([parcel.numpy().tobytes() for parcel in checkpoint.get("unfinished", ())])
         states = checkpoint["random_states"]
-        rank = running.strategy.layout.dp_rank
+        rank = running.strategy.layout.token_rank
         if rank < len(states):
             set_random_state(states[rank])
-
-
-class _WriteAside(CheckpointIO):
-    """Has every rank write into a checked folder; a failure is kept, the same one on every rank, so that all stop."""
-
-    def __init__(self, folder: Path, facts: dict[str, Any], trainer: L.Trainer) -> None:
-        self.folder = folder
-        self.facts = facts
-        self.strategy = Running.of(trainer).strategy
-        self.is_first = trainer.is_global_zero
-        self.failure: str | None = None
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        def write(aside: Path) -> None:
-            self.strategy.save_shards(aside)  # first: all ranks take part, so nobody may have failed before
-            if self.is_first:
-                torch.save(checkpoint, aside / STATE_FILE)
-
-        self.failure = write_folder_together(
-            self.folder, write, self.facts, agree=self.strategy.agree, is_first=self.is_first
-        )
-
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        raise AssertionError("this writer does not read")
-
-    def remove_checkpoint(self, path: Any) -> None:
-        raise AssertionError("prune() removes checkpoints")
 
 
 def random_state() -> dict[str, Any]:

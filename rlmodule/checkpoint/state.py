@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from rlmodule.core.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -108,17 +106,9 @@ def write_folder_together(
 def _attempt(stage: Callable[[], None]) -> str | None:
     try:
         stage()
-    except (OSError, RuntimeError, CheckpointException) as error:  # torch.save reports a full disk as RuntimeError
-        return f"{type(error).__name__}: {_cause(error)}"
+    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     return None
-
-
-def _cause(error: BaseException) -> str:
-    """The first line of what happened; torch.distributed.checkpoint keeps it per rank."""
-    if isinstance(error, CheckpointException):
-        failed = next(iter(error.failures.values()))
-        error = failed[0] if isinstance(failed, tuple) else failed
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def _replace(aside: Path, folder: Path) -> None:

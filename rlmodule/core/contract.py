@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from rlmodule.core.types import AdvantageInputs, LossInputs, Prompt, Sample, Score, TokenLoss, TokenMeans
@@ -55,6 +53,16 @@ class Layout:
         return self.rank % self.tp_size
 
     @property
+    def token_ranks(self) -> int:
+        """Processes that train on different tokens: data ranks times the sequence ranks that share their rows."""
+        return self.dp_size * self.sp_size
+
+    @property
+    def token_rank(self) -> int:
+        """This process's place among them."""
+        return self.dp_rank * self.sp_size + self.sp_rank
+
+    @property
     def has_outputs(self) -> bool:
         """Whether this process speaks for its data rank: sequence and tensor replicas count once."""
         return self.sp_rank == 0 and self.tp_rank == 0
@@ -66,19 +74,45 @@ class Layout:
 
 
 class Collectives(Protocol):
-    """The few exchanges between data ranks that the engine makes; a world of one answers without communication."""
+    """The few exchanges that the engine makes between token ranks (``Layout.token_ranks``, in the order of
+    ``Layout.token_rank``): sequence ranks hold different tokens, tensor ranks repeat them and are left out. A world of
+    one answers without communication."""
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """[K, C] float64 with the same K on every data rank -> [dp, K, C]; one collective."""
+        """[K, C] float64 with the same K on every token rank -> [ranks, K, C]; one collective."""
 
     def gather_objects(self, item: Item) -> list[Item]:
-        """One picklable object per data rank -> all of them, in rank order."""
+        """One picklable object per token rank -> all of them, in rank order."""
 
     def exchange(self, outgoing: Sequence[Item]) -> list[Item]:
-        """``outgoing[r]`` goes to data rank r; returns what every data rank sent here, in rank order."""
+        """``outgoing[r]`` goes to token rank r; returns what every token rank sent here, in rank order."""
 
     def broadcast(self, item: Item) -> Item:
-        """Data rank 0's picklable object on every rank."""
+        """Token rank 0's picklable object on every rank."""
+
+
+class SequenceRanks(Protocol):
+    """The ranks that hold the slices of one packed row, as a model and its loss see them. Every rank calls in step."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+
+    @property
+    def rank(self) -> int:
+        """This process's place, which is that of its slice in the row."""
+
+    def scatter_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[1, heads, T/size, D] of this slice -> [1, heads/size, T, D] of the row; differentiable, one exchange."""
+
+    def gather_heads(self, out: Tensor) -> Tensor:
+        """[1, T, heads/size, D] of the row -> [1, T/size, heads, D] of this slice; differentiable, one exchange."""
+
+    def sum_over_slices(self, value: Tensor) -> Tensor:
+        """The sum of every slice's ``value`` on every rank; differentiable, for losses that look at whole sequences."""
+
+    def gather_slices(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """[n] of this slice of each micro-batch -> [N] of its whole row, on every rank; one exchange for all."""
 
 
 class Strategy(Protocol):
@@ -91,7 +125,11 @@ class Strategy(Protocol):
 
     layout: Layout
     collectives: Collectives
-    sequence_group: ProcessGroup | None
+    sequence: SequenceRanks | None  # None where a row is not cut
+
+    @property
+    def works_inside_blocks(self) -> bool:
+        """Whether it runs operations of its own in the middle of a block, other ones forward than backward."""
 
     def agree(self, problem: str | None) -> str | None:
         """The first problem that any process of the run has, on every process; one exchange between all of them."""
@@ -132,9 +170,6 @@ class Strategy(Protocol):
 
     def eval_mode(self, name: str) -> AbstractContextManager[None]:
         """Parameters on the device, module in eval mode, no gradients; undone on exit, also on error."""
-
-    def save_shards(self, folder: Path) -> None:
-        """Write this process's part of trainable models and optimizers below ``folder``; every process calls it."""
 
 
 class Loss(Protocol):

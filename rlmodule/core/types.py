@@ -11,7 +11,7 @@ Log-probabilities, entropies and KL are in nats; lengths in tokens; times in sec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -258,6 +258,11 @@ class MiniBatch:
         return replace(self, micro_batches=tuple(m.pin_memory() for m in self.micro_batches))
 
 
+def itself(value: Tensor) -> Tensor:
+    """The value as it is."""
+    return value
+
+
 @dataclass(frozen=True, eq=False)
 class LossInputs:
     """What a policy loss may look at: loss tokens only, flat. Prompt, tool and padding tokens never get here.
@@ -270,6 +275,8 @@ class LossInputs:
         advantage: [N] float32.
         ref_logprob: [N] float32 under the reference policy.
         selected: [N] bool, tokens that the loss itself picked out of the whole mini-batch.
+        over_slices: adds up a tensor over the ranks that share a row; the tensor itself where no row is cut; None for
+            a loss that does not say ``whole_sequences`` and may be given a part of its sequences.
     """
 
     logprob: Tensor
@@ -279,6 +286,20 @@ class LossInputs:
     advantage: Tensor | None = None
     ref_logprob: Tensor | None = None
     selected: Tensor | None = None
+    over_slices: Callable[[Tensor], Tensor] | None = itself
+
+    def sum_per_sequence(self, value: Tensor) -> Tensor:
+        """[N] -> [B] sum over ALL loss tokens of each sample, those on other sequence ranks included; differentiable.
+
+        A loss that looks at whole sequences gets its sums here and nowhere else: its own tokens may be a slice.
+        """
+        assert self.over_slices is not None, "a loss that adds up sequences says whole_sequences = True"
+        sums = torch.zeros(len(self.loss_tokens), dtype=value.dtype, device=value.device)
+        return self.over_slices(sums.index_add(0, self.sequence, value))
+
+    def mean_per_sequence(self, value: Tensor) -> Tensor:
+        """[N] -> [N] mean over all loss tokens of the sample, given back to each of them; they share its gradient."""
+        return (self.sum_per_sequence(value) / self.loss_tokens.clamp(min=1))[self.sequence]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from rlmodule.core.contract import SequenceRanks
 from rlmodule.ops.attention import SegmentBuckets, packed_attention, ragged_decode_attention
 
 ATTENTION = "rlmodule"
@@ -29,11 +30,15 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     segments: SegmentBuckets | None = None,
+    sequence: SequenceRanks | None = None,
     key_lengths: Tensor | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query [1 or B, heads, T or 1, D] -> [1 or B, T or 1, heads, D].
+
+    With ``sequence`` the row is cut over ranks: each gets the whole row for its share of the heads, and ``segments``
+    are those of the whole row.
 
     Dropout is ignored on purpose: the update pass must see the same network as the pass that gave the old log-probs.
     """
@@ -41,6 +46,8 @@ def attention_forward(
     assert s_aux is None, "attention sinks are not supported"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if segments is not None:
+        if sequence is not None:
+            query, key, value = sequence.scatter_heads(query, key, value)
         out = packed_attention(
             query,
             key,
@@ -51,7 +58,7 @@ def attention_forward(
             softcap=softcap,
             buckets=segments,
         )
-        return out, None
+        return out if sequence is None else sequence.gather_heads(out), None
     assert key_lengths is not None, "a forward pass says how its row is cut: segments= or key_lengths="
     return ragged_decode_attention(
         query, key, value, key_lengths, scale, sliding_window=sliding_window, softcap=softcap

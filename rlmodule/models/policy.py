@@ -6,6 +6,7 @@ Leaves out where the model sits (``strategies/``) and what is done with its answ
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,15 @@ from transformers import (
 
 from rlmodule.batching.workload import ModelShape
 from rlmodule.core.config import one_of
-from rlmodule.core.contract import TokenObjective
+from rlmodule.core.contract import SequenceRanks, TokenObjective
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.types import MicroBatch, TokenOutputs
 from rlmodule.models.attention import ATTENTION, RaggedCache, Rows
 from rlmodule.models.byte_tokenizer import byte_tokenizer
+from rlmodule.models.compiled import compile_blocks
+from rlmodule.models.lora import LoraSettings, add_adapter, base_of, is_adapter, merge_start, without_adapter
+from rlmodule.models.recompute import MODES as RECOMPUTE_MODES
+from rlmodule.models.recompute import NONE, recompute_activations
 from rlmodule.ops.attention import SegmentBuckets
 from rlmodule.ops.head import linear_logprobs, linear_loss
 
@@ -44,9 +49,21 @@ class ModelConfig:
     tokenizer: str | None = None  # folder, hub name or 'byte'; None takes the one beside the weights
     precision: str = "32-true"  # 32-true, or bf16-mixed: fp32 weights, bf16 matmuls
     trust_remote_code: bool = False  # run model code that comes with the weights
+    activation_checkpointing: str = NONE  # none, full or selective: activations made again in backward instead of kept
+    compile: bool = False  # compile the blocks; for long runs on an accelerator
+    lora: LoraSettings = field(default_factory=LoraSettings)  # low-rank adapters instead of every weight
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)
+        one_of("activation_checkpointing", self.activation_checkpointing, RECOMPUTE_MODES)
+        if self.compile and self.activation_checkpointing != NONE:
+            raise ConfigError(
+                key="compile",
+                got=True,
+                because="a compiled block cannot be made again in backward, as "
+                f"activation_checkpointing={self.activation_checkpointing} wants it",
+                fix="Use model.compile=false, or model.activation_checkpointing=none",
+            )
         if (self.path is None) == (not self.architecture):
             raise ConfigError(
                 key="path",
@@ -85,7 +102,7 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
     """
     if config.path is not None:
         try:
-            return AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+            return AutoConfig.from_pretrained(base_of(config.path), trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 key="model.path",
@@ -127,7 +144,7 @@ def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> Polic
     }
     try:
         if config.path is not None:
-            lm = AutoModelForCausalLM.from_pretrained(config.path, **options)
+            lm = AutoModelForCausalLM.from_pretrained(base_of(config.path), **options)
         else:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
@@ -140,7 +157,24 @@ def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> Polic
             fix="Choose a causal LM whose attention goes through transformers' attention interface",
         ) from error
     _refuse_leaks(lm, config)
-    return PolicyModel(lm, temperature=temperature, compute_dtype=PRECISIONS[config.precision])
+    if is_adapter(config.path):
+        assert config.path is not None
+        lm = merge_start(lm, config.path)  # type: ignore[assignment]
+    recompute_activations(lm, config.activation_checkpointing)
+    if config.lora.is_on:
+        base = (
+            config.path if config.path is None or not Path(config.path).is_dir() else str(Path(config.path).absolute())
+        )
+        add_adapter(lm, config.lora, seed=seed, base=base)
+    if config.compile:
+        compile_blocks(lm)
+    return PolicyModel(
+        lm,
+        temperature=temperature,
+        compute_dtype=PRECISIONS[config.precision],
+        lora=config.lora if config.lora.is_on else None,
+        compiled=config.compile,
+    )
 
 
 def _refuse_leaks(lm: PreTrainedModel, config: ModelConfig) -> None:
@@ -183,14 +217,29 @@ class PolicyModel(nn.Module):
         lm: causal LM in fp32, attention set to the project's own.
         temperature: divides logits in scoring and sampling alike.
         compute_dtype: matmuls run in it under autocast; None computes in the weights' own type.
+        lora: settings of the adapters in it, None where every weight trains.
+        compiled: whether its blocks are compiled; sampling then steps around that.
+
+    Attributes:
+        sequence: ranks that share a packed row, set by the strategy; scoring and training then see a slice of it, while
+            sampling runs whole rows on every rank.
     """
 
     lm: PreTrainedModel
+    sequence: SequenceRanks | None = None
 
     def __init__(
-        self, lm: PreTrainedModel, *, temperature: float = 1.0, compute_dtype: torch.dtype | None = None
+        self,
+        lm: PreTrainedModel,
+        *,
+        temperature: float = 1.0,
+        compute_dtype: torch.dtype | None = None,
+        lora: LoraSettings | None = None,
+        compiled: bool = False,
     ) -> None:
         super().__init__()
+        self.lora = lora
+        self.compiled = compiled
         self.lm = lm
         self.temperature = temperature
         self.compute_dtype = compute_dtype
@@ -203,22 +252,32 @@ class PolicyModel(nn.Module):
         *,
         objective: TokenObjective | None = None,
         with_entropy: bool = False,
+        with_adapter: bool = True,
     ) -> Tensor | TokenOutputs:
         """A micro-batch with an objective -> scalar loss; without -> TokenOutputs of its loss tokens, no gradients.
 
-        A PrefillBatch or a DecodeBatch -> [B, V] next-token logits.
+        A PrefillBatch or a DecodeBatch -> [B, V] next-token logits. Without its adapter a policy is the model that
+        training started from.
         """
         device = batch.input_ids.device.type
-        with torch.autocast(device, dtype=self.compute_dtype, enabled=self.compute_dtype is not None):
-            if isinstance(batch, PrefillBatch):
-                return self._prefill(batch)
-            if isinstance(batch, DecodeBatch):
-                return self._decode(batch)
-            return self._score(batch, objective, with_entropy)
+        with ExitStack() as state:
+            state.enter_context(
+                torch.autocast(device, dtype=self.compute_dtype, enabled=self.compute_dtype is not None)
+            )
+            if not with_adapter:
+                assert self.lora is not None, "there is no adapter to leave out"
+                state.enter_context(without_adapter(self.lm))
+            if isinstance(batch, MicroBatch):
+                return self._score(batch, objective, with_entropy)
+            if self.compiled:
+                state.enter_context(torch.compiler.set_stance("force_eager"))
+            return self._prefill(batch) if isinstance(batch, PrefillBatch) else self._decode(batch)
 
     def _score(self, batch: MicroBatch, objective: TokenObjective | None, with_entropy: bool) -> Tensor | TokenOutputs:
         segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)
-        hidden = self._hidden(batch.input_ids[None], batch.position_ids[None], segments=segments)[0]
+        hidden = self._hidden(
+            batch.input_ids[None], batch.position_ids[None], segments=segments, sequence=self.sequence
+        )[0]
         head = self.lm.get_output_embeddings()
         inputs = (hidden[batch.loss_positions] * self.head.scale, head.weight, batch.labels)
         options = {"bias": head.bias, "temperature": self.temperature, "softcap": self.head.softcap}

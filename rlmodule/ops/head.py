@@ -27,6 +27,9 @@ from rlmodule.ops.logprobs import LOGPROB_FLOOR, check_positive, chunks, default
 # log(p) of a softmax value loses digits where p is near the smallest normal float32, 1e-38.
 RARE = math.log(1e-30)
 
+# From this vocabulary on a call per row is cheaper on a CPU than a [C, V] tensor of products.
+LONG_ROW = 4096
+
 # (log-probabilities [C], entropies [C] or None, which of the N tokens they are) -> scalar share of the loss
 Score = Callable[[Tensor, "Tensor | None", slice], Tensor]
 
@@ -223,12 +226,20 @@ class _Pass:
         if head.with_entropy:
             if self.bias is not None:  # minus infinity times the probability 0 would be NaN
                 z.clamp_(min=torch.finfo(z.dtype).min)
-            entropy = normaliser - torch.linalg.vecdot(p, z)
+            entropy = normaliser - _row_products(p, z)
         return _Chunk(scaled, labels, z, p, slope, logprob, normaliser, entropy)
 
     def rounded(self, rows: Tensor) -> Tensor:
         """[C, V] in the dtype of matrix products, without memory of its own."""
         return rows if rows.dtype == self.product.dtype else self.product[: len(rows)].copy_(rows)
+
+
+def _row_products(a: Tensor, b: Tensor) -> Tensor:
+    """[C, V], [C, V] -> [C] sum over V of their products."""
+    if a.device.type == "cpu" and a.shape[1] >= LONG_ROW:
+        return torch.stack([torch.dot(x, y) for x, y in zip(a, b, strict=True)])
+    sums: Tensor = torch.linalg.vecdot(a, b)
+    return sums
 
 
 def _logprob(z: Tensor, p: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The few exchanges between data ranks: rows of numbers, small objects, samples on their way to where they train."""
+"""The few exchanges between token ranks: rows of numbers, small objects, samples on their way to where they train."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class LocalCollectives:
-    """A world of one data rank: every exchange is with oneself."""
+    """A world of one token rank: every exchange is with oneself."""
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """[K, C] -> [1, K, C]."""
@@ -37,11 +37,11 @@ class LocalCollectives:
 
 @dataclass(frozen=True)
 class GroupCollectives:
-    """Data ranks of one process group.
+    """Token ranks of one process group.
 
     Args:
         device: where the backend wants its tensors (gloo: cpu, nccl: the GPU).
-        group: the data-parallel group; None for the world.
+        group: the ranks in the order of ``Layout.token_rank``; None for the world.
     """
 
     device: torch.device
@@ -49,22 +49,22 @@ class GroupCollectives:
 
     @property
     def size(self) -> int:
-        """Data ranks in the group."""
+        """Token ranks in the group."""
         return dist.get_world_size(self.group)
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """[K, C] float64 with the same K everywhere -> [dp, K, C] on the CPU; one collective."""
+        """[K, C] float64 with the same K everywhere -> [ranks, K, C] on the CPU; one collective."""
         mine = rows.to(self.device).contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine, group=self.group)
         return torch.stack(parts).cpu()
 
     def gather_objects(self, item: Item) -> list[Item]:
-        """One picklable object per data rank -> all of them, in rank order."""
+        """One picklable object per token rank -> all of them, in rank order."""
         return self._exchange([_pickled(item)] * self.size)
 
     def exchange(self, outgoing: Sequence[Item]) -> list[Item]:
-        """``outgoing[r]`` goes to data rank r; what they all sent here comes back in rank order."""
+        """``outgoing[r]`` goes to token rank r; what they all sent here comes back in rank order."""
         return self._exchange([_pickled(item) for item in outgoing])
 
     def _exchange(self, parcels: Sequence[Tensor]) -> list[Any]:
@@ -80,7 +80,7 @@ class GroupCollectives:
         return [pickle.loads(part.numpy().tobytes()) for part in buffer.cpu().split(sizes)]
 
     def broadcast(self, item: Item) -> Item:
-        """Data rank 0's picklable object on every rank."""
+        """Token rank 0's picklable object on every rank."""
         holder = [item]
         dist.broadcast_object_list(holder, group=self.group, group_src=0, device=self.device)
         return holder[0]

@@ -11,12 +11,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlmodule.core.contract import Collectives, Layout
+from rlmodule.core.contract import Collectives, Layout, SequenceRanks
 from strategies.parts.collectives import LocalCollectives
 from strategies.parts.saved_state import SavedState
 
@@ -28,10 +27,15 @@ class InnerModels(SavedState):
 
     layout: Layout = Layout()
     collectives: Collectives = LocalCollectives()
-    sequence_group: dist.ProcessGroup | None = None
+    sequence: SequenceRanks | None = None
     root_device: torch.device
     _models: Mapping[str, nn.Module] = {}
     _wrapped: Mapping[str, nn.Module] = {}
+
+    @property
+    def works_inside_blocks(self) -> bool:
+        """Whether it runs operations of its own in the middle of a block, other ones forward than backward."""
+        return False
 
     @classmethod
     def layout_of(cls, options: Any, world_size: int) -> Layout:
@@ -43,6 +47,8 @@ class InnerModels(SavedState):
         if self._models and all(self._models.get(name) is model for name, model in models.items()):
             return
         self._models = dict(models)
+        for model in models.values():
+            model.sequence = self.sequence  # type: ignore[assignment]
         self._wrapped = {name: self.wrap(name, model) for name, model in models.items()}
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:

@@ -18,6 +18,7 @@ from rlmodule.core.contract import Layout
 from strategies.parts.collectives import GroupCollectives
 from strategies.parts.inner_models import InnerModels, inner_models_of
 from strategies.parts.mesh import Mesh, check_degrees
+from strategies.parts.ulysses import Ulysses
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ class ManyProcesses(InnerModels, LightningDDPStrategy):
         super().setup_distributed()
         self.mesh = Mesh.of_running(self.root_device.type, **self._options.grid)
         self.layout = self.mesh.layout
-        self.sequence_group = self.mesh.sequence_group
         self.exchange_device = torch.device("cpu") if self._process_group_backend == "gloo" else self.root_device
-        self.collectives = GroupCollectives(self.exchange_device, self.mesh.data_group)
+        self.collectives = GroupCollectives(self.exchange_device, self.mesh.token_group)
+        self.sequence = Ulysses.of(self.mesh.sequence_group, self.exchange_device)
 
     def model_to_device(self) -> None:
         """Whole models stay where they are; ``wrap`` puts on the device what this process keeps."""

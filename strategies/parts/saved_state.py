@@ -7,8 +7,10 @@ number of processes, and with another strategy. Leaves out how a folder is writt
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
 from rlmodule.core.errors import CheckpointError
@@ -45,12 +48,21 @@ class SavedState:
     def put_loaded(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
         """Take over parts that have been filled."""
 
+    @abstractmethod
+    def agree(self, problem: str | None) -> str | None:
+        """The first problem that any process has, on every process."""
+
     def save_shards(self, folder: Path) -> None:
         """Write what this process holds below ``folder``; every process calls it, and a failure is everybody's."""
         parts: dict[str, Tensor] = {}
         for name, optimizer in self.models_and_optimizers():
             parts |= self.saved_parts(name, optimizer)
-        dcp.save(parts, checkpoint_id=folder / SHARDS, no_dist=not dist.is_initialized())
+        try:
+            with alone_is_meant():
+                dcp.save(parts, checkpoint_id=folder / SHARDS, no_dist=not dist.is_initialized())
+        except CheckpointException as error:  # no Exception, and it says more than anybody wants to read
+            failed = next(iter(error.failures.values()))
+            raise OSError(str(failed[0] if isinstance(failed, tuple) else failed)) from None
 
     def load_shards(self, folder: Path) -> None:
         """Read what this process holds from ``folder``; every process calls it.
@@ -69,7 +81,8 @@ class SavedState:
                     f"{folder}: it has no {strangers[0]}. It was written for another model; start anew, or use its own"
                 )
             found = {key: tensor for key, tensor in wanted.items() if key in known}
-            dcp.load(found, checkpoint_id=place, no_dist=not dist.is_initialized())
+            with alone_is_meant():
+                dcp.load(found, checkpoint_id=place, no_dist=not dist.is_initialized())
             self.put_loaded(name, optimizer, found)
             if missing:  # saved before the first optimizer step
                 optimizer.state.clear()
@@ -106,5 +119,26 @@ class SavedState:
         return torch.load(checkpoint_path, map_location="cpu", weights_only=weights_only is not False)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Every process takes part, not only the first."""
-        self.checkpoint_io.save_checkpoint(checkpoint, filepath)  # type: ignore[attr-defined]
+        """Every process writes its tensors beside ``filepath``, the first one Lightning's own state into it.
+
+        Raises:
+            OSError: on every process, when any could not write.
+        """
+        self.save_shards(Path(filepath).parent)
+        problem = None
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            try:
+                torch.save(checkpoint, filepath)
+            except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
+                problem = next(iter(str(error).splitlines()), type(error).__name__)
+        problem = self.agree(problem)
+        if problem is not None:
+            raise OSError(problem)
+
+
+@contextmanager
+def alone_is_meant() -> Iterator[None]:
+    """torch.distributed.checkpoint warns of a process without a group, also when it is told that there is none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -53,7 +54,7 @@ def _receive(receiver: Connection) -> tuple[bool, Any]:
     if not receiver.poll(TIMEOUT_SECONDS):
         return False, "no answer in time: it hangs"
     try:
-        return receiver.recv()
+        return pickle.loads(receiver.recv_bytes())
     except EOFError:
         return False, "died without a word"
 
@@ -66,9 +67,10 @@ def _rank(
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
         dist.barrier()  # a rank that is done at once would close connections that its peers are still making
-        sender.send((True, function(rank, *args)))
+        # Plain pickle sends tensors by value; the pipe's own would share memory with a process about to end.
+        sender.send_bytes(pickle.dumps((True, function(rank, *args))))
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         sender.close()
         os._exit(0)

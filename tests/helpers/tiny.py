@@ -249,7 +249,8 @@ class Stepper:
         self.strategy = wrap({"policy": policy})
         self.objective = Objective(loss or PPOClip(), algorithm or AlgorithmConfig(log_entropy=False))
         self.config = optimizer or OptimizerConfig(lr=1e-2, warmup_steps=0)
-        self.optimizer = build_optimizer(self.config, policy.named_parameters(), matrices_of(policy))
+        matrices = matrices_of(policy)
+        self.optimizer = build_optimizer(self.config, self.strategy.named_parameters("policy"), matrices)
         self.schedule = build_schedule(self.config, self.optimizer, run_steps=100)
         self.backward_calls = 0
 

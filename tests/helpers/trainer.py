@@ -82,6 +82,7 @@ def fit(
     use_kl_loss: bool = False,
     epochs: int = 2,
     max_skipped_in_a_row: int = 3,
+    callbacks: Sequence[L.Callback] = (),
 ) -> Fit:
     """Train a tiny policy; ``rank`` is what ``run_on_ranks`` passes, 0 in a process of its own."""
     world_size = current_layout().world_size
@@ -103,7 +104,7 @@ def fit(
         devices=world_size,
         strategy=strategy,
         max_epochs=epochs,
-        callbacks=[reports],
+        callbacks=[reports, *callbacks],
         logger=False,
         reload_dataloaders_every_n_epochs=1,
         use_distributed_sampler=False,
@@ -119,14 +120,14 @@ def fit(
             trainer.fit(module, datamodule=FixedRows(rows, config))
         except TrainingError as error:
             failure = str(error)
-
-    def stream(name: str) -> dict[str, np.ndarray]:
-        return {key: tensor.numpy().copy() for key, tensor in strategy.full_weights(name)}
-
+        weights, reference = (
+            {key: tensor.numpy().copy() for key, tensor in strategy.full_weights(name)} if name in models else {}
+            for name in ("policy", "reference")
+        )
     return Fit(
         steps=reports.steps,
-        weights=stream("policy"),
-        reference=stream("reference") if use_kl_loss else {},
+        weights=weights,
+        reference=reference,
         counters=dict(vars(module.counters)),
         layout=(strategy.layout.dp_size, strategy.layout.dp_rank),
         failure=failure,

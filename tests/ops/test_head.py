@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlmodule.ops.head import linear_logprobs, linear_loss
+from rlmodule.ops.head import LONG_ROW, linear_logprobs, linear_loss
 from rlmodule.ops.logprobs import entropy_from_logits, logprobs_from_logits
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 11, 6, 17
@@ -272,6 +272,15 @@ def test_a_bias_may_push_all_logits_down():
     low = torch.full((VOCABULARY,), -3e4, dtype=torch.float64)
     scores = linear_logprobs(hidden, weight, labels, bias=low, with_entropy=True)
     torch.testing.assert_close(scores, plain(hidden, weight, None, labels), rtol=1e-8, atol=1e-8)
+
+
+def test_a_large_vocabulary_goes_another_way_to_the_same_entropy():
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 4, generator=rng)
+    weight = torch.randn(2 * LONG_ROW, 4, generator=rng)
+    labels = torch.arange(5)
+    _, entropy = linear_logprobs(hidden, weight, labels, chunk_size=2, with_entropy=True)
+    torch.testing.assert_close(entropy.double(), plain(hidden, weight, None, labels)[1], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 100.0, 1e4])

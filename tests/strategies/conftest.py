@@ -1,8 +1,10 @@
-"""Loads DeepSpeed once in the parent, so that forked ranks do not each spend seconds on its import."""
+"""Loads DeepSpeed once in the parent, so that forked ranks do not each spend ten seconds on its imports."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import warnings
 
 import pytest
 
@@ -13,3 +15,7 @@ def deepspeed_loaded() -> None:
         from strategies.deepspeed import load_deepspeed
 
         load_deepspeed("cpu")
+        # An optimizer nobody asked for, which the engine looks at; its import brings in torch's compiler.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")

@@ -1,0 +1,96 @@
+"""Backs the claim on memory: what log-probabilities, entropy and their backward pass need does not grow with tokens.
+
+Peak resident memory of a fresh process over what stood there before (weights, hidden states and labels), for one
+forward and backward pass of the head on T loss tokens. The gradients that training needs anyway ([V, H] and [T, H])
+are taken off.
+
+    rlmodule      `linear_loss`: one chunk of logits at a time, loss and gradients while it is hot
+    full_logits   all logits at once, log-softmax and entropy from them; measured up to a smaller T, for it grows
+
+    python benchmarks/memory.py [--small] [--json PATH]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from time import process_time
+
+import record
+import torch
+
+from rlmodule.ops.head import linear_loss
+
+HIDDEN = 256
+MEGABYTE = 2**20
+FULL = {"vocabulary": 151_936, "tokens": {"rlmodule": (1024, 2048, 4096), "full_logits": (512, 1024)}}
+SMALL = {"vocabulary": 32_768, "tokens": {"rlmodule": (256, 512), "full_logits": (256, 512)}}
+
+
+def forget_peak() -> None:
+    """Let the peak start again from what is resident now (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """Largest resident size of this process since then."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+
+def measure_here(way: str, vocabulary: int, num_tokens: int) -> dict[str, float]:
+    """One pass in this process, which must be fresh."""
+    torch.set_num_threads(1)
+    one_pass(way, vocabulary=64, num_tokens=8)  # loads libraries
+    return one_pass(way, vocabulary, num_tokens)
+
+
+def one_pass(way: str, vocabulary: int, num_tokens: int) -> dict[str, float]:
+    """Forward and backward on tensors made here."""
+    hidden = torch.randn(num_tokens, HIDDEN, requires_grad=True)
+    weight = torch.full((vocabulary, HIDDEN), 0.01).requires_grad_()
+    labels = torch.arange(num_tokens) % vocabulary
+    forget_peak()
+    before, start = peak_bytes(), process_time()
+    if way == "rlmodule":
+        score = lambda logprob, entropy, part: -logprob.sum()  # noqa: E731
+        linear_loss(hidden, weight, labels, score, with_entropy=True).backward()
+    else:
+        log_softmax = (hidden @ weight.t()).log_softmax(-1)
+        with torch.no_grad():
+            _ = -(log_softmax.exp() * log_softmax).sum(-1)
+        (-log_softmax.gather(-1, labels[:, None]).sum()).backward()
+    gradients = sum(x.numel() * x.element_size() for x in (hidden, weight))
+    return {"extra_mb": (peak_bytes() - before - gradients) / MEGABYTE, "cpu_s": process_time() - start}
+
+
+def main() -> None:
+    """Measure every point in a process of its own, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="a small vocabulary and few tokens")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", nargs=3, metavar=("WAY", "V", "T"), help="measure one point in this process")
+    args = parser.parse_args()
+    if args.one:
+        way, vocabulary, num_tokens = args.one
+        print(json.dumps(measure_here(way, int(vocabulary), int(num_tokens))))
+        return
+    sizes = SMALL if args.small else FULL
+    vocabulary = sizes["vocabulary"]
+    rows = []
+    print(f"{'way':<12} {'V':>8} {'T':>6} {'extra MB':>9} {'CPU s':>7}   (one [T, V] tensor is T * V * 4 bytes)")
+    for way, counts in sizes["tokens"].items():
+        for num_tokens in counts:
+            command = [sys.executable, __file__, "--one", way, str(vocabulary), str(num_tokens)]
+            row = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            rows.append({"way": way, "tokens": num_tokens, **row})
+            print(f"{way:<12} {vocabulary:8,} {num_tokens:6,} {row['extra_mb']:9.0f} {row['cpu_s']:7.2f}", flush=True)
+    if args.json:
+        record.write(args.json, {"vocabulary": vocabulary, "hidden": HIDDEN, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Turns what the benchmarks wrote into charts and into the tables of docs/performance.md; measures nothing itself.
+
+python benchmarks/report.py [--results benchmarks/results] [--page docs/performance.md]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+import matplotlib.pyplot as plt
+
+HERE = Path(__file__).parent
+START, END = "<!-- measured: {} -->", "<!-- end: {} -->"
+Numbers = dict[str, Any]
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table; every column but the first is right-aligned."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def planner_table(numbers: Numbers) -> str:
+    """Lock-step time of every planner, and milliseconds."""
+    rows = []
+    for case in numbers["cases"]:
+        step, ms = case["step"], case["ms"]
+        steps = [case["bound"], *(step[planner] for planner in ("joint", "joint_free", "karmarkar_karp"))]
+        times = [ms["joint"], ms["karmarkar_karp"]]
+        rows.append([case["name"], *(f"{x:.3f}" for x in steps), *(f"{x:.1f}" for x in times)])
+    ratio = statistics.median(case["step"]["joint"] / case["step"]["karmarkar_karp"] for case in numbers["cases"])
+    head = ["case", "bound", "joint", "joint_free", "karmarkar_karp", "joint ms", "karmarkar_karp ms"]
+    large = "".join(
+        f"\n{row['name']}: lock-step {row['step']:.4f}, {row['ms'] / 1e3:.2f} CPU s, peak {row['peak_mb']:.0f} MB.\n"
+        for row in numbers["scale"]
+    )
+    return f"{table(head, rows)}\n\nMedian of joint over karmarkar_karp: {ratio:.2f}.\n{large}"
+
+
+def planner_chart(numbers: Numbers, axes: plt.Axes) -> None:
+    """How far each planner is from the bound, case by case."""
+    cases = numbers["cases"]
+    for name in ("joint", "karmarkar_karp"):
+        axes.plot([case["step"][name] / case["bound"] for case in cases], marker="o", linestyle="", label=name)
+    axes.set(ylabel="lock-step time / bound", xlabel="case")
+    axes.set_yscale("log")
+    axes.legend()
+
+
+def update_table(numbers: Numbers) -> str:
+    """CPU seconds, ratio and useful MFU of every way."""
+    columns = ("update_cpu_s", "update_ratio", "update_spread", "useful_mfu", "score_cpu_s", "score_ratio")
+    rows = [[name, *(f"{x[column]:.2f}" for column in columns)] for name, x in numbers["ways"].items()]
+    facts = (
+        f"{numbers['rollouts']} rollouts, {numbers['prompt_tokens']:,} prompt + {numbers['response_tokens']:,} "
+        f"response tokens, vocabulary {numbers['vocabulary']:,}, {numbers['rounds']} rounds, "
+        f"GEMM peak {numbers['gemm_gflop_per_cpu_second']:.0f} GFLOP per CPU second, "
+        f"gradient norm {numbers['grad_norm']:.4f} every way."
+    )
+    head = ["way", "update CPU s", "ratio", "max/min", "useful MFU", "scoring CPU s", "ratio"]
+    return f"{table(head, rows)}\n\n{facts}\n"
+
+
+def update_chart(numbers: Numbers, axes: plt.Axes) -> None:
+    """CPU seconds of update and scoring."""
+    ways = numbers["ways"]
+    for offset, key in ((-0.2, "update"), (0.2, "score")):
+        axes.bar([i + offset for i in range(len(ways))], [x[f"{key}_cpu_s"] for x in ways.values()], 0.4, label=key)
+    axes.set_xticks(range(len(ways)), list(ways))
+    axes.set(ylabel="CPU seconds")
+    axes.legend()
+
+
+def memory_table(numbers: Numbers) -> str:
+    """Extra megabytes by loss tokens."""
+    rows = [
+        [
+            row["way"],
+            f"{row['tokens']:,}",
+            f"{row['extra_mb']:.0f}",
+            f"{4 * row['tokens'] * numbers['vocabulary'] / 2**20:.0f}",
+        ]
+        for row in numbers["rows"]
+    ]
+    head = ["way", "loss tokens", "extra MB", "one [T, V] tensor, MB"]
+    return f"{table(head, rows)}\n\nVocabulary {numbers['vocabulary']:,}, hidden size {numbers['hidden']}.\n"
+
+
+def memory_chart(numbers: Numbers, axes: plt.Axes) -> None:
+    """Extra megabytes against loss tokens."""
+    for way in dict.fromkeys(row["way"] for row in numbers["rows"]):
+        points = [(row["tokens"], row["extra_mb"]) for row in numbers["rows"] if row["way"] == way]
+        axes.plot(*zip(*points, strict=True), marker="o", label=way)
+    axes.set(xlabel="loss tokens", ylabel="extra MB", ylim=(0, None))
+    axes.legend()
+
+
+def loop_table(numbers: Numbers) -> str:
+    """What the loop adds."""
+    row = [f"{numbers[key]:.3f}" for key in ("loop_cpu_s", "bare_cpu_s")]
+    row += [f"{numbers['overhead']:+.1%}", f"{min(numbers['ratios']):.3f} to {max(numbers['ratios']):.3f}"]
+    head = ["", "step through Lightning, CPU s", "bare update, CPU s", "overhead", "ratio of single steps"]
+    return table(head, [[f"median of {numbers['steps']} steps", *row]]) + "\n"
+
+
+def loop_chart(numbers: Numbers, axes: plt.Axes) -> None:
+    """The ratio of each step."""
+    axes.plot(numbers["ratios"], marker="o", linestyle="")
+    axes.axhline(1.0, color="grey", linewidth=1)
+    axes.set(xlabel="step", ylabel="loop / bare", xticks=range(len(numbers["ratios"])))
+
+
+SECTIONS: dict[str, tuple[Callable[[Numbers], str], Callable[[Numbers, plt.Axes], None]]] = {
+    "planner": (planner_table, planner_chart),
+    "update": (update_table, update_chart),
+    "update_151936": (update_table, update_chart),
+    "memory": (memory_table, memory_chart),
+    "loop": (loop_table, loop_chart),
+}
+
+
+def measured_on(machine: Numbers) -> str:
+    """The line under a table."""
+    return (
+        f"Measured {machine['date']} on {machine['processor']}, {machine['cores']} cores, {machine['threads']} thread, "
+        f"torch {machine['torch']}, Python {machine['python']}."
+    )
+
+
+def main() -> None:
+    """Draw, and put the tables between their marks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    parser.add_argument("--page", type=Path, default=HERE.parent / "docs" / "performance.md")
+    parser.add_argument("--out", type=Path, help="write the page here instead of in its place")
+    args = parser.parse_args()
+    page = args.page.read_text()
+    for name, (make_table, draw) in SECTIONS.items():
+        path = args.results / f"{name}.json"
+        if not path.exists():
+            continue
+        numbers = json.loads(path.read_text())
+        figure, axes = plt.subplots(figsize=(5, 3), layout="constrained")
+        draw(numbers, axes)
+        figure.savefig(path.with_suffix(".png"), dpi=80)
+        plt.close(figure)
+        before, rest = page.split(START.format(name))
+        _, after = rest.split(END.format(name))
+        text = f"\n{make_table(numbers)}\n{measured_on(numbers['machine'])}\n"
+        page = f"{before}{START.format(name)}{text}{END.format(name)}{after}"
+    (args.out or args.page).write_text(page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The layouts that are compared: a name for the command line, a strategy with its options, and how batches are cut.
+
+Leaves out how they are run (``ranks.py``) and compared (``compare.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlmodule.core.errors import ConfigError, did_you_mean
+
+
+@dataclass(frozen=True)
+class ParityLayout:
+    """One way to cut the same training.
+
+    Args:
+        name: as in ``parity.layouts``.
+        title: as in the table.
+        backend: strategy.
+        processes: it runs on.
+        options: of the strategy.
+        batching: keys of ``batching`` that differ from the reference.
+        budget: tokens of a micro-batch, as a share of the reference's.
+    """
+
+    name: str
+    title: str
+    backend: str = "single"
+    processes: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+    batching: Mapping[str, Any] = field(default_factory=dict)
+    budget: float = 1.0
+
+
+FIXED_SIZE = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+
+REFERENCE = ParityLayout("single", "single")
+LAYOUTS: Sequence[ParityLayout] = (
+    REFERENCE,
+    ParityLayout("half_budget", "single, half the token budget", budget=0.5),
+    ParityLayout("other_order", "single, the same in another order", budget=0.5, batching={"order": "balanced_ends"}),
+    ParityLayout("fixed_size", "single, 2 samples per micro-batch", batching=FIXED_SIZE),
+    ParityLayout("ddp_2", "ddp 2", "ddp", 2),
+    ParityLayout("ddp_sp2", "ddp dp1 x sp2", "ddp", 2, {"sp_size": 2}),
+    ParityLayout("ddp_2_sp2", "ddp dp2 x sp2", "ddp", 4, {"sp_size": 2}),
+    ParityLayout("fsdp_2", "fsdp 2", "fsdp", 2),
+    ParityLayout("fsdp_sp2", "fsdp dp1 x sp2", "fsdp", 2, {"sp_size": 2}),
+    ParityLayout("fsdp2_2", "fsdp2 2", "fsdp2", 2),
+    ParityLayout("fsdp2_2_sp2", "fsdp2 dp2 x sp2", "fsdp2", 4, {"sp_size": 2}),
+    ParityLayout("fsdp2_tp2", "fsdp2 dp1 x tp2", "fsdp2", 2, {"tp_size": 2}),
+    ParityLayout("fsdp2_sp2_tp2", "fsdp2 dp1 x sp2 x tp2", "fsdp2", 4, {"sp_size": 2, "tp_size": 2}),
+    ParityLayout("deepspeed_1", "deepspeed 2, stage 1", "deepspeed", 2, {"stage": 1}),
+    ParityLayout("deepspeed_2", "deepspeed 2, stage 2", "deepspeed", 2, {"stage": 2}),
+    ParityLayout("deepspeed_3", "deepspeed 2, stage 3", "deepspeed", 2, {"stage": 3}),
+    ParityLayout("deepspeed_3_sp2", "deepspeed dp1 x sp2, stage 3", "deepspeed", 2, {"stage": 3, "sp_size": 2}),
+)
+
+
+def chosen(names: Sequence[str]) -> list[ParityLayout]:
+    """The layouts of these names in the order of the table, all without names; the reference always leads.
+
+    Raises:
+        ConfigError: no layout has that name.
+    """
+    known = [layout.name for layout in LAYOUTS]
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                key="parity.layouts", got=name, because="no layout has that name", fix=did_you_mean(name, known)
+            )
+    return [layout for layout in LAYOUTS if not names or layout.name in names or layout is REFERENCE]

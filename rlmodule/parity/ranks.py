@@ -1,0 +1,208 @@
+"""One layout, run through the real trainer and strategy in processes of its own.
+
+Processes come from a fork server that has imported everything once and touched no device. Leaves out what is compared
+with what (``compare.py``).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+
+from rlmodule.core.errors import RLModuleError
+from rlmodule.data.stream import PromptStream
+from rlmodule.datamodule import RLDataModule
+from rlmodule.launch import free_port
+from rlmodule.objective import Objective
+from rlmodule.parity.compare import parameter_difference
+from rlmodule.parity.layouts import ParityLayout
+from rlmodule.parity.samples import FixedSource, MadeUpAdvantage, make_samples
+from rlmodule.run_context import Running
+from rlmodule.session import Session, quieten
+
+PRELOAD = ["rlmodule.parity.ranks"]
+REFERENCE_FILE = "parity_reference.pt"
+MOMENT = 5.0  # seconds that ranks have to end by themselves once one of them has failed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a layout gave.
+
+    Args:
+        steps: metrics of each optimizer step.
+        parameters: largest relative difference to the reference's weights after the last step; 0 for itself.
+        seconds: of the training, without starting processes.
+    """
+
+    steps: list[dict[str, float]]
+    parameters: float
+    worst_parameter: str
+    seconds: float
+
+
+def session_for(session: Session, layout: ParityLayout) -> Session:
+    """The user's session, cut like this, on the fixed rollouts."""
+    s, config = session.settings, session.settings.parity
+    batching = replace(
+        s.batching,
+        mini_batch_size=config.samples_per_step,
+        use_dynamic_bsz=True,
+        max_token_len_per_gpu=int(2 * config.longest * layout.budget),
+        shuffle=False,
+        equal_counts=False,
+    )
+    settings = replace(
+        s,
+        batching=replace(batching, **layout.batching),
+        algorithm=replace(s.algorithm, ppo_epochs=1),
+        optimizer=replace(s.optimizer, warmup_steps=0, total_steps=None),
+        trainer=replace(s.trainer, max_epochs=1, devices=str(layout.processes), num_nodes=1),
+        advantage=MadeUpAdvantage(),
+        backend=layout.backend,
+        callbacks={},
+        logger="none",
+    )
+    return Session(settings, session.run_dir, session.menu, dict(layout.options), is_first=False)
+
+
+def run(session: Session, *, is_reference: bool) -> Outcome | str:
+    """Train in ``session.num_processes`` processes; returns what came out, or what went wrong."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    world_size, port = session.num_processes, free_port()
+    pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+    ranks = [
+        context.Process(target=_rank, args=(rank, world_size, port, session, is_reference, sender), daemon=True)
+        for rank, (_, sender) in enumerate(pipes)
+    ]
+    for process in ranks:
+        process.start()
+    for _, sender in pipes:
+        sender.close()
+    try:
+        answers = _answers([receiver for receiver, _ in pipes], session.settings.parity.timeout)
+    finally:
+        for process in ranks:
+            process.join(2)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    failures = [f"rank {rank}: {answer}" for rank, answer in answers.items() if isinstance(answer, str)]
+    if failures:
+        return failures[0]
+    outcome = answers[0]
+    assert isinstance(outcome, Outcome), "the first rank tells"
+    return outcome
+
+
+def _answers(receivers: Sequence[Connection], timeout: float) -> dict[int, Outcome | str | None]:
+    """rank -> what it sent, in the order it came; once one has failed, its peers wait for nobody and get a moment."""
+    answers: dict[int, Outcome | str | None] = {}
+    deadline = time.monotonic() + timeout
+    while len(answers) < len(receivers):
+        waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in answers]
+        ready = wait(waiting, max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = [rank for rank in range(len(receivers)) if rank not in answers]
+            return answers | dict.fromkeys(late, f"no answer in {timeout:.0f} seconds: it hangs")
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            answer = _received(receiver)
+            answers[receivers.index(receiver)] = answer
+            if isinstance(answer, str):
+                deadline = min(deadline, time.monotonic() + MOMENT)
+    return answers
+
+
+def _received(receiver: Connection) -> Outcome | str | None:
+    try:
+        return pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        return "died without a word"
+
+
+def _rank(rank: int, world_size: int, port: int, session: Session, is_reference: bool, sender: Connection) -> None:
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    try:
+        answer: Outcome | str | None = train(session, is_first=rank == 0, is_reference=is_reference)
+    except RLModuleError as error:
+        answer = str(error)
+    except Exception:
+        answer = traceback.format_exc()
+    sender.send_bytes(pickle.dumps(answer))
+    sender.close()
+    os._exit(0)  # process groups of a failed layout would wait for each other
+
+
+def train(session: Session, *, is_first: bool, is_reference: bool) -> Outcome | None:
+    """Train this rank's part; the first rank tells what came out."""
+    quieten()
+    settings = session.settings
+    torch.set_num_threads(settings.trainer.num_threads or 1)
+    rows = session.demonstrations if settings.algorithm.source == "demonstrations" else session.prompts
+    samples = make_samples(rows, settings.parity)
+    objective = Objective(settings.loss, settings.algorithm)
+    module, strategy = session.new_module(objective), session.new_strategy()
+    data = RLDataModule(
+        FixedSource(samples, lambda: strategy.layout),
+        PromptStream(len(samples), settings.run.seed),
+        partial(session.maker, objective, strategy),
+    )
+    reference = session.run_dir.root / REFERENCE_FILE
+    recorder = Recorder(reference, is_first=is_first, is_reference=is_reference)
+    start = time.perf_counter()
+    session.trainer(strategy, [recorder], None).fit(module, datamodule=data)
+    seconds = time.perf_counter() - start
+    if not is_first:
+        return None
+    return Outcome(recorder.steps, recorder.difference, recorder.worst_parameter, seconds)
+
+
+class Recorder(L.Callback):
+    """Keeps the metrics of every step; at the end the first rank keeps the weights as the reference, or compares them.
+
+    Args:
+        reference: the file of the reference's weights.
+        is_first: whether this rank reads the stream of weights; every rank takes part in it.
+        is_reference: whether these weights are the reference.
+    """
+
+    def __init__(self, reference: Path, *, is_first: bool, is_reference: bool) -> None:
+        self.reference = reference
+        self.is_first = is_first
+        self.is_reference = is_reference
+        self.steps: list[dict[str, float]] = []
+        self.worst_parameter, self.difference = "", 0.0
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """One optimizer step was taken."""
+        report = Running.of(trainer).module.last_step
+        assert report is not None, "a training step leaves a report"
+        self.steps.append(dict(report.metrics))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """All steps were taken."""
+        weights = Running.of(trainer).strategy.full_weights("policy")
+        if not self.is_first:
+            for _ in weights:
+                pass
+        elif self.is_reference:
+            torch.save({name: tensor.detach().cpu().clone() for name, tensor in weights}, self.reference)
+        else:
+            reference: Mapping[str, Tensor] = torch.load(self.reference, mmap=True, weights_only=True)
+            self.worst_parameter, self.difference = parameter_difference(weights, reference)

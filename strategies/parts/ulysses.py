@@ -1,0 +1,118 @@
+"""Ulysses sequence parallelism (arXiv:2309.14509): rows are cut over ranks, heads are exchanged around attention.
+
+A rank holds T/sp tokens of all heads; attention needs T tokens of some heads. One all-to-all makes the one from the
+other, its mirror goes back. Nothing is kept between calls and nothing is global: the model carries this object to its
+attention as a keyword. Leaves out the attention itself (``rlmodule/ops/attention.py``), how a row is cut
+(``rlmodule/batching/collate.py``), and which ranks form a group (``mesh.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from strategies.parts.collectives import GroupCollectives
+
+
+@dataclass(frozen=True, eq=False)
+class Ulysses:
+    """One rank's view of the group that shares its rows; implements ``SequenceRanks``.
+
+    Args:
+        group: the sequence-parallel group.
+        collectives: the same group, for small objects.
+        size, rank: extent of the group and place in it.
+    """
+
+    group: dist.ProcessGroup
+    collectives: GroupCollectives
+    size: int
+    rank: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, device: torch.device) -> Ulysses | None:
+        """The view of this process; None where rows are not cut. ``device`` is where small objects travel."""
+        if group is None or dist.get_world_size(group) == 1:
+            return None
+        return cls(group, GroupCollectives(device, group), dist.get_world_size(group), dist.get_rank(group))
+
+    def scatter_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[1, heads, T/sp, D] -> [1, heads/sp, T, D]: queries, keys and values travel in one exchange.
+
+        Fewer key/value heads than ranks: each is repeated for the ranks whose queries read it.
+        """
+        parts = [self._for_ranks(x) for x in (query, key, value)]  # [sp, heads/sp, T/sp, D] each
+        sizes = [part[0].numel() for part in parts]
+        arrived = _Exchange.apply(torch.cat([part.flatten(1) for part in parts], dim=1), self.group)
+        pieces = (piece.view(part.shape) for piece, part in zip(arrived.split(sizes, dim=1), parts, strict=True))
+        # The first axis is now the rank that sent it, which is the slice of the row.
+        q, k, v = (piece.transpose(0, 1).flatten(1, 2).unsqueeze(0) for piece in pieces)
+        return q.to(query.dtype), k.to(key.dtype), v.to(value.dtype)
+
+    def gather_heads(self, out: Tensor) -> Tensor:
+        """[1, T, heads/sp, D] -> [1, T/sp, heads, D]."""
+        by_slice = out[0].unflatten(0, (self.size, -1))  # [sp, T/sp, heads/sp, D]
+        by_heads = _Exchange.apply(by_slice, self.group)
+        return by_heads.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+    def sum_over_slices(self, value: Tensor) -> Tensor:
+        """Sum over the ranks. Every rank's loss share may depend on it, so backward sums over the ranks as well."""
+        return _Sum.apply(value, self.group)
+
+    def gather_slices(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """[n] per micro-batch of this slice -> [N] of the whole rows: loss tokens stand in the order of the row."""
+        everyone = self.collectives.gather_objects(list(parts))
+        return [torch.cat(slices) for slices in zip(*everyone, strict=True)]
+
+    def _for_ranks(self, x: Tensor) -> Tensor:
+        heads = x.shape[1]
+        if heads < self.size:
+            x = x.repeat_interleave(self.size // heads, dim=1)
+        return x[0].unflatten(0, (self.size, -1))
+
+
+class _Exchange(torch.autograd.Function):
+    """``x[r]`` goes to rank r; what rank r sent here arrives at r. Its own mirror: backward is the same exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(grad, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    """All-reduce whose backward is an all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_reduce(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grad, ctx.group), None
+
+
+def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total

@@ -1,0 +1,159 @@
+"""``python train.py ...`` as a user types it, in a process of its own; and what such a run leaves behind.
+
+``forked`` starts it in a fork of the test process, which has imported everything already: the same ``main()``, command
+line and output, seconds sooner. Ranks of several devices are real processes of the supervisor either way.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import train
+
+ROOT = train.SCRIPT.parent
+PATIENCE = 280  # seconds; noisy machines are slow, hanging ones are caught
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended, and everything it printed."""
+
+    code: int
+    text: str
+
+
+def typed(*arguments: str, cwd: Path, program: Sequence[str] = (str(train.SCRIPT),)) -> Finished:
+    """``python train.py ARGUMENTS`` to its end, in a new interpreter."""
+    done = subprocess.run(
+        [sys.executable, *program, *arguments],
+        cwd=cwd,
+        env={**os.environ, **ENVIRONMENT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+    )
+    return Finished(done.returncode, done.stdout)
+
+
+class Command:
+    """A command that is running in a fork.
+
+    Args:
+        arguments: of ``train.py``.
+        cwd: where it is started; its output goes to ``output.txt`` in there, behind that of earlier commands.
+    """
+
+    def __init__(self, arguments: Sequence[str], cwd: Path) -> None:
+        self.log = cwd / "output.txt"
+        self.log.touch()
+        self._start = self.log.stat().st_size
+        context = multiprocessing.get_context("fork")
+        self.process = context.Process(target=_main, args=(list(arguments), cwd, self.log))
+        self.process.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs ``main()``."""
+        assert self.process.pid is not None
+        return self.process.pid
+
+    @property
+    def text(self) -> str:
+        """What it has printed so far."""
+        return self.log.read_bytes()[self._start :].decode(errors="replace")
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> process id of the ranks its supervisor has started."""
+        found = {}
+        for pid in children_of(self.pid):
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found |= {int(e.split(b"=")[1]): pid for e in environment if e.startswith(b"LOCAL_RANK=")}
+        return found
+
+    def wait(self) -> Finished:
+        """Until it ends by itself."""
+        self.process.join(PATIENCE)
+        if self.process.exitcode is None:
+            self.kill()
+            raise AssertionError(f"it hangs:\n{self.text}")
+        return Finished(self.process.exitcode, self.text)
+
+    def kill(self) -> None:
+        """kill -9; no word of goodbye."""
+        self.process.kill()
+        self.process.join()
+
+
+def forked(*arguments: str, cwd: Path) -> Finished:
+    """``python train.py ARGUMENTS`` to its end, in a fork."""
+    return Command(arguments, cwd).wait()
+
+
+def _main(arguments: list[str], cwd: Path, log: Path) -> None:
+    with log.open("ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+    os.chdir(cwd)
+    os.environ.update(ENVIRONMENT)
+    warnings.resetwarnings()  # pytest has turned them into errors
+    sys.argv = [str(train.SCRIPT), *arguments]
+    try:
+        code = train.main()
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0)
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes whose parent it is."""
+    return [child for child, parent in _processes() if parent == pid]
+
+
+def is_running(pid: int) -> bool:
+    """Whether it has not ended."""
+    return any(number == pid for number, _ in _processes())
+
+
+def _processes() -> Iterator[tuple[int, int]]:
+    """(id, parent) of every process that has not ended."""
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                state, parent = (path / "stat").read_text().rsplit(")", 1)[1].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                yield int(path.name), int(parent)
+
+
+def wait_until(true: Callable[[], bool], command: Command) -> None:
+    """Until it is so; fails when the command ends first."""
+    deadline = time.monotonic() + PATIENCE
+    while not true():
+        assert command.process.is_alive(), f"it ended too early:\n{command.text}"
+        assert time.monotonic() < deadline, f"it did not come to it:\n{command.text}"
+        time.sleep(0.02)
+
+
+def with_warm_start(run_dir: Path, of: Path) -> Path:
+    """A run directory that holds the starting weights of another run already."""
+    shutil.copytree(of / "warm_start", run_dir / "warm_start")
+    return run_dir

@@ -1,0 +1,83 @@
+"""Activation checkpointing makes activations again instead of keeping them, and changes no number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rlmodule.batching.sampler import BatchingConfig
+from rlmodule.core.errors import ConfigError
+from rlmodule.losses.ppo_clip import PPOClip
+from rlmodule.models.policy import ModelConfig, build_policy
+from rlmodule.models.recompute import recompute_activations
+from rlmodule.objective import AlgorithmConfig, Objective
+from tests.helpers.tiny import WINDOWED, architecture, mixed_rows, share_rows, tiny_policy
+
+OBJECTIVE = Objective(PPOClip(), AlgorithmConfig(entropy_coeff=0.1))
+
+
+class Count(TorchDispatchMode):
+    """Counts calls of each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func._schema.name] = self.calls.get(func._schema.name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(mode: str, family: str = "qwen3") -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, int]]:
+    """(loss, gradients, calls of each operation in forward and backward)."""
+    policy = tiny_policy(family)
+    recompute_activations(policy.lm, mode)
+    policy.train()
+    (mini_batch,) = share_rows(mixed_rows(), BatchingConfig())
+    share = OBJECTIVE.over(mini_batch.micro_batches[0], mini_batch.totals)
+    with Count() as count:
+        loss = policy(mini_batch.micro_batches[0], objective=share)
+        loss.backward()
+    return loss.detach(), {name: p.grad for name, p in policy.named_parameters()}, count.calls
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt2", *WINDOWED])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_it_changes_no_number(mode: str, family: str) -> None:
+    loss, expected, _ = gradients("none", family)
+    again, got, _ = gradients(mode, family)
+    assert torch.equal(again, loss)
+    for name, gradient in expected.items():
+        assert torch.equal(got[name], gradient), name
+
+
+def test_full_makes_everything_again_and_selective_spares_products_and_attention() -> None:
+    plain, full, selective = (gradients(mode)[2] for mode in ("none", "full", "selective"))
+    norms, products = "aten::rsqrt", "aten::mm"
+    assert full[norms] > plain[norms]
+    assert full[products] > plain[products]
+    assert selective[norms] == full[norms]
+    assert selective[products] == plain[products]
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    assert selective[attention] == plain[attention] < full[attention]
+
+
+def test_a_configured_model_recomputes() -> None:
+    config = ModelConfig(architecture=architecture(), activation_checkpointing="full")
+    assert build_policy(config, seed=0, temperature=1.0).lm.is_activation_checkpointing
+
+
+def test_a_model_that_does_not_offer_it_is_refused() -> None:
+    lm = nn.Linear(1, 1)
+    lm.supports_gradient_checkpointing = False  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"model.activation_checkpointing=full: Linear does not offer it"):
+        recompute_activations(lm, "full")
+
+
+def test_unknown_words_and_compiling_besides_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"activation_checkpointing=half.*Known: full, none, selective"):
+        ModelConfig(architecture=architecture(), activation_checkpointing="half")
+    with pytest.raises(ConfigError, match=r"compile=True: .*activation_checkpointing=full"):
+        ModelConfig(architecture=architecture(), activation_checkpointing="full", compile=True)

@@ -1,0 +1,217 @@
+"""``task=parity`` passes where only the cut differs, fails on a fault that depends on the cut, and skips with a reason."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+import torch
+from rich.console import Console
+
+import train
+from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
+from rlmodule.core.contract import Layout
+from rlmodule.core.errors import ConfigError, TrainingError
+from rlmodule.core.types import LossInputs, TokenLoss
+from rlmodule.losses.ppo_clip import PPOClip
+from rlmodule.parity.compare import metric_differences, parameter_difference
+from rlmodule.parity.layouts import LAYOUTS, REFERENCE, ParityLayout, chosen
+from rlmodule.parity.ranks import Outcome, session_for
+from rlmodule.parity.report import judge, prove, refusal
+from rlmodule.parity.samples import make_samples
+from rlmodule.run_directory import RunDirectory
+from rlmodule.session import Session
+from rlmodule.settings import ParityConfig
+from strategies.registry import STRATEGIES
+
+ROOT = Path(__file__).parents[2]
+
+
+def session_in(folder: Path, *overrides: str) -> Session:
+    with hydra.initialize_config_dir(str(train.CONF), version_base="1.3"):
+        config = hydra.compose("train", ["task=parity", "model.architecture.hidden_size=32", *overrides])
+    return Session.read(config, RunDirectory(folder), STRATEGIES)
+
+
+def verdicts_of(session: Session) -> tuple[bool, dict[str, dict[str, Any]], str]:
+    """(whether none failed, what the file says of each layout, what was printed)."""
+    printed = Console(file=StringIO(), width=200)
+    passed = prove(session, printed)
+    content = json.loads((session.run_dir.root / "parity.json").read_text())
+    return passed, {v["name"]: v for v in content["layouts"]}, printed.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.ranks
+def test_layouts_that_only_cut_differently_pass(tmp_path: Path) -> None:
+    layouts = "parity.layouts=[half_budget,other_order,fixed_size,ddp_2,ddp_2_sp2]"
+    kinds = ["algorithm.use_kl_loss=true", "algorithm.entropy_coeff=0.01"]
+    passed, verdicts, printed = verdicts_of(session_in(tmp_path, layouts, *kinds))
+    assert passed, printed
+    assert list(verdicts) == ["single", "half_budget", "other_order", "fixed_size", "ddp_2", "ddp_2_sp2"]
+    for verdict in verdicts.values():
+        assert verdict["verdict"] == "PASS"
+        assert {"actor/loss", "actor/grad_norm", "actor/kl_loss", "actor/entropy"} <= set(verdict["by_metric"])
+    assert verdicts["ddp_2"]["loss"] < 1e-6
+    assert verdicts["ddp_2_sp2"]["grad_norm"] < 1e-6
+    assert 0 < max(v["parameters"] for v in verdicts.values()) < 1e-4
+    assert "6 passed, 0 failed, 0 skipped" in printed
+    assert not (tmp_path / "parity_reference.pt").exists()
+
+
+@dataclass(frozen=True)
+class DividedByItsOwnSamples(PPOClip):
+    """The planted fault: a loss that divides by what is counted in the micro-batch at hand."""
+
+    def __call__(self, x: LossInputs) -> TokenLoss:
+        right = super().__call__(x)
+        return replace(right, loss=right.loss / len(x.loss_tokens))
+
+
+@dataclass(frozen=True)
+class Broken(PPOClip):
+    """Cannot be computed."""
+
+    def __call__(self, x: LossInputs) -> TokenLoss:
+        raise ZeroDivisionError("planted")
+
+
+@pytest.mark.ranks
+def test_a_loss_that_depends_on_the_cut_fails(tmp_path: Path) -> None:
+    session = session_in(tmp_path, "parity.layouts=[half_budget]", "parity.steps=2")
+    session.settings = replace(session.settings, loss=DividedByItsOwnSamples())
+    passed, verdicts, printed = verdicts_of(session)
+    assert not passed
+    assert verdicts["single"]["verdict"] == "PASS"
+    assert verdicts["half_budget"]["verdict"] == "FAIL"
+    assert "actor/pg_loss is off by" in verdicts["half_budget"]["reason"]
+    assert "1 passed, 1 failed" in printed
+
+
+@pytest.mark.ranks
+def test_a_reference_that_cannot_train_ends_it_with_its_traceback(tmp_path: Path) -> None:
+    session = session_in(tmp_path, "parity.layouts=[single]")
+    session.settings = replace(session.settings, loss=Broken())
+    with pytest.raises(
+        TrainingError, match=r"(?s)one process alone cannot train this model.*ZeroDivisionError: planted"
+    ):
+        prove(session, Console(file=StringIO()))
+
+
+def test_what_cannot_run_here_is_skipped_with_its_reason(tmp_path: Path) -> None:
+    session = session_in(tmp_path)
+    reason = refusal(session_for(session, ParityLayout("x", "x", "nonesuch", 2)))
+    assert reason is not None
+    assert reason.startswith("strategy=nonesuch: no strategy has that name")
+    reason = refusal(session_for(session, ParityLayout("x", "x", "ddp", 3, {"sp_size": 3})))
+    assert reason is not None
+    assert "num_attention_heads=4 and num_key_value_heads=2 do not split over sp_size=3" in reason
+    assert refusal(session_for(session, ParityLayout("x", "x", "ddp", 4, {"sp_size": 2}))) is None
+    adapters = session_in(tmp_path, "model.lora.r=4")
+    reason = refusal(session_for(adapters, ParityLayout("x", "x", "fsdp2", 2, {"tp_size": 2})))
+    assert reason is not None
+    assert reason.startswith("model.lora.r=4: tp_size=2 cuts the matrices of the model itself")
+    pytest.importorskip("deepspeed")
+    selective = session_in(tmp_path, "model.activation_checkpointing=selective")
+    reason = refusal(session_for(selective, ParityLayout("x", "x", "deepspeed", 2, {"stage": 3})))
+    assert reason is not None
+    assert reason.startswith(
+        "model.activation_checkpointing=selective: strategy=deepspeed gathers weights inside blocks"
+    )
+
+
+def test_under_torchrun_it_says_how_to_start_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(ConfigError, match=r"task=parity: it starts processes of its own"):
+        prove(session_in(tmp_path))
+
+
+def test_the_reference_always_leads_and_unknown_names_are_refused() -> None:
+    assert chosen([]) == list(LAYOUTS)
+    assert [layout.name for layout in chosen(["ddp_2"])] == ["single", "ddp_2"]
+    with pytest.raises(ConfigError, match=r"parity.layouts=dpd_2: .*ddp_2"):
+        chosen(["dpd_2"])
+
+
+def test_the_rollouts_are_hard_to_cut(tmp_path: Path) -> None:
+    config = ParityConfig()
+    samples = make_samples(session_in(tmp_path).prompts, config)
+    assert len(samples) % config.samples_per_step == 1, "the last mini-batch has one sample: other ranks run dummies"
+    lengths = [s.sample.meta.length for s in samples]
+    assert min(lengths) <= 4
+    assert config.longest / 2 < max(lengths) <= config.longest
+    assert sum(s.score.value is None for s in samples) == 1
+    assert samples[-1].score.value is not None
+    assert any(s.sample.meta.loss_tokens < s.sample.meta.response_len for s in samples), "tool tokens"
+    metas = [replace(s.sample.meta, is_left_out=s.score.value is None) for s in samples]
+    cut = BatchingConfig(config.samples_per_step, max_token_len_per_gpu=2 * config.longest, shuffle=False)
+    plans = BalancedSampler(metas, cut, Layout(4), seed=0, iteration=0).plans
+    assert len(plans) == config.steps
+    assert [[len(step) for step in rank] for rank in plans[-1].micro_batches].count([0]) == 3, "dummies"
+    single = BalancedSampler(metas, cut, Layout(), seed=0, iteration=0).plans
+    assert single[0].num_micro_steps >= 2, "the reference accumulates, too"
+
+
+STEPS = [{"actor/loss": 2.0, "actor/grad_norm": 1.0, "balance/x": 3.0}, {"actor/loss": -4.0, "actor/grad_norm": 1.0}]
+
+
+def changed(**values: float) -> list[dict[str, float]]:
+    return [{**STEPS[0], **{k.replace("_", "/", 1): v for k, v in values.items()}}, STEPS[1]]
+
+
+def test_differences_are_relative_to_the_largest_value_of_the_run() -> None:
+    assert metric_differences(changed(actor_loss=2.4), STEPS) == pytest.approx(
+        {"actor/loss": 0.1, "actor/grad_norm": 0}
+    )
+    tiny = [{"actor/loss": 1e-9}]
+    assert metric_differences(tiny, [{"actor/loss": 0.0}]) == pytest.approx({"actor/loss": 1e-8}), "zero has no scale"
+
+
+def test_how_the_work_was_cut_is_no_difference() -> None:
+    assert set(metric_differences(changed(balance_x=9.0), STEPS)) == {"actor/loss", "actor/grad_norm"}
+
+
+@pytest.mark.parametrize(
+    "steps", [changed(actor_loss=math.nan), STEPS[:1], [{"actor/loss": 2.0}, STEPS[1]], changed(actor_loss=math.inf)]
+)
+def test_what_is_missing_or_not_a_number_is_infinitely_far(steps: list[dict[str, float]]) -> None:
+    assert max(metric_differences(steps, STEPS).values()) == math.inf
+    config = ParityConfig()
+    reference = Outcome(STEPS, 0.0, "", 1.0)
+    assert judge(REFERENCE, Outcome(steps, 0.0, "", 1.0), reference, config).verdict == "FAIL"
+
+
+def test_nan_in_both_runs_is_the_same_number() -> None:
+    steps = changed(actor_loss=math.nan)
+    assert max(metric_differences(steps, steps).values()) == 0
+
+
+def test_a_weight_is_held_against_its_tensor() -> None:
+    reference = {"a": torch.tensor([1.0, -4.0]), "b": torch.zeros(2)}
+    assert parameter_difference(reference.items(), reference) == ("a", 0.0)
+    off = {**reference, "a": torch.tensor([1.0, -4.4])}
+    assert parameter_difference(off.items(), reference) == ("a", pytest.approx(0.1))
+    assert parameter_difference([("a", reference["a"])], reference) == ("b", math.inf)
+    assert parameter_difference([("c", torch.zeros(1)), *reference.items()], reference) == ("c", math.inf)
+    nan = {**reference, "b": torch.tensor([math.nan, 0.0])}
+    outcome = Outcome(STEPS, parameter_difference(nan.items(), reference)[1], "b", 1.0)
+    assert judge(REFERENCE, outcome, Outcome(STEPS, 0.0, "", 1.0), ParityConfig()).verdict == "FAIL"
+
+
+@pytest.mark.ranks
+def test_the_command_line_prints_a_table_and_exits_with_1_on_a_failure(tmp_path: Path) -> None:
+    """A tolerance below rounding stands for the fault here."""
+    command = [sys.executable, "train.py", "task=parity", "parity.layouts=[half_budget]", "parity.steps=2"]
+    command += ["model.architecture.hidden_size=32", f"run_dir={tmp_path / 'run'}", "parity.parameter_tolerance=1e-12"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "single, half the token budget" in done.stdout
+    assert "FAIL single, half the token budget: weight" in done.stdout
+    assert (tmp_path / "run" / "parity.json").exists()
