@@ -27,7 +27,7 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     _check_budget(settings, layout)
     _check_groups(settings)
     _check_equal_counts(settings, layout)
-    _check_whole_sequences(settings, layout)
+    _check_selection(settings, layout)
     _check_positions(settings, hf_config)
     _check_old_logprob(settings)
     if settings.rollout.temperature != 1.0 and settings.algorithm.source == "demonstrations":
@@ -150,14 +150,14 @@ def _check_groups(settings: Settings) -> None:
         )
 
 
-def _check_whole_sequences(settings: Settings, layout: Layout) -> None:
-    loss = settings.loss
-    if layout.sp_size > 1 and (loss.whole_sequences or "selected" in loss.needs):
+def _check_selection(settings: Settings, layout: Layout) -> None:
+    if layout.sp_size > 1 and "selected" in settings.loss.needs:
         raise ConfigError(
             key="strategy.sp_size",
             got=layout.sp_size,
-            because=f"{type(loss).__name__} looks at whole sequences, and a sequence rank holds a slice of them",
-            fix="Use strategy.sp_size=1, or a loss that looks at tokens",
+            because=f"{type(settings.loss).__name__} selects tokens of whole mini-batches, "
+            "and no exchange finds those of sequence ranks yet",
+            fix="Use strategy.sp_size=1, or another loss",
         )
 
 

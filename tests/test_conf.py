@@ -268,12 +268,12 @@ def test_a_wrong_value_names_key_value_and_fix(tmp_path, overrides, key, got, sa
     assert not (tmp_path / "run").exists(), "a run that is refused leaves nothing behind"
 
 
-@pytest.mark.parametrize("loss", ["gspo", "gmpo", "clip_cov"])
-def test_losses_of_whole_sequences_refuse_slices_of_them(loss):
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
+def test_losses_that_select_tokens_refuse_slices_of_sequences(loss):
     settings = Settings.read(compose(f"loss={loss}"))
     config = load_model_config(settings.model)
     check(settings, config, Layout(2))
-    with pytest.raises(ConfigError, match=r"strategy\.sp_size=2: .* whole sequences"):
+    with pytest.raises(ConfigError, match=r"strategy\.sp_size=2: .* whole mini-batches"):
         check(settings, config, Layout(2, sp_size=2))
 
 

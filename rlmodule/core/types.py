@@ -297,6 +297,10 @@ class LossInputs:
         sums = torch.zeros(len(self.loss_tokens), dtype=value.dtype, device=value.device)
         return self.over_slices(sums.index_add(0, self.sequence, value))
 
+    def mean_per_sequence(self, value: Tensor) -> Tensor:
+        """[N] -> [N] mean over all loss tokens of the sample, given back to each of them; they share its gradient."""
+        return (self.sum_per_sequence(value) / self.loss_tokens.clamp(min=1))[self.sequence]
+
 
 @dataclass(frozen=True)
 class TokenMeans:

@@ -11,7 +11,6 @@ from rlmodule.core.config import at_least
 from rlmodule.core.types import LossInputs, TokenLoss
 from rlmodule.losses import LOSSES
 from rlmodule.ops.kl import bounded_exp
-from rlmodule.ops.sequences import mean_by_sequence
 
 
 @LOSSES.register
@@ -42,12 +41,12 @@ class GMPO:
         """[N] loss tokens -> [N] losses and metrics."""
         assert x.old_logprob is not None, "gmpo needs old_logprob"
         assert x.advantage is not None, "gmpo needs advantage"
-        advantage = mean_by_sequence(x.advantage, x.sequence, x.loss_tokens)
+        advantage = x.mean_per_sequence(x.advantage)
         log_ratio = x.logprob - x.old_logprob
         clipped = log_ratio.clamp(-self.clip_log_ratio_low, self.clip_log_ratio_high)
         lower, upper = torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped)
         kept = torch.where(advantage >= 0, lower, upper)  # whichever promises less
-        ratio = bounded_exp(mean_by_sequence(kept, x.sequence, x.loss_tokens))
+        ratio = bounded_exp(x.mean_per_sequence(kept))
         return TokenLoss(
             loss=-advantage * ratio,
             metrics={"clip_frac": (kept != log_ratio).float(), "ppo_kl": -log_ratio.detach()},

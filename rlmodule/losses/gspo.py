@@ -11,7 +11,6 @@ from rlmodule.core.config import at_least
 from rlmodule.core.types import LossInputs, TokenLoss
 from rlmodule.losses import LOSSES
 from rlmodule.ops.kl import bounded_exp
-from rlmodule.ops.sequences import mean_by_sequence
 
 
 @LOSSES.register
@@ -42,7 +41,7 @@ class GSPO:
         assert x.old_logprob is not None, "gspo needs old_logprob"
         assert x.advantage is not None, "gspo needs advantage"
         log_ratio = x.logprob - x.old_logprob
-        ratio = bounded_exp(mean_by_sequence(log_ratio, x.sequence, x.loss_tokens))
+        ratio = bounded_exp(x.mean_per_sequence(log_ratio))
         plain = ratio * x.advantage
         gain = torch.minimum(plain, ratio.clamp(1 - self.clip_ratio_low, 1 + self.clip_ratio_high) * x.advantage)
         return TokenLoss(loss=-gain, metrics={"clip_frac": (gain < plain).float(), "ppo_kl": -log_ratio.detach()})

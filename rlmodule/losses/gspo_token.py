@@ -11,7 +11,6 @@ from rlmodule.core.config import at_least
 from rlmodule.core.types import LossInputs, TokenLoss
 from rlmodule.losses import LOSSES
 from rlmodule.ops.kl import bounded_exp
-from rlmodule.ops.sequences import mean_by_sequence
 
 
 @LOSSES.register
@@ -41,7 +40,7 @@ class GSPOToken:
         assert x.old_logprob is not None, "gspo_token needs old_logprob"
         assert x.advantage is not None, "gspo_token needs advantage"
         log_ratio = x.logprob.detach() - x.old_logprob
-        of_sequence = mean_by_sequence(log_ratio, x.sequence, x.loss_tokens)
+        of_sequence = x.mean_per_sequence(log_ratio)
         # logprob - its own value is 0 and carries the gradient of the token.
         ratio = bounded_exp(of_sequence + (x.logprob - x.logprob.detach()))
         plain = ratio * x.advantage
