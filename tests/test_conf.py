@@ -150,7 +150,7 @@ def test_conf_says_what_the_code_says():
     purpose = {
         "data": {"task", "task_args", "max_prompt_length", "max_response_length", "warm_start_steps"},
         "model": {"architecture", "tokenizer"},
-        "algorithm": {"loss_scale_factor"},
+        "algorithm": {"loss_scale_factor", "overlong_buffer"},
         "optimizer": {"schedule", "min_lr_ratio"},
         "warm_start": {"steps"},
         "trainer": {"devices"},
@@ -202,7 +202,7 @@ def refusal_of(tmp_path, *overrides):
     ("overrides", "key", "got", "says"),
     [
         (["strategy=fsdp3"], "strategy", "fsdp3", "Known: auto, ddp, deepspeed, fsdp, fsdp2, single"),
-        (["loss=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip?"),
+        (["loss=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip"),
         (["advantage=grop"], "advantage", "grop", "Did you mean grpo"),
         (["data=sorrt"], "data", "sorrt", "Did you mean sort?"),
         (["loss.name=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip"),

@@ -42,10 +42,6 @@ def test_a_run_shorter_than_its_warm_up_divides_by_nothing():
     assert factors([3, 4, 5], run_steps=2, schedule="linear") == [0.75, 1.0, 0.0]
 
 
-def optimizer_of(config, model):
-    return build_optimizer(config, model.named_parameters(), matrices_of(model))
-
-
 def test_matrices_are_named_before_a_strategy_flattens_them():
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     assert matrices_of(model) == {"0.weight"}
@@ -54,7 +50,7 @@ def test_matrices_are_named_before_a_strategy_flattens_them():
 def test_the_schedule_sets_the_rate_of_every_group():
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     config = OptimizerConfig(lr=0.4, warmup_steps=4)
-    optimizer = optimizer_of(config, model)
+    optimizer = build_optimizer(config, model)
     schedule = build_schedule(config, optimizer, run_steps=20)
     rates = []
     for _ in range(6):
@@ -69,7 +65,7 @@ def test_decay_pulls_at_matrices_and_leaves_vectors_alone():
     """With no gradient to speak of a step is w - lr * decay * w."""
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = optimizer_of(OptimizerConfig(lr=0.1, weight_decay=0.5), model)
+    optimizer = build_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.5), model)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -81,7 +77,7 @@ def test_decay_pulls_at_matrices_and_leaves_vectors_alone():
 def test_only_what_trains_is_given_to_the_optimizer():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
     model[0].requires_grad_(False)
-    held = [p for group in optimizer_of(OptimizerConfig(), model).param_groups for p in group["params"]]
+    held = [p for group in build_optimizer(OptimizerConfig(), model).param_groups for p in group["params"]]
     assert held == [model[1].weight], "and no group is empty"
 
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import rlmodule.session  # noqa: F401  in the parent, so that no fork has to import it again
+import strategies.registry  # noqa: F401
 import train
 
 ROOT = train.SCRIPT.parent

@@ -104,10 +104,11 @@ def test_the_checkpoint_is_whole_and_the_policy_loads_elsewhere(first_run):
     assert passed_over == []
     model = AutoModelForCausalLM.from_pretrained(first_run / "policy")
     tokenizer = AutoTokenizer.from_pretrained(first_run / "policy")
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": "sort 31"}], add_generation_prompt=True)
-    prompt = torch.tensor([ids["input_ids"] if isinstance(ids, dict) else list(ids)])
-    answer = model.generate(prompt, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-    assert tokenizer.decode(answer[0, prompt.shape[1] :], skip_special_tokens=True)
+    turns = [{"role": "user", "content": "sort 312"}]
+    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    answer = model.generate(**prompt, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    text = tokenizer.decode(answer[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert sorted(text) == ["1", "2", "3"], "it has learned to permute the digits"
 
 
 def test_the_policy_learns(first_run, tmp_path):

@@ -1,6 +1,8 @@
 """Killed runs go on where they were: bit for bit on one process, with the same numbers on two; nobody is left behind."""
 
 import json
+import os
+import signal
 import time
 
 import pytest
@@ -45,7 +47,7 @@ def test_a_dead_rank_ends_the_run_and_two_ranks_go_on(first_run, tmp_path):
     wait_until(lambda: sorted(command.ranks()) == [0, 1], command)
     ranks = command.ranks()
     wait_until(folder_of(run_dir / "checkpoints", 1).exists, command)
-    kill_9(ranks[1])
+    os.kill(ranks[1], signal.SIGKILL)
     ended = command.wait()
     assert ended.code == 2
     assert "error: rank 1 was ended by SIGKILL" in ended.text
@@ -68,10 +70,3 @@ def test_kill_9_of_the_supervisor_leaves_no_rank_behind(tmp_path):
     while any(map(is_running, ranks.values())):
         assert time.monotonic() < deadline, "a rank outlived its supervisor by a minute"
         time.sleep(0.1)
-
-
-def kill_9(pid):
-    import os
-    import signal
-
-    os.kill(pid, signal.SIGKILL)
