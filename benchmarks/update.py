@@ -39,7 +39,7 @@ from rlmodule.models.attention import ATTENTION
 from rlmodule.models.policy import PolicyModel, shape_of
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.ops.attention import SegmentBuckets
-from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule, matrices_of
+from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
 from rlmodule.update import update
 from strategies.single import SingleOptions, SingleStrategy
 
@@ -96,8 +96,7 @@ class Ours:
         self.strategy = SingleStrategy(SingleOptions(), device="cpu", num_processes=1, num_nodes=1)
         self.strategy.shard({"policy": self.policy})
         settings = OptimizerConfig(warmup_steps=0)
-        parameters = self.strategy.named_parameters("policy")
-        self.optimizer = build_optimizer(settings, parameters, matrices_of(self.policy))
+        self.optimizer = build_optimizer(settings, self.policy)
         self.schedule = build_schedule(settings, self.optimizer, run_steps=1)
         self.objective = Objective(PPOClip(), AlgorithmConfig())
 
