@@ -155,8 +155,8 @@ def _check_selection(settings: Settings, layout: Layout) -> None:
         raise ConfigError(
             key="strategy.sp_size",
             got=layout.sp_size,
-            because=f"{type(settings.loss).__name__} selects tokens of whole mini-batches, and no exchange finds those of "
-            "sequence ranks yet",
+            because=f"{type(settings.loss).__name__} selects tokens of whole mini-batches, "
+            "and no exchange finds those of sequence ranks yet",
             fix="Use strategy.sp_size=1, or another loss",
         )
 

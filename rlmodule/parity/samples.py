@@ -70,6 +70,8 @@ class MadeUpAdvantage:
     """Advantages between -1 and 1 that depend on a sample's place alone."""
 
     needs_group: ClassVar[bool] = False
+    needs_baseline: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
 
     def __call__(self, x: AdvantageInputs) -> Tensor:
         """[B] rewards -> [B] float64; 0 where the reward is missing."""
