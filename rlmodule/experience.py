@@ -121,8 +121,8 @@ class ExperienceMaker:
         collator: packs samples for the scoring passes.
         make_sampler: metas of the iteration -> its sampler.
         device: where forward passes run.
-        kl_controller: the price of KL in the reward, or None where it is not in the reward.
         reference_in_policy: the reference is the policy without its adapter, and no model of its own.
+        kl_controller: the price of KL in the reward, or None where it is not in the reward.
     """
 
     strategy: Strategy
@@ -131,8 +131,8 @@ class ExperienceMaker:
     collator: DynamicCollator
     make_sampler: Callable[[Sequence[SampleMeta]], BalancedSampler]
     device: torch.device
-    kl_controller: KLController | None = None
     reference_in_policy: bool = False
+    kl_controller: KLController | None = None
 
     def __call__(self, collect: Callable[[], list[ScoredSample]], watch: Stopwatch) -> Iteration:
         """Run every stage; ``collect`` gives this rank's responses and may fail, which then every rank learns."""

@@ -210,8 +210,8 @@ class MicroBatchObjective:
                 old_logprob=_part_of(batch.old_logprob, part),
                 advantage=_part_of(batch.advantage, part),
                 ref_logprob=ref_logprob,
-                selected=_part_of(batch.selected, part),
                 over_slices=self._over_slices,
+                selected=_part_of(batch.selected, part),
             )
         )
         loss = policy.loss if batch.rollout_weight is None else policy.loss * batch.rollout_weight[part]  # [C]

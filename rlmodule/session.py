@@ -439,7 +439,7 @@ class Session:
         source = self._source(strategy, stream)
         algorithm = self.settings.algorithm
         controller = KLController(algorithm.kl_in_reward) if algorithm.use_kl_in_reward else None
-        make = partial(self.maker, objective, strategy, controller)
+        make = partial(self.maker, objective, strategy, kl_controller=controller)
         return RLDataModule(source, stream, make, kl_controller=controller, start=start)
 
     def _source(self, strategy: Any, stream: PromptStream) -> Source:
@@ -470,7 +470,7 @@ class Session:
         )
 
     def maker(
-        self, objective: Objective, strategy: Any, controller: KLController | None, iteration: int
+        self, objective: Objective, strategy: Any, iteration: int, *, kl_controller: KLController | None = None
     ) -> ExperienceMaker:
         """Turns the samples of one iteration into mini-batches."""
         s = self.settings
@@ -497,8 +497,8 @@ class Session:
             collator,
             make_sampler,
             strategy.root_device,
-            kl_controller=controller,
             reference_in_policy=s.model.lora.is_on,
+            kl_controller=kl_controller,
         )
 
 

@@ -202,7 +202,7 @@ def refusal_of(tmp_path, *overrides):
     ("overrides", "key", "got", "says"),
     [
         (["strategy=fsdp3"], "strategy", "fsdp3", "Known: auto, ddp, deepspeed, fsdp, fsdp2, single"),
-        (["loss=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip"),
+        (["loss=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip?"),
         (["advantage=grop"], "advantage", "grop", "Did you mean grpo"),
         (["data=sorrt"], "data", "sorrt", "Did you mean sort?"),
         (["loss.name=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip"),

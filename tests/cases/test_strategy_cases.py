@@ -20,7 +20,7 @@ from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.policy import save_pretrained
 from rlmodule.objective import AlgorithmConfig, Objective
-from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule, matrices_of
 from rlmodule.session import frozen_copy
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import SMOOTH, Stepper, mixed_rows, row, sample, share_rows, tiny_policy, train_on
@@ -56,7 +56,7 @@ def test_str_03_a_varying_number_of_micro_batches_goes_unnoticed():
 def test_str_03_the_rate_after_a_resume_is_that_of_a_run_never_stopped():
     def rates(first, count):
         model = torch.nn.Linear(2, 2)
-        optimizer = build_optimizer(WARM_UP, model)
+        optimizer = build_optimizer(WARM_UP, model.named_parameters(), matrices_of(model))
         schedule = build_schedule(WARM_UP, optimizer, run_steps=20)
         if first is not None:
             optimizer.load_state_dict(first[0])
