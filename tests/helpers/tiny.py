@@ -30,7 +30,7 @@ from rlmodule.experience import Experience
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import ModelConfig, PolicyModel, build_policy
 from rlmodule.objective import AlgorithmConfig, Objective
-from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule, matrices_of
+from rlmodule.optimizer import OptimizerConfig, build_schedule, matrices_of, optimizer_over
 from rlmodule.reduction import reduce_metrics
 from rlmodule.update import StepResult, update
 from strategies.ddp import DDPOptions, DDPStrategy
@@ -250,7 +250,7 @@ class Stepper:
         self.objective = Objective(loss or PPOClip(), algorithm or AlgorithmConfig(log_entropy=False))
         self.config = optimizer or OptimizerConfig(lr=1e-2, warmup_steps=0)
         matrices = matrices_of(policy)
-        self.optimizer = build_optimizer(self.config, self.strategy.named_parameters("policy"), matrices)
+        self.optimizer = optimizer_over(self.config, self.strategy.named_parameters("policy"), matrices)
         self.schedule = build_schedule(self.config, self.optimizer, run_steps=100)
         self.backward_calls = 0
 
