@@ -197,4 +197,4 @@ def half_of_them(rank):
 def test_a_response_without_them_ends_every_rank():
     first, second = run_on_ranks(2, half_of_them)
     assert "sample 1 comes without the log-probabilities it was drawn with" in second
-    assert "data rank 1 could not collect" in first
+    assert "rank 1 could not collect" in first
