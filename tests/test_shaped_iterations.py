@@ -69,7 +69,7 @@ def iterate(rank, *, rounds=ROUNDS[:1], loss=None, advantage=CENTRED, controller
         DynamicCollator(),
         lambda metas: BalancedSampler(metas, BatchingConfig(mini_batch_size=4), layout, seed=0, iteration=0),
         torch.device("cpu"),
-        controller,
+        kl_controller=controller,
     )
     iteration = maker(collect, Stopwatch())
     told = dict(zip((f.meta.sample_id for f in iteration.facts), iteration.advantages.tolist(), strict=True))

@@ -14,6 +14,9 @@ from rlmodule.batching.collate import DynamicCollator, cut_for_rank, pack_rows, 
 from rlmodule.core.contract import Layout, SequenceRanks
 from rlmodule.core.metrics import merge
 from rlmodule.core.types import ExperienceRow, LossInputs, Prompt, Sample, StepTotals, TokenLoss
+from rlmodule.losses.gmpo import GMPO
+from rlmodule.losses.gspo import GSPO
+from rlmodule.losses.gspo_token import GSPOToken
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import ModelConfig, PolicyModel, build_policy
 from rlmodule.objective import AlgorithmConfig, Objective
@@ -144,6 +147,9 @@ CASES: list[tuple[dict[str, Any], Objective]] = [
     ({"kv_heads": 2}, objective_of(SequenceRatio())),
     ({"kv_heads": 2, "recompute": "full"}, objective_of()),
     ({"kv_heads": 1, "recompute": "selective"}, objective_of()),
+    ({"kv_heads": 2}, objective_of(GSPO(clip_ratio_low=0.3, clip_ratio_high=0.3))),
+    ({"kv_heads": 2}, objective_of(GSPOToken(clip_ratio_low=0.3, clip_ratio_high=0.3))),
+    ({"kv_heads": 2}, objective_of(GMPO(), mode="seq-mean-token-mean")),
 ]
 
 
