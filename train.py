@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +140,9 @@ def explained(error: HydraException) -> ConfigError:
     if isinstance(error, ConfigCompositionException) and text.startswith("Could not override '"):
         key = text.split("'")[1]
         value = next((a.partition("=")[2] for a in sys.argv if a.lstrip("+~").partition("=")[0] == key), "")
-        return ConfigError(key=key, got=value, because="there is no such key", fix=did_you_mean(key, known_keys()))
+        groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+        known = known_keys([a for a in sys.argv[1:] if a.partition("=")[0] in groups])
+        return ConfigError(key=key, got=value, because="there is no such key", fix=did_you_mean(key, known))
     return ConfigError(key="configuration", got=text.splitlines()[0], because="Hydra cannot compose it", fix=text)
 
 
@@ -148,10 +151,10 @@ def menu(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
-def known_keys() -> list[str]:
-    """Every dotted key of the default configuration."""
+def known_keys(choices: Sequence[str] = ()) -> list[str]:
+    """Every dotted key of the default configuration, or of the one with these ``GROUP=NAME`` choices."""
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        config = OmegaConf.to_container(hydra.compose("train"), resolve=False)
+        config = OmegaConf.to_container(hydra.compose("train", list(choices)), resolve=False)
 
     def walk(node: Any, prefix: str) -> list[str]:
         if not isinstance(node, dict) or not node:

@@ -29,9 +29,3 @@ def test_two_jobs_two_directories(tmp_path, devices):
         assert [r.step for r in records if r.kind == "step"] == [1, 2, 3, 4]
         assert (job / "summary.json").exists()
     assert len(list((tmp_path / "outputs").glob("*/*"))) == 1, "no run stands beside the sweep"
-
-
-def test_a_sweep_from_a_file_of_the_menu(tmp_path):
-    """``sweep=lr`` asks for nine jobs; only what it composes is looked at."""
-    done = forked("-m", "sweep=lr", "--cfg", "job", cwd=tmp_path)
-    assert done.code == 0, done.text
