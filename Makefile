@@ -7,6 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ARGS ?=
+WORKERS ?= 2
 RESULTS := $(if $(SMALL),outputs/bench,benchmarks/results)
 
 help: ## list the targets
@@ -30,7 +31,7 @@ check: setup ## lint, format, types and who-imports-whom
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_conf.py
 
 test: setup ## all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-ranks: setup ## only the tests that start several processes
 	$(BIN)/python -m pytest -m ranks $(ARGS)
