@@ -113,10 +113,13 @@ def _explain(failed: Sequence[int], ranks: Sequence[subprocess.Popen[bytes]], lo
     deadline = time.monotonic() + (_GRACE_SECONDS if PREEMPTED in codes else 2.0)
     while ranks[0].poll() is None and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    if ranks[0].returncode not in (None, 0) and ranks[0].returncode > 0:
+    if ranks[0].returncode in (USER_ERROR, PREEMPTED):
         return int(ranks[0].returncode)
-    rank = failed[0]
+    # A rank that a signal ended is the cause; its peers fail because they have lost their connection to it.
+    rank = next((rank for rank in failed if ranks[rank].returncode < 0), failed[0])
     code = int(ranks[rank].returncode)
+    if rank == 0 and code > 0:
+        return code  # it has said why
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     log = "" if rank == 0 else f"; its output is in {logs / f'rank_{rank}.log'}"
     raise TrainingError(f"rank {rank} {how}{log}. The other ranks were stopped. Go on with resume=auto")

@@ -110,6 +110,28 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_along(tmp_path, script, 
     assert not any(map(is_running, pids(tmp_path)))
 
 
+@pytest.mark.parametrize(
+    ("death", "said", "later"),
+    [
+        ("os.kill(os.getpid(), 9)", "rank 1 was ended by SIGKILL", 0.0),
+        ("os._exit(7)", "rank 1 exited with code 7", 0.5),
+    ],
+)
+def test_the_rank_that_died_is_named_and_not_the_one_that_missed_it(tmp_path, script, death, said, later):
+    """Rank 0 fails in its turn, as it does when a connection is closed by its peer."""
+    body = f"""
+    if rank == 1:
+        {death}
+    while Path(f"/proc/{{(run / 'started_1').read_text()}}/cmdline").read_bytes():
+        time.sleep(0.01)  # until it is dead, though not yet waited for
+    time.sleep({later})
+    os._exit(1)
+    """
+    with pytest.raises(TrainingError) as caught:
+        launch.supervise(script(body), tmp_path, 2)
+    assert str(caught.value).startswith(said)
+
+
 def test_a_rank_0_that_dies_is_named_without_a_log(tmp_path, script):
     body = f"""
     if rank == 0:

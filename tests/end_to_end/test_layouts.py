@@ -38,17 +38,25 @@ def assert_same_run(got, expected):
     assert compared == set(COMPARED)
 
 
-def test_two_processes_give_the_numbers_of_one(first_run, tmp_path):
-    """``python train.py trainer.devices=2`` in a new interpreter; starts from its own copy of the same warm start."""
-    run_dir = with_warm_start(tmp_path / "run", first_run)
-    done = typed(f"run_dir={run_dir}", "trainer.devices=2", *COMMON, cwd=tmp_path)
+def test_two_processes_give_the_numbers_of_one_in_every_job_of_a_sweep(first_run, tmp_path):
+    """``python train.py -m batching.max_token_len_per_gpu=16384,600 trainer.devices=2`` in a new interpreter.
+
+    Each job has a directory of its own and starts from its own copy of the same warm start; nothing of the first job is
+    left over in the second.
+    """
+    sweep = tmp_path / "sweep"
+    jobs = [with_warm_start(sweep / name, first_run) for name in ("0", "1")]
+    cut = "batching.max_token_len_per_gpu=16384,600"
+    done = typed("-m", cut, "trainer.devices=2", f"hydra.sweep.dir={sweep}", *COMMON, cwd=tmp_path)
     assert done.code == 0, done.text
-    assert "ddp on 2 cpu processes" in done.text
-    assert_same_run(run_dir, first_run)
-    assert (run_dir / "logs" / "rank_1.log").exists()
-    assert [path.name for path in tmp_path.iterdir()] == ["run"], "no rank made a directory of its own"
-    steps = [r.metrics for r in read_records(run_dir / "metrics.jsonl") if r.kind == "step"]
-    assert all(step["global_seqlen/balanced_min"] > 0 for step in steps), "both ranks had work"
+    assert done.text.count("ddp on 2 cpu processes") == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep"], "no rank made a directory of its own"
+    assert {path.name for path in sweep.iterdir() if path.is_dir()} == {"0", "1"}
+    for job in jobs:
+        assert_same_run(job, first_run)
+        assert (job / "logs" / "rank_1.log").exists()
+        steps = [r.metrics for r in read_records(job / "metrics.jsonl") if r.kind == "step"]
+        assert all(step["global_seqlen/balanced_min"] > 0 for step in steps), "both ranks had work"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``-m``: every job has a directory of its own, on one process and on two, and a sweeper gets the accuracy back."""
+"""``-m``: every job has a directory of its own. On two processes the same is in ``test_layouts.py``."""
 
 import pytest
 import yaml
@@ -17,9 +17,8 @@ def jobs_of(cwd):
     return sorted(path for path in sweep.iterdir() if path.is_dir())
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_two_jobs_two_directories(tmp_path, devices):
-    done = forked("-m", "optimizer.lr=1e-4,3e-4", f"trainer.devices={devices}", *FAST, cwd=tmp_path)
+def test_two_jobs_two_directories(tmp_path):
+    done = forked("-m", "optimizer.lr=1e-4,3e-4", *FAST, cwd=tmp_path)
     assert done.code == 0, done.text
     jobs = jobs_of(tmp_path)
     assert [job.name for job in jobs] == ["0", "1"]
