@@ -23,18 +23,19 @@ def close(value, tolerance=TOLERANCE):
 @pytest.mark.parametrize("estimator", [MEAN_CENTRED, *COMPARING])
 @pytest.mark.parametrize("group", [[0.7, 0.7, 0.7, 0.7], [0.1, 0.1, 0.1], [0.0, 0.0]])
 def test_adv_01_a_group_with_identical_rewards_gets_exact_zeros(estimator, group):
+    """ADV-01."""
     assert estimator(scored(group, [3] * len(group))).tolist() == [0.0] * len(group)
 
 
 @pytest.mark.parametrize("estimator", [MEAN_CENTRED, *COMPARING])
 def test_adv_03_a_group_of_one_gets_zero_from_every_estimator(estimator):
-    """0 is one of the two allowed values; refusing a configured group size of 1 is the preflight's part."""
+    """ADV-03: 0 is one of the two allowed values; refusing a configured group size of 1 is the preflight's part."""
     assert estimator.needs_group
     assert estimator(scored([0.7], [0])).tolist() == [0.0]
 
 
 def test_adv_04_groups_are_formed_by_id():
-    """Rows u1 and u3 share the prompt P; positions are interleaved."""
+    """ADV-04: Rows u1 and u3 share the prompt P; positions are interleaved."""
     uid = ["u1", "u2", "u1", "u2", "u3", "u3"]
     groups = [{"u1": 11, "u2": 12, "u3": 13}[u] for u in uid]
     assert MEAN_CENTRED(scored([1.0, 1.0, 0.0, 0.0, 1.0, 1.0], groups)).tolist() == close(
@@ -51,6 +52,7 @@ def test_adv_04_groups_are_formed_by_id():
     ],
 )
 def test_adv_05_reference_table(estimator, expected):
+    """ADV-05."""
     out = estimator(scored([1.0, 1.0, 0.0, 0.0, 0.0, 0.0], [0] * 6)).tolist()
     assert out == close([expected[0]] * 2 + [expected[1]] * 4)
     assert sum(out) == close(0.0)
@@ -58,6 +60,7 @@ def test_adv_05_reference_table(estimator, expected):
 
 @pytest.mark.parametrize("missing", [math.nan, math.inf, -math.inf])
 def test_adv_06_a_missing_reward_leaves_statistics_and_gets_zero(missing):
+    """ADV-06."""
     x = scored([1.0, 0.0, missing, 0.5], [0, 0, 0, 0])
     assert MEAN_CENTRED(x).tolist() == close([0.5, -0.5, 0.0, 0.0])
     assert GRPO(eps=0.0)(x).tolist() == close([1.0, -1.0, 0.0, 0.0])
@@ -66,7 +69,7 @@ def test_adv_06_a_missing_reward_leaves_statistics_and_gets_zero(missing):
 
 
 def test_adv_09_the_score_position_comes_from_the_length():
-    """Every id may be the pad id, which is the end id too; only lengths count."""
+    """ADV-09: Every id may be the pad id, which is the end id too; only lengths count."""
     out = place_at_end(torch.tensor([0.8, 0.8, 0.8]), torch.tensor([3, 5, 1]), width=5)
     assert out.dtype == torch.float32
     expected = [[0.0, 0.0, 0.8, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.8], [0.8, 0.0, 0.0, 0.0, 0.0]]
@@ -74,6 +77,7 @@ def test_adv_09_the_score_position_comes_from_the_length():
 
 
 def test_adv_11_whitening_with_one_or_no_valid_token_changes_nothing():
+    """ADV-11."""
     values = torch.tensor([3.0, 8.0])
     assert whiten(values, torch.tensor([True, False]))[0].item() == 3.0
     assert torch.equal(whiten(values, torch.tensor([False, False])), values)

@@ -52,6 +52,7 @@ def test_bat_04_fewer_sequences_than_ranks(planner):
 
 
 def test_bat_05_sequences_not_divisible_by_the_ranks():
+    """BAT-05."""
     lengths = [9, 8, 7, 6, 5, 4, 3]
     parts = balanced_counts(lengths, 2)
     assert sorted(map(len, parts)) == [3, 4]
@@ -74,12 +75,14 @@ def test_bat_06_padding_does_not_change_the_counts():
 
 
 def test_bat_07_very_skewed_lengths():
+    """BAT-07."""
     lengths = [1000, 10, 10, 10, 10, 10, 10, 10]
     assert sums(lengths, karmarkar_karp(lengths, 4)) == [1000, 30, 20, 20]
     assert sums(lengths, karmarkar_karp(lengths, 4, equal_size=True)) == [1010, 20, 20, 20]
 
 
 def test_bat_07_the_long_sample_does_not_drag_short_ones_along():
+    """BAT-07."""
     lengths = [1000, 10, 10, 10, 10, 10, 10, 10]
     plan = plan_batch(metas_of(lengths), mini_batch_size=8, dp_size=4, token_budget=2000, cost=lengths)[0]
     assert plan.lockstep_cost == 1000
@@ -114,6 +117,7 @@ def test_bat_08_ties_give_the_same_partition_and_plan_in_every_process():
 
 
 def test_bat_09_differencing_is_better_than_greedy_and_not_optimal():
+    """BAT-09."""
     lengths = [8, 7, 6, 5, 4]
     high, low = sums(lengths, karmarkar_karp(lengths, 2))
     greedy = [0, 0]

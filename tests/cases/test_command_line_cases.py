@@ -26,7 +26,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.ranks
 def test_cli_01_two_processes_of_torchrun_write_into_one_directory(tmp_path):
-    """Started two seconds apart, without a supervisor of our own: one directory, one config, one set of checkpoints."""
+    """CLI-01: Started two seconds apart, without a supervisor of our own: one directory, one config, one set of checkpoints."""
     late = tmp_path / "late.py"
     late.write_text(LATE.format(script=str(train.SCRIPT)))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(late)]
@@ -48,6 +48,7 @@ def test_cli_01_two_processes_of_torchrun_write_into_one_directory(tmp_path):
 
 @pytest.mark.ranks
 def test_cli_01_a_wrong_setting_under_torchrun_ends_both_and_leaves_nothing(tmp_path):
+    """CLI-01."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(train.SCRIPT)]
     done = typed("strategy=fsdp3", cwd=tmp_path, program=torchrun)
     assert done.code != 0
@@ -79,6 +80,7 @@ def refusal(*overrides):
     ],
 )
 def test_cli_03_a_misspelt_key_is_an_error_also_with_a_plus_sign(plus, misspelt, right):
+    """CLI-03."""
     error = refusal(f"{plus}{misspelt}=0.3")
     assert error.key == misspelt
     assert f"Did you mean {right}" in str(error).replace(f"{misspelt.rpartition('.')[0]}.{right}", right)
@@ -86,6 +88,7 @@ def test_cli_03_a_misspelt_key_is_an_error_also_with_a_plus_sign(plus, misspelt,
 
 @pytest.mark.ranks
 def test_cli_03_the_keys_of_what_was_chosen_are_the_ones_suggested(tmp_path):
+    """CLI-03."""
     done = forked("strategy=ddp", "strategy.bucket_cap=3", cwd=tmp_path)
     assert done.code == 2
     assert "error: strategy.bucket_cap=3: there is no such key. Did you mean strategy.bucket_cap_mb" in done.text
@@ -93,6 +96,7 @@ def test_cli_03_the_keys_of_what_was_chosen_are_the_ones_suggested(tmp_path):
 
 @pytest.mark.parametrize("section", ["optimiser", "trianer", "foo"])
 def test_cli_03_a_misspelt_section_is_an_error_also_with_a_plus_sign(section):
+    """CLI-03."""
     for plus in ("", "+"):
         error = refusal(f"{plus}{section}.lr=0.3")
         assert error.key.split(".")[0] == section
@@ -100,6 +104,7 @@ def test_cli_03_a_misspelt_section_is_an_error_also_with_a_plus_sign(section):
 
 @pytest.mark.parametrize("menu", ["loss", "advantage", "strategy", "reward", "algorithm", "model", "callbacks"])
 def test_cli_03_an_unknown_name_lists_the_menu(menu):
+    """CLI-03."""
     error = refusal(f"{menu}=nothing_like_it")
     assert (error.key, error.got) == (menu, "nothing_like_it")
     for name in train.menu(menu):
@@ -107,7 +112,7 @@ def test_cli_03_an_unknown_name_lists_the_menu(menu):
 
 
 def test_cli_03_a_key_that_is_spelt_right_is_taken(tmp_path):
-    """So that the refusals above are about the spelling."""
+    """CLI-03: So that the refusals above are about the spelling."""
     assert compose("optimizer.lr=0.3").optimizer.lr == 0.3
     with hydra.initialize_config_dir(str(train.CONF), version_base="1.3"):
         assert hydra.compose("train", ["++optimizer.lr=0.3"]).optimizer.lr == 0.3

@@ -37,6 +37,7 @@ print(json.dumps({"ids": ids, "picked": picked, "extra_mb": (peak() - before) / 
 
 
 def test_data_02_byte_order_mark_crlf_blank_lines_no_final_newline(tmp_path):
+    """DATA-02."""
     content = bytes.fromhex(
         "efbbbf7b2270726f6d7074223a20226772c3bcc39f65227d0d0a0d0a2020200d0a7b2270726f6d7074223a2022e697a5e69cac227d"
     )
@@ -47,6 +48,7 @@ def test_data_02_byte_order_mark_crlf_blank_lines_no_final_newline(tmp_path):
 
 
 def test_data_03_a_bad_line_is_reported_with_its_number_in_the_file(tmp_path):
+    """DATA-03."""
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "ok"}\n\n{"prompt": "bad"\n{"prompt": "ok"}\n')
     with pytest.raises(DataError, match="not valid JSON") as caught:
@@ -55,6 +57,7 @@ def test_data_03_a_bad_line_is_reported_with_its_number_in_the_file(tmp_path):
 
 
 def test_data_04_a_column_that_only_the_validation_file_lacks_is_found_at_the_start(tmp_path):
+    """DATA-04."""
     train, val = tmp_path / "train.parquet", tmp_path / "val.parquet"
     pq.write_table(pa.table({"prompt": ["p"], "answer": ["a"]}), train)
     pq.write_table(pa.table({"problem": ["p"], "answer": ["a"]}), val)
@@ -67,7 +70,7 @@ def test_data_04_a_column_that_only_the_validation_file_lacks_is_found_at_the_st
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
 def test_data_05_a_large_nested_parquet_file_is_read_in_part(tmp_path):
-    """40 MB of text in 20 groups; measured in a process of its own, because a peak never goes down again."""
+    """DATA-05: 40 MB of text in 20 groups; measured in a process of its own, because a peak never goes down again."""
     file = tmp_path / "large.parquet"
     text = "x" * 2048
     schema = pa.schema(
@@ -88,6 +91,7 @@ def test_data_05_a_large_nested_parquet_file_is_read_in_part(tmp_path):
 
 
 def test_data_08_prompts_above_the_limit():
+    """DATA-08."""
     lengths = np.array([5, 9], dtype=np.int32)
 
     def keep(rule):
@@ -101,7 +105,7 @@ def test_data_08_prompts_above_the_limit():
 
 
 def test_data_08_every_id_of_a_long_prompt_is_cut_alike(tmp_path):
-    """Raw text of nine bytes stands for the ids 1 to 9."""
+    """DATA-08: Raw text of nine bytes stands for the ids 1 to 9."""
     (tmp_path / "rows.jsonl").write_text(
         '{"prompt": "\\u0001\\u0002\\u0003\\u0004\\u0005\\u0006\\u0007\\b\\t", "completion": "a"}\n'
     )
@@ -115,6 +119,7 @@ def test_data_08_every_id_of_a_long_prompt_is_cut_alike(tmp_path):
 
 
 def test_roll_08_turn_ends_are_trained_and_tool_text_is_not():
+    """ROLL-08."""
     segments = [
         Segment((10, 11), sampled=False),
         Segment((20, 21, 9), sampled=True),
@@ -127,6 +132,7 @@ def test_roll_08_turn_ends_are_trained_and_tool_text_is_not():
 
 
 def test_roll_08_the_ids_of_a_conversation_begin_every_longer_one():
+    """ROLL-08."""
     roles = ["user", "assistant", "tool", "assistant", "user", "assistant"]
     messages = [{"role": role, "content": f"{role} {number}"} for number, role in enumerate(roles)]
     chat = ChatFormat(TOKENIZER)
@@ -163,6 +169,7 @@ def test_ckpt_06_resume_on_another_number_of_ranks():
 
 
 def test_data_07_and_adv_04_a_row_that_repeats_within_a_batch_forms_two_groups():
+    """ADV-04."""
     batch = PromptStream(3, seed=0).take(8)
     counters = [counter for counter, _ in batch]
     assert len(set(counters)) == 8

@@ -12,6 +12,7 @@ from tests.callbacks.builders import fact
 
 
 def test_met_06_after_a_resume_every_step_is_there_once_and_in_order(tmp_path):
+    """MET-06."""
     crash_step, checkpoint_step, end_step = 9, 6, 12
     path = tmp_path / "metrics.jsonl"
 
@@ -37,6 +38,7 @@ def test_met_06_after_a_resume_every_step_is_there_once_and_in_order(tmp_path):
 
 
 def test_rew_04_the_mean_reward_leaves_out_what_could_not_be_scored():
+    """REW-04."""
     scores = [1.0, 1.0, 0.5]
     failed = 1
     facts = [fact(i, None if i == failed else score) for i, score in enumerate(scores)]

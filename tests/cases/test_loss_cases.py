@@ -48,6 +48,7 @@ def run(micro_batches, totals, mode="token-mean", factor=None):
     "cut", [[[[4.0]], [[1.0, 1.0, 2.0]]], [[[4.0], [1.0, 1.0, 2.0]]], [[[1.0, 1.0, 2.0]], [[4.0]]]]
 )
 def test_loss_01_token_mean_does_not_depend_on_the_cut(cut):
+    """LOSS-01."""
     scalars, shares, gradient = run(cut, totals_of([1, 3]))
     assert scalars == close([1.0] * len(cut) if len(cut) == 2 else [2.0])
     assert sum(shares) == close(2.0)
@@ -55,6 +56,7 @@ def test_loss_01_token_mean_does_not_depend_on_the_cut(cut):
 
 
 def test_loss_02_token_mean_under_data_parallel_averaging():
+    """LOSS-02."""
     ranks = [[1.0, 2.0, 3.0], [4.0, 4.0, 4.0, 4.0, 4.0]]
     totals = totals_of([3, 5], dp_size=2)
     results = [run([[tokens]], totals) for tokens in ranks]
@@ -77,6 +79,7 @@ MODES_03 = {
 @pytest.mark.parametrize("mode", MODES_03)
 @pytest.mark.parametrize("split", [[[0], [1, 2]], [[0, 1], [2]], [[0], [1], [2]], [[2], [0, 1]]])
 def test_loss_03_every_mode_is_invariant_to_every_split(mode, split):
+    """LOSS-03."""
     losses = [[1.0, 2.0], [3.0, 3.0, 3.0, 3.0], [6.0]]
     cut = [[losses[i] for i in rows] for rows in split]
     _, shares, gradient = run(cut, totals_of([2, 4, 1]), mode, factor=4)
@@ -112,6 +115,7 @@ def test_loss_06_no_loss_token_in_the_whole_step(mode):
 
 
 def test_loss_07_ppo_clipping_for_both_signs_with_dual_clip():
+    """LOSS-07."""
     ratios = torch.tensor([1.5, 0.5, 1.5, 0.5, 10.0])
     old = torch.full((5,), -2.0)
     logprob = (old + ratios.log()).requires_grad_()
@@ -145,7 +149,7 @@ GRADIENTS_10 = {
 
 @pytest.mark.parametrize("kind", GRADIENTS_10)
 def test_loss_10_only_k2_and_straight_through_give_the_reverse_kl_gradient(kind):
-    """Exact expectation over three actions; k1 and k3 keep unbiased values also in their straight-through form."""
+    """LOSS-10: Exact expectation over three actions; k1 and k3 keep unbiased values also in their straight-through form."""
     policy = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
     reference = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     logits = policy.log().requires_grad_()
@@ -163,6 +167,7 @@ def test_loss_14_nothing_is_divided_by_the_number_of_micro_batches():
 
 
 def test_loss_16_tool_tokens_are_not_in_the_denominator():
+    """LOSS-16."""
     losses = torch.tensor([[1.0, 2.0, 50.0, 50.0, 50.0, 3.0]])
     kept = select(losses, torch.tensor([[1, 1, 0, 0, 0, 1]], dtype=torch.bool))
     totals = totals_of([len(kept)])

@@ -14,6 +14,7 @@ def over_ranks(ranks):
 
 
 def test_met_02_a_ratio_is_the_sum_of_numerators_over_the_sum_of_denominators():
+    """MET-02."""
     ranks = [[[4.0, 2], [6.0, 4]], [[1.0, 1], [9.0, 3]]]
     merged = over_ranks([[{"loss": ratio(*part)} for part in parts] for parts in ranks])["loss"]
     assert merged.result == pytest.approx(2.0, abs=TOLERANCE)
@@ -23,12 +24,14 @@ def test_met_02_a_ratio_is_the_sum_of_numerators_over_the_sum_of_denominators():
 
 @pytest.mark.parametrize("count", [int, float, torch.tensor])
 def test_met_03_integer_counters_are_not_floored(count):
+    """MET-03."""
     values, sizes = [1.0, 1.0], [3, 4]
     ranks = [[{"accuracy": ratio(v * n, count(n))}] for v, n in zip(values, sizes, strict=True)]
     assert over_ranks(ranks)["accuracy"].result == pytest.approx(1.0, abs=TOLERANCE)
 
 
 def test_met_05_extrema_ignore_empty_ranks():
+    """MET-05."""
     ranks = [
         {"max": 1.5, "min": 0.5, "tokens": 4},
         {"max": 2.5, "min": 0.75, "tokens": 2},

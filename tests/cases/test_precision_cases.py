@@ -18,6 +18,7 @@ def head_of(logits):
 
 
 def test_loss_11_entropy_with_a_zero_probability_token():
+    """LOSS-11."""
     logits = torch.tensor([1.0986122886681098, 0.0, -torch.inf], dtype=torch.float64, requires_grad=True)
     entropy = entropy_from_logits(logits)
     entropy.backward()
@@ -46,6 +47,7 @@ ENTROPY_12 = [1.3862943611198906, 1.3296613488547582, 0.0, 0.5623351446188083, 1
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, None])
 def test_loss_12_entropy_in_chunks_over_tokens(chunk_size):
+    """LOSS-12."""
     logits = torch.tensor(LOGITS_12)
     assert entropy_from_logits(logits, chunk_size).tolist() == close(ENTROPY_12, 1e-6)
     assert entropy_from_logits(logits.unsqueeze(0), chunk_size)[0].tolist() == close(ENTROPY_12, 1e-6)
@@ -56,6 +58,7 @@ def test_loss_12_entropy_in_chunks_over_tokens(chunk_size):
 
 
 def test_loss_12_a_chunk_is_tens_of_megabytes_not_gigabytes():
+    """LOSS-12."""
     vocabulary = 151936
     assert 8192 * vocabulary * 4 == 4978638848
     assert 128 * vocabulary * 4 == 77791232
@@ -94,7 +97,7 @@ LOGP_01 = [-0.3, -6.907755278982137, -27.6]
 
 
 def test_prec_01_log_probabilities_of_a_bfloat16_model_are_float32():
-    """From the same bf16 logits: within 1e-5 of float64, and the first ratio is exactly 1."""
+    """PREC-01: From the same bf16 logits: within 1e-5 of float64, and the first ratio is exactly 1."""
     rng = torch.Generator().manual_seed(0)
     logits = (torch.randn(64, 500, generator=rng) * 6).bfloat16()
     labels = torch.randint(500, (64,), generator=rng)
@@ -109,7 +112,7 @@ def test_prec_01_log_probabilities_of_a_bfloat16_model_are_float32():
 
 
 def test_prec_01_the_listed_values_survive():
-    """Two tokens, the first with log-probability x: its logit is x, the other's log(1 - exp(x))."""
+    """PREC-01: Two tokens, the first with log-probability x: its logit is x, the other's log(1 - exp(x))."""
     for x in LOGP_01:
         other = torch.log1p(-torch.tensor(x, dtype=torch.float64).exp()).item()
         logits = torch.tensor([[x, other]])

@@ -40,6 +40,7 @@ def samples(*responses):
 
 @pytest.mark.parametrize("name", ["sleeps", "computes"])
 def test_rew_01_a_function_that_never_returns_costs_one_score_ten_times_in_a_row(function, name):
+    """REW-01."""
     reward = function(name, timeout_seconds=0.25)
     batch = samples("1", "2", "hang", "3")
     for _ in range(10):
@@ -52,6 +53,7 @@ def test_rew_01_a_function_that_never_returns_costs_one_score_ten_times_in_a_row
 
 
 def test_rew_01_also_when_called_from_a_thread(function):
+    """REW-01."""
     reward, found = function("sleeps", timeout_seconds=0.25), []
     thread = threading.Thread(target=lambda: found.extend(reward(samples("1", "hang"))))
     thread.start()
@@ -60,6 +62,7 @@ def test_rew_01_also_when_called_from_a_thread(function):
 
 
 def test_rew_02_a_failure_keeps_every_other_score_in_its_place(function):
+    """REW-02."""
     reward = function("sleeps", timeout_seconds=5)
     assert [score.value for score in reward(samples("1", "two", "3"))] == [1.0, None, 3.0]
     with pytest.raises(TrainingError, match=r"sample 1 \(row 1 of s.*(.|\n)*could not convert string to float: 'two'"):
@@ -69,6 +72,7 @@ def test_rew_02_a_failure_keeps_every_other_score_in_its_place(function):
 
 
 def test_rew_04_failures_are_told_apart_from_zeros(function):
+    """REW-04."""
     scores = function("sleeps", timeout_seconds=5)(samples("1", "oops", "0.5"))
     assert statistics.mean(score.value for score in scores if score.value is not None) == 0.75
     assert sum(score.parts["failed"] for score in scores) == 1

@@ -15,7 +15,7 @@ IGNORED = -100
 
 
 def test_sp_02_a_length_that_does_not_divide_is_padded_by_a_sequence_of_its_own():
-    """Lengths 4, 3, 3 on 4 sequence ranks: 10 -> 12."""
+    """SP-02: Lengths 4, 3, 3 on 4 sequence ranks: 10 -> 12."""
     rows = [row(sample(i, 1, n - 1)) for i, n in enumerate((4, 3, 3))]
     plain = pack_rows(rows, TOTALS)
     padded = pad_to_multiple(plain, 4, pad_token_id=0)
@@ -29,7 +29,7 @@ def test_sp_02_a_length_that_does_not_divide_is_padded_by_a_sequence_of_its_own(
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma2"])
 @torch.no_grad()
 def test_sp_02_log_probabilities_of_the_real_tokens_stay(family):
-    """The last real sequence does not attend to the padding, nor the padding to it; attention sees a row of 12."""
+    """SP-02: The last real sequence does not attend to the padding, nor the padding to it; attention sees a row of 12."""
     rows = [row(sample(i, 1, n - 1)) for i, n in enumerate((4, 3, 3))]
     policy = tiny_policy(family)
     plain = pack_rows(rows, TOTALS)
@@ -38,7 +38,7 @@ def test_sp_02_log_probabilities_of_the_real_tokens_stay(family):
 
 
 def test_sp_05_labels_are_shifted_before_the_row_is_cut():
-    """Ids 10 to 17 on 2 sequence ranks: 7 targets, not 6; the first of the second half is predicted by the first half."""
+    """SP-05: Ids 10 to 17 on 2 sequence ranks: 7 targets, not 6; the first of the second half is predicted by the first half."""
     response = torch.arange(11, 18)
     values = torch.arange(7.0)
     item = ExperienceRow(
@@ -58,7 +58,7 @@ def test_sp_05_labels_are_shifted_before_the_row_is_cut():
 
 
 def test_sp_05_a_loss_mask_is_shifted_with_its_tokens():
-    """Only the token on the border carries loss: the first rank predicts it."""
+    """SP-05: Only the token on the border carries loss: the first rank predicts it."""
     mask = torch.tensor([False, False, False, True, False, False, False])
     item = ExperienceRow(Sample(0, 0, Prompt(0, (10,), ""), torch.arange(11, 18), mask))
     whole = pack_rows([item], TOTALS)

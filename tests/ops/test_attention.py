@@ -127,7 +127,7 @@ def test_bat_15_no_attention_across_packed_sequences(options):
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_sp_02_a_padding_segment_of_its_own_changes_nothing(options):
-    """Lengths 4, 3, 3 on 4 sequence ranks: two padding tokens are a fourth segment."""
+    """SP-02: Lengths 4, 3, 3 on 4 sequence ranks: two padding tokens are a fourth segment."""
     padded = draw([4, 3, 3, 2])
     bare = [x[:, :, :10] for x in padded]
     with_padding = packed_attention(*padded, torch.tensor([0, 4, 7, 10, 12], dtype=torch.int32), SCALING, **options)

@@ -213,6 +213,7 @@ def test_the_windowed_cases_have_windows() -> None:
 
 
 def test_sp_02_padding_is_a_segment_of_its_own() -> None:
+    """SP-02."""
     rows = [row_of(9, length - 1, 1) for length in (4, 3, 3)]
     padded = pad_to_multiple(pack_rows(rows, totals_of(rows, Layout())), 4, 0)
     assert len(padded.input_ids) == 12
@@ -229,6 +230,7 @@ def test_sp_03_shares_of_slices_add_up() -> None:
 
 
 def test_sp_05_labels_are_shifted_before_the_row_is_cut() -> None:
+    """SP-05."""
     ids = torch.arange(10, 18)
     sample = Sample(0, 0, Prompt(0, (10,), ""), ids[1:], torch.ones(7, dtype=torch.bool))
     batch = pack_rows([ExperienceRow(sample)], StepTotals(7, 1, group_tokens={0: 7}))
