@@ -80,7 +80,10 @@ class Command:
         """Rank -> process id of the ranks its supervisor has started."""
         found = {}
         for pid in children_of(self.pid):
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:  # it has ended since it was listed
+                continue
             found |= {int(e.split(b"=")[1]): pid for e in environment if e.startswith(b"LOCAL_RANK=")}
         return found
 
