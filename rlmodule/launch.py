@@ -115,8 +115,10 @@ def _explain(failed: Sequence[int], ranks: Sequence[subprocess.Popen[bytes]], lo
         time.sleep(_POLL_SECONDS)
     if ranks[0].returncode in (USER_ERROR, PREEMPTED):
         return int(ranks[0].returncode)
-    # A rank that a signal ended is the cause; its peers fail because they have lost their connection to it.
-    rank = next((rank for rank in failed if ranks[rank].returncode < 0), failed[0])
+    # A rank that a signal ended is the cause; its peers fail because they have lost their connection to it, and may be
+    # seen to fail first.
+    time.sleep(_POLL_SECONDS)
+    rank = next((rank for rank, process in enumerate(ranks) if (process.poll() or 0) < 0), failed[0])
     code = int(ranks[rank].returncode)
     if rank == 0 and code > 0:
         return code  # it has said why
