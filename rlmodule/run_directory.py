@@ -79,7 +79,12 @@ def _run_of(path: Path) -> Path:
             f"resume={path}: there is nothing there. Give a run directory or one of its checkpoint folders"
         )
     path = path.absolute()
-    return path.parents[1] if path.parent.name == "checkpoints" else path
+    run = path.parents[1] if path.parent.name == "checkpoints" else path
+    if not RunDirectory(run).config.exists():
+        raise CheckpointError(
+            f"resume={path}: no run has written there. Give a run directory or one of its checkpoints"
+        )
+    return run
 
 
 def _newest_unfinished(root: Path) -> Path:

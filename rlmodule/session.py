@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.loggers import TensorBoardLogger
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -170,6 +170,14 @@ class Session:
         """Under torchrun or srun: meet the other ranks, and learn the run directory from the first."""
         if launched_from_outside():
             join_process_group()
+            if dist.get_world_size() != self.world_size:
+                raise ConfigError(
+                    key="trainer.devices",
+                    got=self.settings.trainer.devices,
+                    because=f"torchrun or srun started {dist.get_world_size()} processes, and trainer.devices x "
+                    f"trainer.num_nodes is {self.world_size}",
+                    fix="Set trainer.devices to the processes of one machine and trainer.num_nodes to the machines",
+                )
             self.is_first = dist.get_rank() == 0
             shared = [str(self.run_dir.root)]
             dist.broadcast_object_list(shared, src=0)
@@ -277,6 +285,9 @@ class Session:
         """Save what is run; the first rank's job."""
         if self.is_first:
             self.run_dir.root.mkdir(parents=True, exist_ok=True)
+            if self.settings.run.resume and self.run_dir.config.exists():
+                for line in changes(self.run_dir.config.read_text(), config):
+                    print(f"resume: this run goes on with {line}")
             self.run_dir.config.write_text(config)
             with (self.run_dir.root / "command.txt").open("a") as file:
                 file.write(provenance)
@@ -500,6 +511,14 @@ class Session:
             reference_in_policy=s.model.lora.is_on,
             kl_controller=kl_controller,
         )
+
+
+def changes(before: str, after: str) -> list[str]:
+    """Settings in which two configurations (YAML) differ; where a run writes and what it resumes is left out."""
+    old, new = (flat({"": OmegaConf.to_container(OmegaConf.create(text))}) for text in (before, after))
+    names = sorted(name for name in old | new if old.get(name) != new.get(name))
+    shown = {name.removeprefix("."): name for name in names}
+    return [f"{k}={new.get(n)}, it was {old.get(n)}" for k, n in shown.items() if k not in ("resume", "run_dir")]
 
 
 def frozen_copy(model: nn.Module) -> nn.Module:

@@ -213,7 +213,9 @@ class Settings:
             advantage=None,
             reward=None,
             callbacks={
-                name: self.callbacks[name] for name in ("metrics", "progress", "export") if name in self.callbacks
+                # The weights it makes are what the run starts from, whatever the run itself leaves behind.
+                "export": CALLBACKS.get("export")(),
+                **{name: self.callbacks[name] for name in ("metrics", "progress", "export") if name in self.callbacks},
             },
         )
 

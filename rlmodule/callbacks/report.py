@@ -117,7 +117,9 @@ class WriteReport(L.Callback):
 def places(directory: RunDirectory) -> dict[str, str]:
     """What -> where, of everything the run has left behind."""
     root = directory.root
-    checkpoints = sorted(directory.checkpoints.glob("iteration_??????"))
+    checkpoints = sorted(
+        path for path in directory.checkpoints.glob("iteration_*") if not path.name.endswith(".writing")
+    )
     found = {
         "run": root,
         "metrics": root / "metrics.jsonl",

@@ -44,7 +44,7 @@ def convert(cls: type[T], node: DictConfig | Mapping[str, Any], key: str, *, ign
             )
     for name, field in fields.items():
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-        if not optional and given.get(name, "???") == "???":
+        if given.get(name, None if optional else "???") == "???":
             raise ConfigError(
                 key=_full(key, name), got="???", because="this key has no default", fix=f"Set {_full(key, name)}=..."
             )

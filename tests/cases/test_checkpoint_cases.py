@@ -22,11 +22,6 @@ from rlmodule.journal import read_records
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.sessions import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, rollouts, run_small, small_session
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),  # Lightning 2.6 on torch 2.13
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-]
-
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):

@@ -30,11 +30,6 @@ from tests.helpers.tiny import Stepper, sample, single, stock, tiny_policy
 TOTALS = StepTotals(tokens=1000, sequences=8)
 END, LIMIT = 3, 6
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),  # Lightning 2.6 on torch 2.13
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-]
-
 
 def ab_tokenizer():
     """a = 0, b = 1, ab = 2, end = 3; encoding always merges a b into ab."""
