@@ -70,6 +70,7 @@ def test_auto_with_nothing_to_resume_is_refused(tmp_path):
 
 def test_a_run_is_found_from_itself_and_from_its_checkpoint(tmp_path):
     run = a_run(tmp_path, "mine", iterations=(1, 2))
+    (run / "config.yaml").touch()
     assert choose(None, "elsewhere", str(run)) == run
     assert choose(None, "elsewhere", str(run / "checkpoints" / "iteration_000002")) == run
     assert choose("other", "elsewhere", str(run)) == run, "a resumed run goes on where it was"
@@ -78,6 +79,8 @@ def test_a_run_is_found_from_itself_and_from_its_checkpoint(tmp_path):
 def test_resuming_what_is_not_there_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="there is nothing there"):
         choose(None, str(tmp_path), str(tmp_path / "absent"))
+    with pytest.raises(CheckpointError, match="no run has written there"):
+        choose(None, str(tmp_path), str(tmp_path))
 
 
 def test_places_inside(tmp_path):
