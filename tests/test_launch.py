@@ -27,7 +27,8 @@ STARTED = """
 import os, sys, time
 from pathlib import Path
 run, rank = Path(sys.argv[2]), int(os.environ["LOCAL_RANK"])
-(run / f"started_{rank}").write_text(str(os.getpid()))
+(run / f"starting_{rank}").write_text(str(os.getpid()))
+(run / f"starting_{rank}").rename(run / f"started_{rank}")
 while len(list(run.glob("started_*"))) < int(os.environ["WORLD_SIZE"]):
     time.sleep(0.01)
 """
@@ -53,7 +54,7 @@ def pids(run):
 def is_running(pid):
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
