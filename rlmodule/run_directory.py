@@ -4,7 +4,7 @@ outputs/2026-11-29/15-04-05/
     config.yaml command.txt            what was run
     metrics.jsonl summary.json curves.png train.log tensorboard/ rollouts/
     checkpoints/iteration_000010/      what resumes it
-    warm_start/model/  policy/         Hugging Face folders
+    warm_start/policy/  policy/         Hugging Face folders
 """
 
 from __future__ import annotations

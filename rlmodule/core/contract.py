@@ -5,7 +5,7 @@ Leaves out every implementation, and everything that is not asked across a packa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
@@ -275,6 +275,3 @@ class SampleRequest:
     group_id: int
     seed: int = 0
     greedy: bool = False
-
-
-Clock = Callable[[], float]
