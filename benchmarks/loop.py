@@ -19,7 +19,7 @@ import lightning as L
 import record
 import torch
 from torch.utils.data import DataLoader
-from update import TOKEN_BUDGET, make_model, make_rows
+from update import TOKEN_BUDGET, Sizes, make_rows
 
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
@@ -27,7 +27,6 @@ from rlmodule.core.contract import Layout
 from rlmodule.core.types import ExperienceRow, MiniBatch
 from rlmodule.experience import Experience
 from rlmodule.losses.ppo_clip import PPOClip
-from rlmodule.models.attention import ATTENTION
 from rlmodule.models.policy import PolicyModel
 from rlmodule.module import RLModule
 from rlmodule.objective import AlgorithmConfig, Objective
@@ -64,10 +63,10 @@ class Compare(L.Callback):
         self.bare.append(self.mark - start)
 
 
-def fit(rows: list[ExperienceRow], vocabulary: int, hidden: int, layers: int, steps: int) -> Compare:
+def fit(rows: list[ExperienceRow], sizes: Sizes, steps: int) -> Compare:
     """``steps`` optimizer steps on the same samples."""
     quieten()
-    policy = PolicyModel(make_model(vocabulary, hidden, layers, ATTENTION))
+    policy = PolicyModel(sizes.model())
     objective = Objective(PPOClip(), AlgorithmConfig())
     settings = OptimizerConfig(warmup_steps=0)
     module = RLModule({"policy": policy}, objective, settings, run_steps=2 * steps, max_skipped_in_a_row=1)
@@ -100,9 +99,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    vocabulary, hidden, layers = (2048, 128, 2) if args.small else (32_768, 256, 4)
-    rows = make_rows(2, 8, vocabulary)
-    compare = fit(rows, vocabulary, hidden, layers, args.steps + WARM_UP)
+    sizes = Sizes(2048, hidden=128, layers=2) if args.small else Sizes(32_768, hidden=256, layers=4)
+    rows = make_rows(2, 8, sizes.vocabulary)
+    compare = fit(rows, sizes, args.steps + WARM_UP)
     pairs = list(zip(compare.loop, compare.bare, strict=True))[WARM_UP:]
     numbers = {
         "rollouts": len(rows),

@@ -19,16 +19,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from time import process_time
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import record
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from rlmodule.batching.collate import pack_rows
 from rlmodule.batching.plan import plan_batch
@@ -65,22 +66,6 @@ def make_rows(num_groups: int, group_size: int, vocabulary: int) -> list[Experie
             old = torch.full((length,), -float(np.log(vocabulary)))
             rows.append(ExperienceRow(sample, advantage=torch.full((length,), float(rng.normal())), old_logprob=old))
     return rows
-
-
-def make_model(vocabulary: int, hidden: int, layers: int, attention: str) -> nn.Module:
-    """A random Qwen2; the same weights whenever the sizes are the same."""
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=max(1, hidden // 128),
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
 
 
 class Ours:
@@ -224,13 +209,51 @@ def gemm_rate() -> float:
     return 2 * 1024**3 * 8 / min(seconds(lambda: [a @ b for _ in range(8)]) for _ in range(3))
 
 
-def measure(rows: list[ExperienceRow], vocabulary: int, hidden: int, layers: int, rounds: int) -> dict[str, Any]:
-    """Every way, interleaved, ``rounds`` times."""
-    ways: dict[str, Any] = {
-        "rlmodule": Ours(rows, make_model(vocabulary, hidden, layers, ATTENTION)),
-        "full_logits": FullLogits(rows, make_model(vocabulary, hidden, layers, ATTENTION)),
-        "padded": Padded(rows, make_model(vocabulary, hidden, layers, "sdpa")),
-    }
+@dataclass(frozen=True)
+class Sizes:
+    """Of the model that is trained."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+
+    def model(self, attention: str = ATTENTION) -> PreTrainedModel:
+        """A random Qwen2; the same weights whenever the sizes are the same."""
+        config = Qwen2Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=4 * self.hidden,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.hidden // 64,
+            num_key_value_heads=max(1, self.hidden // 128),
+            max_position_embeddings=4096,
+            tie_word_embeddings=False,
+        )
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)
+
+
+class Way(Protocol):
+    """One way to do the work, ready to go."""
+
+    def step(self) -> float:
+        """One optimizer step; the gradient norm."""
+
+    def score(self) -> None:
+        """Log-probabilities and entropies without gradients."""
+
+
+MakeWay = Callable[[list[ExperienceRow], Sizes], Way]
+WAYS: Mapping[str, MakeWay] = {
+    "rlmodule": lambda rows, sizes: Ours(rows, sizes.model()),
+    "full_logits": lambda rows, sizes: FullLogits(rows, sizes.model()),
+    "padded": lambda rows, sizes: Padded(rows, sizes.model("sdpa")),
+}
+
+
+def measure(rows: list[ExperienceRow], sizes: Sizes, rounds: int, make: Mapping[str, MakeWay] = WAYS) -> dict[str, Any]:
+    """Every way, interleaved, ``rounds`` times; ratios are to ``rlmodule``."""
+    ways = {name: make_way(rows, sizes) for name, make_way in make.items()}
     norms = {name: way.step() for name, way in ways.items()}  # warms up, and shows that all do the same work
     reference = norms["rlmodule"]
     assert all(abs(norm / reference - 1) < 1e-4 for norm in norms.values()), f"the ways differ: {norms}"
@@ -243,7 +266,7 @@ def measure(rows: list[ExperienceRow], vocabulary: int, hidden: int, layers: int
             update_s[name].append(seconds(way.step))
             score_s[name].append(seconds(way.score))
     metas = [row.sample.meta for row in rows]
-    shape = shape_of(ways["rlmodule"].policy.lm.config)
+    shape = shape_of(sizes.model().config)
     useful = float(np.sum(shape.flops([m.length for m in metas], [m.loss_tokens for m in metas])))
     peak = statistics.median(peaks)
 
@@ -255,7 +278,7 @@ def measure(rows: list[ExperienceRow], vocabulary: int, hidden: int, layers: int
         "rollouts": len(rows),
         "prompt_tokens": sum(m.prompt_len for m in metas),
         "response_tokens": sum(m.response_len for m in metas),
-        "vocabulary": vocabulary,
+        "vocabulary": sizes.vocabulary,
         "useful_gflop": useful / 1e9,
         "gemm_gflop_per_cpu_second": peak / 1e9,
         "grad_norm": reference,
@@ -284,12 +307,19 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.small:
-        report = measure(make_rows(2, 8, 2048), 2048, hidden=128, layers=2, rounds=1)
+        report = measure(make_rows(2, 8, 2048), Sizes(2048, hidden=128, layers=2), rounds=1)
     else:
         groups = args.groups or (4 if args.vocabulary < 100_000 else 2)
         report = measure(
-            make_rows(groups, 8, args.vocabulary), args.vocabulary, hidden=256, layers=4, rounds=args.rounds
+            make_rows(groups, 8, args.vocabulary), Sizes(args.vocabulary, hidden=256, layers=4), args.rounds
         )
+    show(report)
+    if args.json:
+        record.write(args.json, report)
+
+
+def show(report: Mapping[str, Any]) -> None:
+    """Print the table."""
     print(
         f"{report['rollouts']} rollouts, {report['prompt_tokens']:,} prompt + {report['response_tokens']:,} response "
         f"tokens, vocabulary {report['vocabulary']:,}, grad norm {report['grad_norm']:.6f} every way, "
@@ -301,8 +331,6 @@ def main() -> None:
             f"{name:<12} {x['update_cpu_s']:9.2f} {x['update_ratio']:6.2f} {x['useful_mfu']:6.2f} "
             f"{x['score_cpu_s']:9.2f} {x['score_ratio']:6.2f}"
         )
-    if args.json:
-        record.write(args.json, report)
 
 
 if __name__ == "__main__":
