@@ -27,6 +27,7 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     _check_budget(settings, layout)
     _check_groups(settings)
     _check_equal_counts(settings, layout)
+    _check_kept_groups(settings)
     _check_selection(settings, layout)
     _check_positions(settings, hf_config)
     _check_old_logprob(settings)
@@ -104,13 +105,17 @@ def _check_budget(settings: Settings, layout: Layout) -> None:
         return
     longest = data.max_prompt_length + settings.rollout.max_response_length
     budget = batching.max_token_len_per_gpu * layout.sp_size
-    if longest > budget:
+    together = settings.group_size if batching.keep_groups else 1  # samples that share a micro-batch
+    if longest * together > budget:
         raise ConfigError(
             key="batching.max_token_len_per_gpu",
             got=batching.max_token_len_per_gpu,
             because=f"a sample can have data.max_prompt_length={data.max_prompt_length} + rollout.max_response_length="
-            f"{settings.rollout.max_response_length} = {longest} tokens, and one micro-batch holds {budget}",
-            fix=f"Use batching.max_token_len_per_gpu={-(-longest // layout.sp_size)} or more, or lower either length",
+            f"{settings.rollout.max_response_length} = {longest} tokens, "
+            + (f"batching.keep_groups keeps {together} of them together, " if together > 1 else "")
+            + f"and one micro-batch holds {budget}",
+            fix=f"Use batching.max_token_len_per_gpu={-(-longest * together // layout.sp_size)} or more, "
+            "or lower either length",
         )
 
 
@@ -170,6 +175,30 @@ def _check_equal_counts(settings: Settings, layout: Layout) -> None:
             because=f"equal counts on {layout.dp_size} data ranks need a multiple of {layout.dp_size}",
             fix=f"Use batching.mini_batch_size={-(-batching.mini_batch_size // layout.dp_size) * layout.dp_size}, "
             "or batching.equal_counts=false",
+        )
+
+
+def _check_kept_groups(settings: Settings) -> None:
+    """Where groups stay whole, steps and micro-batches of a fixed size are made of whole groups."""
+    batching, size = settings.batching, settings.group_size
+    if not batching.keep_groups:
+        return
+    because = f"batching.keep_groups keeps the {size} samples of a group together"
+    if batching.mini_batch_size % size:
+        raise ConfigError(
+            key="batching.mini_batch_size",
+            got=batching.mini_batch_size,
+            because=f"{because}, and it is no multiple of {size}",
+            fix=f"Use batching.mini_batch_size={-(-batching.mini_batch_size // size) * size}, "
+            "or batching.keep_groups=false",
+        )
+    per_micro_batch = batching.micro_batch_size_per_gpu
+    if not batching.use_dynamic_bsz and per_micro_batch is not None and per_micro_batch < size:
+        raise ConfigError(
+            key="batching.micro_batch_size_per_gpu",
+            got=per_micro_batch,
+            because=because,
+            fix=f"Use {size} or more, or batching.keep_groups=false",
         )
 
 

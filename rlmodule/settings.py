@@ -224,10 +224,14 @@ class Settings:
         return replace(self, model=replace(self.model, path=path, architecture={}, tokenizer=None))
 
     @property
+    def group_size(self) -> int:
+        """Samples that come of one row of the data."""
+        return 1 if self.algorithm.source == "demonstrations" else self.rollout.n
+
+    @property
     def mini_batches_per_iteration(self) -> int:
         """Optimizer steps of one iteration."""
-        per_prompt = 1 if self.algorithm.source == "demonstrations" else self.rollout.n
-        samples = self.algorithm.train_batch_size * per_prompt
+        samples = self.algorithm.train_batch_size * self.group_size
         return -(-samples // self.batching.mini_batch_size) * self.algorithm.ppo_epochs
 
     @property

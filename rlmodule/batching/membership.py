@@ -19,13 +19,40 @@ TAIL_SIZES = 64
 STRATA_SPARED = 2
 
 
-def blocks_in_order(num_samples: int, mini_batch_size: int) -> list[Ints]:
-    """Consecutive positions, ``mini_batch_size`` of them at a time; the last block may be short."""
-    positions = np.arange(num_samples)
-    return [positions[start : start + mini_batch_size] for start in range(0, num_samples, mini_batch_size)]
+def numbered_by_appearance(group: Ints) -> Ints:
+    """[n] ids of groups, any integers -> [n] the same groups numbered 0, 1, ... in the order they first appear in."""
+    _, first, group = np.unique(group, return_index=True, return_inverse=True)
+    number = np.empty_like(first)
+    number[np.argsort(first)] = np.arange(len(first))
+    numbered: Ints = number[group]
+    return numbered
 
 
-def blocks_of_one_mix(cost: Floats, mini_batch_size: int, seed: int) -> list[Ints]:
+def positions_of_blocks(block: Ints) -> list[Ints]:
+    """[n] block of each sample, none empty -> the positions of each block, ascending."""
+    positions = np.argsort(block, kind="stable")
+    return np.split(positions, np.cumsum(np.bincount(block))[:-1]) if len(block) else []
+
+
+def blocks_in_order(size: Ints, mini_batch_size: int) -> Ints:
+    """Consecutive units, as many at a time as have ``mini_batch_size`` samples or fewer.
+
+    Args:
+        size: [u] samples of each unit; none has more than ``mini_batch_size``.
+        mini_batch_size: most samples of a block; the last may have fewer.
+
+    Returns:
+        [u] block of each unit.
+    """
+    assert size.max(initial=0) <= mini_batch_size, "a unit larger than a block"
+    until = np.concatenate([[0], np.cumsum(size)])
+    starts = [0]
+    while starts[-1] < len(size):
+        starts.append(int(np.searchsorted(until, until[starts[-1]] + mini_batch_size, side="right")) - 1)
+    return np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+
+
+def blocks_of_one_mix(cost: Floats, mini_batch_size: int, seed: int) -> Ints:
     """Blocks of equal count with the same mix of costs, except that outliers are kept together.
 
     A sample that costs more than a rank's whole share makes all other ranks wait, once for every step that holds such a
@@ -38,11 +65,11 @@ def blocks_of_one_mix(cost: Floats, mini_batch_size: int, seed: int) -> list[Int
         seed: of the deal.
 
     Returns:
-        Positions of each block, ascending.
+        [n] block of each sample.
     """
     falling = by_falling_cost(cost)
     num_gathered = _tail_size(cost[falling], mini_batch_size)
-    sizes = np.array([len(block) for block in blocks_in_order(len(cost), mini_batch_size)], np.int64)
+    sizes = np.bincount(np.arange(len(cost)) // mini_batch_size)  # of the blocks
     room = np.clip(np.cumsum(sizes) - num_gathered, 0, sizes)  # left in each block by the gathered ones
     # Seat k of a block with r seats draws the place (k + u) / r in the sorted rest: one of each stratum to every block.
     drawn = np.random.default_rng(seed).random(int(room.sum()))
@@ -52,7 +79,7 @@ def blocks_of_one_mix(cost: Floats, mini_batch_size: int, seed: int) -> list[Int
     block = np.empty(len(cost), np.int64)
     block[falling[:num_gathered]] = np.repeat(np.arange(len(sizes)), sizes - room)
     block[falling[num_gathered:]] = np.repeat(np.arange(len(sizes)), room)[np.argsort(place, kind="stable")]
-    return [np.flatnonzero(block == index) for index in range(len(sizes))]
+    return block
 
 
 def _tail_size(cost: Floats, mini_batch_size: int) -> int:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -17,7 +18,13 @@ import numpy as np
 
 from rlmodule.batching.classic import plan_classic, plan_fixed_size, plan_fixed_size_classic
 from rlmodule.batching.joint import plan_joint
-from rlmodule.batching.membership import blocks_in_order, blocks_of_one_mix
+from rlmodule.batching.limits import check_groups, check_lengths
+from rlmodule.batching.membership import (
+    blocks_in_order,
+    blocks_of_one_mix,
+    numbered_by_appearance,
+    positions_of_blocks,
+)
 from rlmodule.batching.packing import Packing
 from rlmodule.batching.partition import Ints
 from rlmodule.batching.workload import Floats, Numbers, Workload, as_floats
@@ -25,6 +32,7 @@ from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.types import SampleMeta, StepTotals
 
 Output = TypeVar("Output")
+Packer = Callable[[Floats, Ints], Packing]  # [n] cost and tokens of what is packed -> where it sits
 
 PLANNERS = ("joint", "joint_free", "karmarkar_karp")
 ORDERS = ("largest_first", "balanced_ends")
@@ -126,6 +134,7 @@ def plan_batch(
     micro_batch_size: int | None = None,
     order: str = "largest_first",
     multiple_of: int = 1,
+    keep_groups: bool = False,
 ) -> tuple[MiniBatchPlan, ...]:
     """Plan every optimizer step of an iteration.
 
@@ -142,37 +151,50 @@ def plan_batch(
         micro_batch_size: samples per micro-batch; given, the token budget is not applied.
         order: ``largest_first`` (out-of-memory shows at once) or ``balanced_ends`` (small at both ends, for pipelines).
         multiple_of: the number of micro-steps is raised to a multiple of this.
+        keep_groups: the samples of a group share a micro-batch. A group is then planned as if it were one sample, and
+            ``mini_batch_size`` and ``micro_batch_size`` are the most samples that whole groups may add up to.
 
     Returns:
         One plan per optimizer step. Membership depends on the samples, their order and the seed, not on ``dp_size``.
         Samples that are left out take part in membership and totals; a step of nothing else has dummies only.
 
     Raises:
-        ConfigError: a setting that cannot work, or a sample longer than the budget.
+        ConfigError: a setting that cannot work, or a sample (a group, where they are kept) that fits nowhere.
     """
     _check_settings(mini_batch_size, dp_size, token_budget, planner, micro_batch_size, order, multiple_of)
     if micro_batch_size is None:
-        _check_lengths([m for m in metas if not m.is_left_out], token_budget, sp_size)
+        check_lengths([m for m in metas if not m.is_left_out], token_budget, sp_size)
     length = np.fromiter((m.length for m in metas), np.int64, len(metas))
     costs, step_cost = _costs(metas, length, cost)
-    if planner == "joint_free":
-        blocks = blocks_of_one_mix(costs, mini_batch_size, seed)
-    else:
-        blocks = blocks_in_order(len(metas), mini_batch_size)
     is_left_out = np.fromiter((m.is_left_out for m in metas), np.bool_, len(metas))
+    unit = np.arange(len(metas))  # what is planned as one
+    if keep_groups:
+        unit = numbered_by_appearance(np.fromiter((m.group_id for m in metas), np.int64, len(metas)))
+        check_groups(
+            metas,
+            unit,
+            mini_batch_size=mini_batch_size,
+            micro_batch_size=micro_batch_size,
+            token_budget=token_budget,
+            sp_size=sp_size,
+        )
+    largest = int(np.bincount(unit).max(initial=1))  # samples
+    units_per_micro_batch = None if micro_batch_size is None else micro_batch_size // largest
+    pack = _packer(planner, dp_size, token_budget, units_per_micro_batch, step_cost, multiple_of)
+    if planner == "joint_free":
+        block_of_unit = blocks_of_one_mix(_sums(unit, costs), mini_batch_size // largest, seed)
+    else:
+        block_of_unit = blocks_in_order(np.bincount(unit), mini_batch_size)
     plans = []
-    for block in blocks:
+    for block in positions_of_blocks(block_of_unit[unit]):
         computed = block[~is_left_out[block]]
         block_cost, block_length = costs[computed], length[computed]
         if len(computed) == 0:
             packing = Packing(computed, 1, dp_size)
-        elif micro_batch_size is not None:
-            fixed = plan_fixed_size_classic if planner == "karmarkar_karp" else plan_fixed_size
-            packing = fixed(block_cost, dp_size, micro_batch_size)
-        elif planner == "karmarkar_karp":
-            packing = plan_classic(block_cost, block_length, dp_size, token_budget, multiple_of)
+        elif keep_groups:
+            packing = _packed_by_group(block_cost, block_length, unit[computed], pack)
         else:
-            packing = plan_joint(block_cost, block_length, dp_size, token_budget, step_cost, multiple_of)
+            packing = pack(block_cost, block_length)
         assert micro_batch_size or packing.sums(block_length).max() <= token_budget, "a micro-batch exceeds the budget"
         totals = _totals([metas[position] for position in block.tolist()], dp_size, sp_size)
         plan = _assemble(metas, computed, block_cost, packing, totals, order, multiple_of)
@@ -264,17 +286,33 @@ def _check_settings(
             )
 
 
-def _check_lengths(metas: Sequence[SampleMeta], token_budget: int, sp_size: int) -> None:
-    longest = max(metas, key=lambda m: m.length, default=None)
-    if longest is None or longest.length <= token_budget:
-        return
-    raise ConfigError(
-        key="batching.max_token_len_per_gpu",
-        got=token_budget // sp_size,
-        because=f"sample {longest.sample_id} has {longest.length} tokens ({longest.prompt_len} prompt + "
-        f"{longest.response_len} response), one micro-batch holds {token_budget} (sp_size={sp_size})",
-        fix=f"Use {-(-longest.length // sp_size)} or more, raise sp_size, or shorten prompts and responses",
-    )
+def _packer(
+    planner: str,
+    dp_size: int,
+    token_budget: int,
+    micro_batch_size: int | None,
+    step_cost: float,
+    multiple_of: int,
+) -> Packer:
+    """How one mini-batch is packed."""
+    if micro_batch_size is not None:
+        fixed = plan_fixed_size_classic if planner == "karmarkar_karp" else plan_fixed_size
+        return lambda cost, length: fixed(cost, dp_size, micro_batch_size)
+    if planner == "karmarkar_karp":
+        return partial(plan_classic, dp_size=dp_size, token_budget=token_budget, multiple_of=multiple_of)
+    return partial(plan_joint, dp_size=dp_size, token_budget=token_budget, step_cost=step_cost, multiple_of=multiple_of)
+
+
+def _packed_by_group(cost: Floats, length: Ints, group: Ints, pack: Packer) -> Packing:
+    """Packs each group as one item that costs and holds what its samples do together; all arguments are [n]."""
+    _, item = np.unique(group, return_inverse=True)
+    packing = pack(_sums(item, cost), _sums(item, length).astype(np.int64))
+    return replace(packing, cell=packing.cell[item])
+
+
+def _sums(unit: Ints, values: Floats | Ints) -> Floats:
+    """[n] a number per sample -> [u] its sum over each unit."""
+    return np.bincount(unit, weights=values).astype(np.float64, copy=False)
 
 
 def _costs(metas: Sequence[SampleMeta], length: Ints, cost: Workload | Numbers | None) -> tuple[Floats, float]:

@@ -31,6 +31,7 @@ class BatchingConfig:
     order: str = "largest_first"  # order of micro-steps: largest_first or balanced_ends
     shuffle: bool = True  # draw mini-batches from a seeded shuffle of the iteration's samples
     equal_counts: bool = False  # top mini-batches up until every rank has the same number of samples; none is left out
+    keep_groups: bool = False  # the samples of a group (responses to a prompt, a pair) share a micro-batch
 
     def __post_init__(self) -> None:
         at_least("mini_batch_size", self.mini_batch_size, 1)
@@ -46,6 +47,13 @@ class BatchingConfig:
             )
         if self.micro_batch_size_per_gpu is not None:
             at_least("micro_batch_size_per_gpu", self.micro_batch_size_per_gpu, 1)
+        if self.keep_groups and self.equal_counts:
+            raise ConfigError(
+                key="equal_counts",
+                got=True,
+                because="keep_groups is true, and fillers would take the places of samples that belong together",
+                fix="Use batching.equal_counts=false, or batching.keep_groups=false",
+            )
 
 
 @dataclass(frozen=True)
@@ -118,6 +126,7 @@ class BalancedSampler(Sampler[RankShare]):
             sp_size=layout.sp_size,
             micro_batch_size=None if config.use_dynamic_bsz else config.micro_batch_size_per_gpu,
             order=config.order,
+            keep_groups=config.keep_groups,
         )
         return tuple(replace(plan, micro_batches=_renumber(plan.micro_batches, places)) for plan in plans)
 
