@@ -125,6 +125,15 @@ class Journal:
         for tell in self._on_record:
             tell(record)
 
+    def value_at(self, step: int, metric: str) -> float | None:
+        """The finite value that a metric had when the run stood at ``step``; None where it was not taken there."""
+        for record in reversed(self.records):
+            if record.step < step:
+                return None
+            if record.step == step and math.isfinite(record.metrics.get(metric, math.nan)):
+                return record.metrics[metric]
+        return None
+
     def _tell(self, phase: str) -> None:
         for tell in self._on_phase:
             tell(phase)

@@ -6,7 +6,8 @@ Leaves out how a folder is written safely (``checkpoint/state.py``).
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+import warnings
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +16,45 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.checkpoint.state import STATE_FILE, folder_of, prune, write_folder_together
-from rlmodule.core.config import at_least
-from rlmodule.core.errors import CheckpointError
+from rlmodule.checkpoint.state import STATE_FILE, Quality, folder_of, prune, write_folder_together
+from rlmodule.core.config import at_least, one_of
+from rlmodule.core.errors import CheckpointError, did_you_mean
 from rlmodule.run_context import RunContext, Running
 
 
 @CALLBACKS.register
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """When to save, and how many to keep."""
+    """When to save, and which to keep."""
 
     every_n_iterations: int = 1  # the last iteration is always saved
     keep: int = 2  # newest checkpoints that stay on disk
+    best_metric: str | None = "val/accuracy"  # as in metrics.jsonl; the best one by it stays too; null for none
+    best_mode: str = "max"  # max or min: which values of best_metric are good
 
     def __post_init__(self) -> None:
         at_least("every_n_iterations", self.every_n_iterations, 1)
         at_least("keep", self.keep, 1)
+        one_of("best_mode", self.best_mode, ("max", "min"))
 
     def connect(self, context: RunContext) -> SaveCheckpoints:
         """The callback for one run."""
-        return SaveCheckpoints(self, context.run_dir / "checkpoints", context.max_iterations)
+        return SaveCheckpoints(self, context)
 
 
 class SaveCheckpoints(Checkpoint):
-    """Lightning runs callbacks of this base class last, so what the others keep is up to date when it is saved."""
+    """Lightning runs callbacks of this base class last, so what the others keep is up to date when it is saved.
 
-    def __init__(self, settings: CheckpointSettings, root: Path, max_iterations: int) -> None:
+    The last iteration is saved at the end of training, after validation and export: a run that is killed before it has
+    exported goes on from the checkpoint before, instead of finding nothing left to do.
+    """
+
+    def __init__(self, settings: CheckpointSettings, context: RunContext) -> None:
         super().__init__()
         self.settings = settings
-        self.root = root
-        self.max_iterations = max_iterations
+        self.context = context
+        self.root = context.run_dir / "checkpoints"
+        self._doubted = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """From now on a signal means: save, then stop."""
@@ -69,12 +78,17 @@ class SaveCheckpoints(Checkpoint):
         running = Running.of(trainer)
         done = running.data.next_iteration
         must_stop = self._all_must_stop(running)
-        if done % self.settings.every_n_iterations and done < self.max_iterations and not must_stop:
+        if done >= self.context.max_iterations or (done % self.settings.every_n_iterations and not must_stop):
             return
         folder = folder_of(self.root, done)
         self._save(running, folder)
-        if must_stop and done < self.max_iterations:
+        if must_stop:
             running.module.stop_requests.stop(folder)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Save the last iteration."""
+        running = Running.of(trainer)
+        self._save(running, folder_of(self.root, running.data.next_iteration))
 
     def _all_must_stop(self, running: Running) -> bool:
         """Data ranks know from the step's metrics; where a row or a matrix is shared, its ranks ask each other."""
@@ -85,7 +99,13 @@ class SaveCheckpoints(Checkpoint):
 
     def _save(self, running: Running, folder: Path) -> None:
         trainer, done = running.trainer, running.data.next_iteration
-        facts = {"iteration": done, "step": running.step, "world_size": trainer.world_size}
+        facts = {
+            "iteration": done,
+            "step": running.step,
+            "layout": running.strategy.layout.sizes,
+            "config": dict(self.context.hparams),
+            "best": self._quality(running.step),
+        }
         failure = write_folder_together(
             folder,
             lambda aside: trainer.save_checkpoint(aside / STATE_FILE),
@@ -99,6 +119,29 @@ class SaveCheckpoints(Checkpoint):
             raise CheckpointError(
                 f"{folder}: the checkpoint could not be written ({failure}). Earlier checkpoints are whole; "
                 "free some space or change output_root, then go on with resume=auto"
+            )
+
+    def _quality(self, step: int) -> dict[str, Any] | None:
+        """For the manifest: what ranks this checkpoint among the others, see ``best_of``."""
+        metric = self.settings.best_metric
+        if metric is None:
+            return None
+        value = self.context.journal.value_at(step, metric)
+        if value is None and self.context.is_first:
+            self._doubt(metric)
+        return asdict(Quality(metric, self.settings.best_mode, value))
+
+    def _doubt(self, metric: str) -> None:
+        """Say once that a metric is not among those logged so far, where it should have been."""
+        records = self.context.journal.records
+        known = {name for record in records for name in record.metrics}
+        is_late = metric.startswith("val/") and not any(record.kind == "validation" for record in records)
+        if metric not in known and not is_late and not self._doubted:
+            self._doubted = True
+            warnings.warn(
+                f"callbacks.checkpoint.best_metric={metric}: no such metric is logged, so no checkpoint is the best. "
+                + did_you_mean(metric, known),
+                stacklevel=2,
             )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -98,6 +98,8 @@ class ShowProgress(L.Callback):
             self._say(self.state.iteration_line(record))
         elif record.kind == "validation":
             self._say(validation_line(record, len(self.context.val_prompts)))
+        if self._live is not None:
+            self._live.refresh()  # a quick iteration may be over before its turn comes
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Leave the last state on the screen."""

@@ -27,6 +27,7 @@ from rich.table import Table
 
 import rlmodule
 from rlmodule.callbacks import CALLBACKS
+from rlmodule.checkpoint.state import best_of, oldest_first
 from rlmodule.core.config import at_least
 from rlmodule.journal import Record, whole_file
 from rlmodule.run_context import RunContext, Running
@@ -107,7 +108,7 @@ class WriteReport(L.Callback):
             "empty_steps": counters.empty,
             "process": {"wall_seconds": perf_counter() - self.context.started, "cpu_seconds": process_time()},
             "seed": self.context.hparams.get("seed"),
-            "layout": {name: getattr(layout, name) for name in ("world_size", "dp_size", "sp_size", "tp_size")},
+            "layout": layout.sizes,
             "plan": dict(self.context.describe),
             "versions": versions(),
             "paths": places(directory),
@@ -117,9 +118,8 @@ class WriteReport(L.Callback):
 def places(directory: RunDirectory) -> dict[str, str]:
     """What -> where, of everything the run has left behind."""
     root = directory.root
-    checkpoints = sorted(
-        path for path in directory.checkpoints.glob("iteration_*") if not path.name.endswith(".writing")
-    )
+    checkpoints = oldest_first(directory.checkpoints)
+    best = best_of(checkpoints)
     found = {
         "run": root,
         "metrics": root / "metrics.jsonl",
@@ -127,6 +127,7 @@ def places(directory: RunDirectory) -> dict[str, str]:
         "log": root / "train.log",
         "rollouts": root / "rollouts",
         "checkpoint": checkpoints[-1] if checkpoints else directory.checkpoints,
+        **({"best": best} if best is not None else {}),
         "policy": directory.policy,
         "tensorboard": root / "tensorboard",
     }

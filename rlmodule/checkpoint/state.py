@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,9 +164,7 @@ def folder_of(root: Path, iteration: int, step: int | None = None) -> Path:
 def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
     """(newest whole checkpoint or None, a line for each newer one that was passed over)."""
     passed_over: list[str] = []
-    for folder in sorted(root.glob("iteration_*"), key=_age, reverse=True):
-        if folder.name.endswith(_UNFINISHED):
-            continue
+    for folder in reversed(oldest_first(root)):
         try:
             verify(folder)
         except CheckpointError as error:
@@ -177,14 +175,59 @@ def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
 
 
 def prune(root: Path, keep: int, newest: Path) -> None:
-    """Remove all but the last ``keep`` checkpoints up to ``newest``, and what interrupted writes left behind.
+    """Remove all but the last ``keep`` checkpoints up to ``newest`` and the best one, and what interrupted writes left.
 
     Later ones, which a run resumed from an earlier checkpoint has yet to reach again, are left alone and not counted.
     """
-    known = (f for f in root.glob("iteration_*") if not f.name.endswith(_UNFINISHED))
-    finished = sorted((f for f in known if _age(f) <= _age(newest)), key=_age)
-    for folder in [*finished[:-keep], *root.glob(f"*{_UNFINISHED}")]:
+    finished = [folder for folder in oldest_first(root) if _age(folder) <= _age(newest)]
+    stay = {*finished[-keep:], best_of(finished)}
+    for folder in [*(f for f in finished if f not in stay), *root.glob(f"*{_UNFINISHED}")]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How good the state in a checkpoint is, as its manifest has it.
+
+    Args:
+        metric: name as in ``metrics.jsonl``.
+        mode: whether ``max`` or ``min`` is good.
+        value: None where the metric was not taken at this step, or is no number.
+    """
+
+    metric: str
+    mode: str
+    value: float | None
+
+
+def best_of(folders: Sequence[Path]) -> Path | None:
+    """The best checkpoint by the metric of the last one, the later of equals; None where none has a value of it.
+
+    Asked of the folders themselves, so a resumed run needs no memory of the runs before it.
+    """
+    found = {folder: quality for folder in folders if (quality := _quality_of(folder)) is not None}
+    asked = found.get(folders[-1]) if folders else None
+    if asked is None:
+        return None
+    sign = 1.0 if asked.mode == "max" else -1.0
+    values = {
+        folder: sign * quality.value
+        for folder, quality in found.items()
+        if quality.value is not None and (quality.metric, quality.mode) == (asked.metric, asked.mode)
+    }
+    return max(reversed(values), key=values.__getitem__, default=None)
+
+
+def _quality_of(folder: Path) -> Quality | None:
+    try:
+        return Quality(**json.loads((folder / MANIFEST).read_text())["facts"]["best"])
+    except (OSError, ValueError, KeyError, TypeError):  # of an unfinished checkpoint, or one that is not ranked
+        return None
+
+
+def oldest_first(root: Path) -> list[Path]:
+    """The checkpoints below ``root``, whole or not; what is being written is left out."""
+    return sorted((f for f in root.glob("iteration_*") if not f.name.endswith(_UNFINISHED)), key=_age)
 
 
 def _age(folder: Path) -> tuple[int, int]:

@@ -63,6 +63,16 @@ class Layout:
         return self.dp_rank * self.sp_size + self.sp_rank
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Processes in all and along each dimension, for whoever writes them down."""
+        return {
+            "world_size": self.world_size,
+            "dp_size": self.dp_size,
+            "sp_size": self.sp_size,
+            "tp_size": self.tp_size,
+        }
+
+    @property
     def has_outputs(self) -> bool:
         """Whether this process speaks for its data rank: sequence and tensor replicas count once."""
         return self.sp_rank == 0 and self.tp_rank == 0

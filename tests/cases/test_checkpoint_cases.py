@@ -173,6 +173,40 @@ def test_ckpt_04_a_run_resumed_twice_sees_the_rows_of_a_run_never_stopped(finish
     assert ids == list(range(48)), "no sample twice, none left out"
 
 
+# ---- the best
+
+
+def kept(run_dir):
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_the_best_checkpoint_stays_and_a_resumed_run_still_knows_it(tmp_path):
+    """By a metric of every iteration; three runs of one directory keep what one run would have kept."""
+    ranked = ("callbacks.checkpoint.keep=1", "callbacks.checkpoint.best_metric=reward/mean")
+    run_dir = tmp_path / "run"
+    for iterations in (1, 3, 6):
+        records = run_small(run_dir, f"trainer.max_epochs={iterations}", *ranked, f"resume={run_dir}")
+        values = {r.iteration: r.metrics["reward/mean"] for r in records if r.kind == "iteration"}
+        best = max(values, key=lambda i: (values[i], i))
+        assert kept(run_dir) == sorted({f"iteration_{i:06d}" for i in (best, iterations)})
+    assert best < iterations, "otherwise nothing was shown"
+    quality = verify(folder_of(run_dir / "checkpoints", best)).facts["best"]
+    assert quality == {"metric": "reward/mean", "mode": "max", "value": values[best]}
+
+
+def test_a_misspelt_metric_is_said_once(tmp_path):
+    with pytest.warns(UserWarning, match="best_metric=reward/maen: no such metric is logged.*reward/mean") as caught:
+        run_small(tmp_path / "run", "trainer.max_epochs=2", "callbacks.checkpoint.best_metric=reward/maen")
+    assert len([w for w in caught if "best_metric" in str(w.message)]) == 1
+
+
+def test_held_out_accuracy_at_the_end_ranks_the_last_checkpoint_too(finished):
+    folders = [verify(folder).facts for folder in sorted((finished[0] / "checkpoints").iterdir())]
+    assert [facts["best"]["value"] is None for facts in folders] == [True, True, False]
+    assert folders[-1]["layout"] == {"world_size": 1, "dp_size": 1, "sp_size": 1, "tp_size": 1}
+    assert folders[-1]["config"]["optimizer.lr"] == 1e-2
+
+
 # ---- CKPT-06, for strategies whose checkpoints hold the whole state
 
 

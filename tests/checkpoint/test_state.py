@@ -130,6 +130,32 @@ def test_pruning_leaves_later_checkpoints_of_a_run_that_went_back_alone(tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"iteration_00000{i}" for i in (3, 4, 5)]
 
 
+def save_with(root, iteration, value, metric="val/accuracy", mode="max"):
+    return save(root, iteration, best={"metric": metric, "mode": mode, "value": value})
+
+
+VALUES = {1: 0.5, 2: 0.9, 3: None, 4: 0.9, 5: 0.7, 6: 0.6}
+
+
+@pytest.mark.parametrize(("mode", "best"), [("max", 4), ("min", 1)])
+def test_the_best_checkpoint_stays_beside_the_newest_and_the_later_of_equals_is_the_best(tmp_path, mode, best):
+    """Folder by folder, as a run saves them; what ranks them is in the folders alone."""
+    for iteration, value in VALUES.items():
+        prune(tmp_path, keep=1, newest=save_with(tmp_path, iteration, value, mode=mode))
+    assert sorted(p.name for p in tmp_path.iterdir()) == [f"iteration_00000{best}", "iteration_000006"]
+
+
+def test_values_of_another_metric_do_not_count(tmp_path):
+    save_with(tmp_path, 1, 99.0, metric="reward/mean")
+    save_with(tmp_path, 2, 0.1)
+    save(tmp_path, 3)  # by a run that ranks nothing
+    newest = save_with(tmp_path, 4, None)
+    prune(tmp_path, keep=1, newest=newest)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["iteration_000002", "iteration_000004"]
+    prune(tmp_path, keep=1, newest=save(tmp_path, 5))
+    assert [p.name for p in tmp_path.iterdir()] == ["iteration_000005"]
+
+
 def test_facts_are_plain_json(tmp_path):
     folder = save(tmp_path, 1, layout={"dp": 2})
     assert json.loads((folder / MANIFEST).read_text())["facts"] == {"step": 4, "layout": {"dp": 2}}

@@ -12,6 +12,7 @@ import torch
 
 from rlmodule.callbacks.checkpoint import CheckpointSettings, SaveCheckpoints
 from rlmodule.checkpoint.state import STATE_FILE, folder_of, verify
+from tests.callbacks.builders import context_in
 from tests.helpers.ranks import run_on_ranks
 from tests.strategies.fixed_runs import FixedRun, Outcome, relative_difference
 
@@ -22,7 +23,9 @@ STEPS = 3  # of one epoch
 
 
 def saving(root: Path, run: FixedRun) -> FixedRun:
-    return replace(run, callbacks=(SaveCheckpoints(CheckpointSettings(keep=9), root / "checkpoints", run.epochs),))
+    return replace(
+        run, callbacks=(SaveCheckpoints(CheckpointSettings(keep=9), context_in(root, iterations=run.epochs)),)
+    )
 
 
 def fit(run: FixedRun, world_size: int, root: Path | None = None, resume: Path | None = None) -> Outcome:
@@ -115,4 +118,4 @@ def test_a_manifest_lists_every_rank_s_shards(written):
     folder = folder_of(written["fsdp2"][0] / "checkpoints", 2)
     manifest = verify(folder)
     assert {"shards/__0_0.distcp", "shards/__1_0.distcp", "shards/.metadata", STATE_FILE} <= set(manifest.files)
-    assert json.loads((folder / "manifest.json").read_text())["facts"]["world_size"] == 2
+    assert json.loads((folder / "manifest.json").read_text())["facts"]["layout"]["world_size"] == 2
