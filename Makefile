@@ -1,11 +1,12 @@
 # One line per target; `make` alone prints them.
 .DEFAULT_GOAL := help
-.PHONY: help setup train check test test-ranks bench tensorboard clean
+.PHONY: help setup train check test test-ranks bench bench-peers tensorboard clean
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PEERS ?= .venv-peers
 ARGS ?=
 WORKERS ?= 2
 RESULTS := $(if $(SMALL),outputs/bench,benchmarks/results)
@@ -45,8 +46,20 @@ bench: setup ## measure, draw, and fill the tables of docs/performance.md (SMALL
 	$(BIN)/python benchmarks/loop.py $(if $(SMALL),--small) --json $(RESULTS)/loop.json
 	$(BIN)/python benchmarks/report.py --results $(RESULTS) $(if $(SMALL),--out $(RESULTS)/performance.md)
 
+bench-peers: $(PEERS)/.ready ## the same work by verl, OpenRLHF and TRL, in an environment of its own
+	mkdir -p $(RESULTS)
+	HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE $(PEERS)/bin/python benchmarks/peers.py $(if $(SMALL),--small) --json $(RESULTS)/peers.json
+	$(PEERS)/bin/python benchmarks/report.py --results $(RESULTS) $(if $(SMALL),--out $(RESULTS)/performance.md)
+
+$(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers.txt benchmarks/peers_needs.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable . --requirement benchmarks/peers_needs.txt
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement benchmarks/peers.txt
+	touch $@
+
 tensorboard: setup ## look at the curves of every run
 	$(BIN)/tensorboard --logdir outputs
 
 clean: ## remove the environment and caches, never your runs
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache *.egg-info

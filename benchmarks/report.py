@@ -118,12 +118,60 @@ def loop_chart(numbers: Numbers, axes: plt.Axes) -> None:
     axes.set(xlabel="step", ylabel="loop / bare", xticks=range(len(numbers["ratios"])))
 
 
+def peers_table(numbers: Numbers) -> str:
+    """Plans, differencing and the update step against released packages."""
+    planners = ("rlmodule", "verl", "verl, older")
+    plans = numbers["plans"]
+    rows = [
+        [
+            row["name"],
+            *(f"{row['step'][name]:.3f}" for name in planners),
+            *(f"{row['ms'][name]:.1f}" for name in planners),
+        ]
+        for row in plans
+    ]
+    ratios = {
+        name: statistics.median(row["step"]["rlmodule"] / row["step"][name] for row in plans) for name in planners[1:]
+    }
+    parts = [
+        [
+            f"{row['items']} items, {row['parts']} parts, {'equal' if row['equal_size'] else 'free'} sizes",
+            *(f"{row['ms'][name]:.2f}" for name in ("rlmodule", "verl")),
+            f"{row['ms']['verl'] / row['ms']['rlmodule']:.1f}",
+        ]
+        for row in numbers["partitions"]
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in numbers["versions"].items())
+    sections = [
+        f"Packages: {versions}.",
+        table(["lock-step time", *planners, *(f"{name}, ms" for name in planners)], rows),
+        "Median of rlmodule over " + ", ".join(f"{name}: {ratio:.2f}" for name, ratio in ratios.items()) + ".",
+        table(["largest differencing", "rlmodule, ms", "verl, ms", "ratio"], parts),
+        *(update_table(report) for report in numbers["updates"]),
+    ]
+    return "\n\n".join(sections)
+
+
+def peers_chart(numbers: Numbers, axes: plt.Axes) -> None:
+    """The update step, in multiples of ours."""
+    reports = numbers["updates"]
+    width = 0.8 / len(reports)
+    for i, report in enumerate(reports):
+        ratios = [way["update_ratio"] for way in report["ways"].values()]
+        axes.bar([x + i * width for x in range(len(ratios))], ratios, width, label=f"V = {report['vocabulary']:,}")
+    names = list(reports[0]["ways"])
+    axes.set_xticks([x + width * (len(reports) - 1) / 2 for x in range(len(names))], names, rotation=30, ha="right")
+    axes.set(ylabel="CPU seconds / ours")
+    axes.legend()
+
+
 SECTIONS: dict[str, tuple[Callable[[Numbers], str], Callable[[Numbers, plt.Axes], None]]] = {
     "planner": (planner_table, planner_chart),
     "update": (update_table, update_chart),
     "update_151936": (update_table, update_chart),
     "memory": (memory_table, memory_chart),
     "loop": (loop_table, loop_chart),
+    "peers": (peers_table, peers_chart),
 }
 
 

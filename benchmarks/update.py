@@ -325,10 +325,10 @@ def show(report: Mapping[str, Any]) -> None:
         f"tokens, vocabulary {report['vocabulary']:,}, grad norm {report['grad_norm']:.6f} every way, "
         f"GEMM {report['gemm_gflop_per_cpu_second']:.0f} GFLOP per CPU second"
     )
-    print(f"{'way':<12} {'update s':>9} {'ratio':>6} {'MFU':>6} {'score s':>9} {'ratio':>6}")
+    print(f"{'way':<20} {'update s':>9} {'ratio':>6} {'MFU':>6} {'score s':>9} {'ratio':>6}")
     for name, x in report["ways"].items():
         print(
-            f"{name:<12} {x['update_cpu_s']:9.2f} {x['update_ratio']:6.2f} {x['useful_mfu']:6.2f} "
+            f"{name:<20} {x['update_cpu_s']:9.2f} {x['update_ratio']:6.2f} {x['useful_mfu']:6.2f} "
             f"{x['score_cpu_s']:9.2f} {x['score_ratio']:6.2f}"
         )
 
