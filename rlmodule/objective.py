@@ -22,14 +22,15 @@ from rlmodule.rollout_correction import RolloutCorrection
 from rlmodule.shaping import FilterGroups, KLInReward, OverlongBuffer
 
 OLD_LOGPROB = ("recompute", "sampler")
+ROLLOUTS, DEMONSTRATIONS, PREFERENCES = SOURCES = ("rollouts", "demonstrations", "preferences")
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
     """How responses become an objective; the loss and the advantage have menus of their own."""
 
-    source: str = "rollouts"  # rollouts of the policy, or demonstrations to imitate
-    train_batch_size: int = 64  # prompts (or demonstrations) of one iteration
+    source: str = ROLLOUTS  # rollouts of the policy, demonstrations to imitate, or preferences: pairs to tell apart
+    train_batch_size: int = 64  # prompts (or demonstrations, or pairs) of one iteration
     ppo_epochs: int = 1  # passes over the samples of an iteration
     loss_agg_mode: str = "token-mean"  # how token losses become one number
     loss_scale_factor: float | None = None  # divisor of seq-mean-token-sum-norm; default rollout.max_response_length
@@ -48,7 +49,7 @@ class AlgorithmConfig:
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
 
     def __post_init__(self) -> None:
-        one_of("source", self.source, ("rollouts", "demonstrations"))
+        one_of("source", self.source, SOURCES)
         one_of("loss_agg_mode", self.loss_agg_mode, MODES)
         one_of("kl_loss_type", self.kl_loss_type, KL_KINDS)
         one_of("old_logprob", self.old_logprob, OLD_LOGPROB)
@@ -63,9 +64,9 @@ class AlgorithmConfig:
                 because=f"{SEQ_MEAN_TOKEN_SUM_NORM} divides by a constant",
                 fix="Use ${rollout.max_response_length}, or another loss_agg_mode",
             )
-        if self.old_logprob == "sampler" and self.source == "demonstrations":
+        if self.old_logprob == "sampler" and not self.is_sampled:
             raise ConfigError(
-                key="old_logprob", got="sampler", because="demonstrations were not sampled", fix="Use recompute"
+                key="old_logprob", got="sampler", because=f"{self.source} were not sampled", fix="Use recompute"
             )
         if self.use_kl_loss and self.kl_loss_type == "k1":
             raise ConfigError(
@@ -81,15 +82,20 @@ class AlgorithmConfig:
                 because="with old_logprob=sampler there is no second opinion to compare the sampler's with",
                 fix="Use old_logprob=recompute, or rollout_correction.mode=none",
             )
-        if self.source == "demonstrations":
-            self._refuse_with_demonstrations()
+        if not self.is_sampled:
+            self._refuse_without_rollouts()
 
-    def _refuse_with_demonstrations(self) -> None:
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the policy makes the responses it learns from; otherwise they are there before."""
+        return self.source == ROLLOUTS
+
+    def _refuse_without_rollouts(self) -> None:
         for name, is_on, because in (
-            ("use_kl_loss", self.use_kl_loss, "demonstrations are imitated without a reference"),
-            ("use_kl_in_reward", self.use_kl_in_reward, "demonstrations have no reward"),
-            ("filter_groups.enable", self.filter_groups.enable, "demonstrations form no groups"),
-            ("overlong_buffer.enable", self.overlong_buffer.enable, "demonstrations have no reward"),
+            ("use_kl_loss", self.use_kl_loss, "the KL is estimated on tokens that the policy drew"),
+            ("use_kl_in_reward", self.use_kl_in_reward, f"{self.source} have no reward"),
+            ("filter_groups.enable", self.filter_groups.enable, f"{self.source} cannot be sampled again"),
+            ("overlong_buffer.enable", self.overlong_buffer.enable, f"{self.source} have no reward"),
         ):
             if is_on:
                 raise ConfigError(key=name, got=True, because=because, fix="Use false")
@@ -97,7 +103,7 @@ class AlgorithmConfig:
             raise ConfigError(
                 key="rollout_correction.mode",
                 got=self.rollout_correction.mode,
-                because="demonstrations were not sampled by any policy",
+                because=f"{self.source} were not sampled by any policy",
                 fix="Use none",
             )
 

@@ -31,11 +31,11 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     _check_selection(settings, layout)
     _check_positions(settings, hf_config)
     _check_old_logprob(settings)
-    if settings.rollout.temperature != 1.0 and settings.algorithm.source == "demonstrations":
+    if settings.rollout.temperature != 1.0 and not settings.algorithm.is_sampled:
         raise ConfigError(
             key="rollout.temperature",
             got=settings.rollout.temperature,
-            because="demonstrations are imitated at temperature 1",
+            because=f"{settings.algorithm.source} are learned from at temperature 1",
             fix="Use 1.0",
         )
 
@@ -101,7 +101,7 @@ def _divisors(number: int) -> list[int]:
 def _check_budget(settings: Settings, layout: Layout) -> None:
     """Nothing longer than a micro-batch may come up in the middle of a run."""
     batching, data = settings.batching, settings.data
-    if not batching.use_dynamic_bsz or settings.algorithm.source == "demonstrations":
+    if not batching.use_dynamic_bsz or not settings.algorithm.is_sampled:
         return
     longest = data.max_prompt_length + settings.rollout.max_response_length
     budget = batching.max_token_len_per_gpu * layout.sp_size
@@ -119,21 +119,25 @@ def _check_budget(settings: Settings, layout: Layout) -> None:
         )
 
 
-def check_samples(samples: Sequence[Sample], settings: Settings, layout: Layout) -> None:
-    """The same for samples that are there already.
+def check_rows(rows: Sequence[Sequence[Sample]], settings: Settings, layout: Layout) -> None:
+    """The same for samples that are there already, all of a row's together.
 
     Raises:
         ConfigError: names the first row that is too long.
     """
-    budget = settings.batching.max_token_len_per_gpu * layout.sp_size
-    for sample in samples:
-        if settings.batching.use_dynamic_bsz and sample.meta.length > budget:
+    batching = settings.batching
+    budget = batching.max_token_len_per_gpu * layout.sp_size
+    for samples in rows if batching.use_dynamic_bsz else ():
+        lengths = [sample.meta.length for sample in samples]
+        tokens = sum(lengths) if batching.keep_groups else max(lengths)
+        if tokens > budget:
             raise ConfigError(
                 key="batching.max_token_len_per_gpu",
-                got=settings.batching.max_token_len_per_gpu,
-                because=f"the demonstration in row {sample.prompt.row + 1} has {sample.meta.length} tokens, "
-                f"and one micro-batch holds {budget}",
-                fix=f"Use batching.max_token_len_per_gpu={-(-sample.meta.length // layout.sp_size)} or more",
+                got=batching.max_token_len_per_gpu,
+                because=f"row {samples[0].prompt.row + 1} has {tokens} tokens"
+                + (f" in {len(samples)} samples that stay together" if batching.keep_groups else "")
+                + f", and one micro-batch holds {budget}",
+                fix=f"Use batching.max_token_len_per_gpu={-(-tokens // layout.sp_size)} or more",
             )
 
 
@@ -145,7 +149,7 @@ def _check_groups(settings: Settings) -> None:
             because="algorithm.filter_groups leaves out groups without two different rewards, so all of one",
             fix="Use rollout.n=8, or algorithm.filter_groups.enable=false",
         )
-    if settings.advantage is not None and settings.advantage.needs_group and settings.rollout.n == 1:
+    if settings.advantage is not None and settings.advantage.needs_group and settings.group_size == 1:
         raise ConfigError(
             key="rollout.n",
             got=1,
@@ -242,11 +246,10 @@ class RunPlan:
         """Label -> text, in reading order."""
         s = self.settings
         per_iteration = s.algorithm.train_batch_size
-        imitates = s.algorithm.source == "demonstrations"
         samples = (
-            f"{per_iteration} demonstrations"
-            if imitates
-            else (f"{per_iteration} prompts x {s.rollout.n} responses = {per_iteration * s.rollout.n} samples")
+            f"{per_iteration} prompts x {s.rollout.n} responses = {per_iteration * s.rollout.n} samples"
+            if s.algorithm.is_sampled
+            else f"{per_iteration} {s.algorithm.source}"
         )
         micro = (
             f"{s.batching.max_token_len_per_gpu:,} tokens per micro-batch and device ({s.batching.planner} planner)"

@@ -21,7 +21,7 @@ from rlmodule.datamodule import RLDataModule
 from rlmodule.journal import Journal
 from rlmodule.models.policy import PolicyModel
 from rlmodule.module import RLModule
-from rlmodule.sources import RolloutSource
+from rlmodule.sources import Examiner, RolloutSource
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,13 @@ class Running:
 
     @property
     def rollouts(self) -> RolloutSource | None:
-        """The source of samples where the policy makes them; None where demonstrations are imitated."""
+        """The source of samples where the policy makes them; None where they were there before."""
         return self.data.source if isinstance(self.data.source, RolloutSource) else None
+
+    @property
+    def examiner(self) -> Examiner | None:
+        """Who judges answers to held-out prompts; None where demonstrations are imitated."""
+        return self.data.source if isinstance(self.data.source, Examiner) else None
 
     @property
     def tensorboard(self) -> SummaryWriter | None:

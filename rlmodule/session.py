@@ -37,6 +37,7 @@ from rlmodule.core.contract import Layout, RolloutEngine
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import Prompt, Sample, SampleMeta
 from rlmodule.data.demonstrations import file_demonstrations, task_demonstrations
+from rlmodule.data.preferences import Pair, file_preferences, task_preferences
 from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
@@ -46,17 +47,17 @@ from rlmodule.models.compiled import check_compiler
 from rlmodule.models.policy import build_policy, load_model_config, load_tokenizer, parameter_count
 from rlmodule.models.recompute import SELECTIVE
 from rlmodule.module import RLModule
-from rlmodule.objective import Objective
-from rlmodule.preflight import RunPlan, check, check_layout, check_samples, workload_of
+from rlmodule.objective import DEMONSTRATIONS, PREFERENCES, Objective
+from rlmodule.preflight import RunPlan, check, check_layout, check_rows, workload_of
 from rlmodule.run_context import RunContext
 from rlmodule.run_directory import RunDirectory
 from rlmodule.settings import Settings
 from rlmodule.shaping import KLController
-from rlmodule.sources import DemonstrationSource, RolloutSource, Source
+from rlmodule.sources import DemonstrationSource, PreferenceSource, RolloutSource, Source
 
 AUTO_BACKEND = "auto"
 MODEL_TYPE = "language_model"
-DEMONSTRATIONS = 16384  # drawn from a built-in task that is asked to show how a beginner answers
+MADE_UP_ROWS = 16384  # demonstrations or pairs drawn from a built-in task that is asked for some
 
 
 class StrategyMenu(Protocol):
@@ -202,10 +203,6 @@ class Session:
         """The model's tokenizer."""
         return load_tokenizer(self.settings.model)
 
-    @property
-    def _imitates(self) -> bool:
-        return self.settings.algorithm.source == "demonstrations"
-
     @cached_property
     def prompts(self) -> PromptTable:
         """Prompts to answer."""
@@ -216,8 +213,24 @@ class Session:
         """Samples to imitate."""
         s = self.settings
         if s.task is not None:
-            return task_demonstrations(s.task, DEMONSTRATIONS, s.run.seed, s.data, self.tokenizer)
+            return task_demonstrations(s.task, MADE_UP_ROWS, s.run.seed, s.data, self.tokenizer)
         return file_demonstrations(s.data, self.tokenizer, "train")
+
+    @cached_property
+    def preferences(self) -> Sequence[Pair]:
+        """Pairs of a better and a worse response."""
+        s = self.settings
+        if s.task is not None:
+            return task_preferences(s.task, MADE_UP_ROWS, s.run.seed, s.data, self.tokenizer)
+        return file_preferences(s.data, self.tokenizer)
+
+    @cached_property
+    def given_samples(self) -> Sequence[Sequence[Sample]]:
+        """Samples that are there before the run, row by row; none where the policy makes them."""
+        source = self.settings.algorithm.source
+        if source == PREFERENCES:
+            return [(pair.chosen, pair.rejected) for pair in self.preferences]
+        return [(sample,) for sample in self.demonstrations] if source == DEMONSTRATIONS else []
 
     @cached_property
     def val_prompts(self) -> Sequence[Prompt]:
@@ -240,10 +253,10 @@ class Session:
         check(self.settings, self.hf_config, layout)
         if self.settings.model.compile:
             check_compiler(self.device)
-        if self._imitates:
-            check_samples(self.demonstrations, self.settings, layout)
-        else:
-            _ = self.prompts, self.val_prompts  # reading them checks them
+        check_rows(self.given_samples, self.settings, layout)
+        if self.settings.algorithm.is_sampled:
+            _ = self.prompts  # reading them checks them
+        _ = self.val_prompts
         self.resume_from()
 
     def check_strategy(self) -> None:
@@ -442,10 +455,11 @@ class Session:
         )
 
     def _describe_rows(self) -> str:
-        return f"{len(self.demonstrations)} demonstrations" if self._imitates else self.prompts.describe()
+        algorithm = self.settings.algorithm
+        return self.prompts.describe() if algorithm.is_sampled else f"{len(self.given_samples)} {algorithm.source}"
 
     def _datamodule(self, objective: Objective, strategy: Any, start: Callable[[int], None]) -> RLDataModule:
-        count = len(self.demonstrations if self._imitates else self.prompts)
+        count = len(self.prompts if self.settings.algorithm.is_sampled else self.given_samples)
         stream = PromptStream(count, self.settings.run.seed, self.settings.data.shuffle)
         source = self._source(strategy, stream)
         algorithm = self.settings.algorithm
@@ -455,10 +469,11 @@ class Session:
 
     def _source(self, strategy: Any, stream: PromptStream) -> Source:
         s = self.settings
+        count = s.algorithm.train_batch_size
         layout = lambda: strategy.layout  # noqa: E731  known once the strategy is set up
-        if self._imitates:
-            return DemonstrationSource(self.demonstrations, stream, s.algorithm.train_batch_size, layout)
-        assert s.reward is not None, "rollouts are judged"
+        if s.algorithm.source == DEMONSTRATIONS:
+            return DemonstrationSource(self.demonstrations, stream, count, layout)
+        assert s.reward is not None, "answers are judged"
 
         def engine() -> RolloutEngine:
             return s.rollout.connect(
@@ -468,10 +483,12 @@ class Session:
                 strategy.root_device,
             )
 
+        if s.algorithm.source == PREFERENCES:
+            return PreferenceSource(self.preferences, stream, count, engine, s.reward, layout)
         return RolloutSource(
             self.prompts,
             stream,
-            s.algorithm.train_batch_size,
+            count,
             s.rollout.n,
             engine,
             s.reward,

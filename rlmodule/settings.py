@@ -23,7 +23,7 @@ from rlmodule.losses import LOSSES
 from rlmodule.losses.sft import SFT
 from rlmodule.models.lora import LoraSettings
 from rlmodule.models.policy import ModelConfig
-from rlmodule.objective import AlgorithmConfig
+from rlmodule.objective import DEMONSTRATIONS, PREFERENCES, AlgorithmConfig
 from rlmodule.optimizer import OptimizerConfig
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
@@ -145,7 +145,7 @@ class Settings:
                 key="logger", got=logger, because="no logger has that name", fix=did_you_mean(logger, LOGGERS)
             )
         algorithm = convert(AlgorithmConfig, node.algorithm, "algorithm")
-        imitates = algorithm.source == "demonstrations"
+        imitates = algorithm.source == DEMONSTRATIONS
         return cls(
             run=convert(RunSection, {k: node[k] for k in ("task", "seed", "resume", "run_dir", "output_root")}, ""),
             model=convert(ModelConfig, node.model, "model"),
@@ -174,7 +174,7 @@ class Settings:
     @property
     def needs_warm_start(self) -> bool:
         """Whether the model must first learn some habits: random weights, and demonstrations to learn from."""
-        is_random = self.model.path is None and self.algorithm.source == "rollouts"
+        is_random = self.model.path is None and self.algorithm.source != DEMONSTRATIONS
         return is_random and self.warm_start.steps > 0 and self.run.task == TRAIN
 
     def for_warm_start(self) -> Settings:
@@ -197,7 +197,7 @@ class Settings:
             self,
             model=replace(self.model, lora=LoraSettings(), compile=False),
             algorithm=AlgorithmConfig(
-                source="demonstrations", train_batch_size=warm.batch_size * steps_per_iteration, log_entropy=False
+                source=DEMONSTRATIONS, train_batch_size=warm.batch_size * steps_per_iteration, log_entropy=False
             ),
             loss=SFT(),
             batching=BatchingConfig(mini_batch_size=warm.batch_size),
@@ -226,7 +226,7 @@ class Settings:
     @property
     def group_size(self) -> int:
         """Samples that come of one row of the data."""
-        return 1 if self.algorithm.source == "demonstrations" else self.rollout.n
+        return {DEMONSTRATIONS: 1, PREFERENCES: 2}.get(self.algorithm.source, self.rollout.n)
 
     @property
     def mini_batches_per_iteration(self) -> int:

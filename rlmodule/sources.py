@@ -1,14 +1,18 @@
-"""Where samples come from: rollouts of the current policy, or demonstrations. Both feed the same planner and step."""
+"""Where samples come from: rollouts of the current policy, demonstrations, or pairs of responses somebody judged.
+
+All feed the same planner and step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from rlmodule.core.contract import Layout, Reward, RolloutEngine, SampleRequest
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import Prompt, Sample, Score, ScoredSample
+from rlmodule.data.preferences import Pair
 from rlmodule.data.stream import PromptStream
 from rlmodule.experience import Stopwatch
 
@@ -21,6 +25,14 @@ class Source(Protocol):
 
     def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
         """Samples with their verdicts; sample ids are unique over all ranks and iterations."""
+
+
+@runtime_checkable
+class Examiner(Protocol):
+    """A source that can have the policy answer, and judge the answers."""
+
+    def validate(self, prompts: Sequence[Prompt]) -> list[ScoredSample]:
+        """Greedy answers to this rank's share of held-out prompts, with their verdicts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,15 +86,7 @@ class RolloutSource:
 
     def validate(self, prompts: Sequence[Prompt]) -> list[ScoredSample]:
         """Greedy answers to this rank's share of held-out prompts, with their verdicts."""
-        mine = share_of_rank(list(enumerate(prompts)), self.layout())
-        requests = [
-            SampleRequest(prompt=i, sample_id=place, group_id=place, seed=VALIDATION_SEED, greedy=True)
-            for i, (place, _) in enumerate(mine)
-        ]
-        # Also without a share of its own: every rank takes part when a sharded model is made whole.
-        samples = self.engine().generate([prompt for _, prompt in mine], requests)
-        scores = self.reward(samples) if samples else []
-        return [ScoredSample(sample, score) for sample, score in zip(samples, scores, strict=True)]
+        return greedy_answers(prompts, self.engine(), self.reward, self.layout())
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,11 +103,60 @@ class DemonstrationSource:
         if not self.samples:
             raise TrainingError("there are no demonstrations to imitate")
         drawn = share_of_rank(self.stream.take(self.batch_size), self.layout())
-        return [ScoredSample(_renamed(self.samples[row], counter), Score(1.0)) for counter, row in drawn]
+        return [ScoredSample(_renamed(self.samples[row], counter, counter), Score(1.0)) for counter, row in drawn]
 
 
-def _renamed(sample: Sample, counter: int) -> Sample:
-    return replace(sample, sample_id=counter, group_id=counter)
+@dataclass(frozen=True, eq=False)
+class PreferenceSource:
+    """Fixed pairs in a seeded order; the two samples of a pair are a group.
+
+    Args:
+        pairs: rows to draw from.
+        stream: order of the rows and how far it has been read; the same on every rank.
+        batch_size: pairs of an iteration, over all ranks.
+        engine: gives the rollout engine for held-out prompts, once the strategy is set up.
+        reward: judges the answers to them.
+        layout: gives this process's place once the strategy is set up.
+    """
+
+    pairs: Sequence[Pair]
+    stream: PromptStream
+    batch_size: int
+    engine: Callable[[], RolloutEngine]
+    reward: Reward
+    layout: Callable[[], Layout]
+
+    def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
+        """This rank's share of the next pairs; a chosen response scores 1, a rejected one -1."""
+        drawn = share_of_rank(self.stream.take(self.batch_size), self.layout())
+        return [
+            ScoredSample(_renamed(sample, 2 * counter + place, counter), Score(value))
+            for counter, row in drawn
+            for place, (sample, value) in enumerate(((self.pairs[row].chosen, 1.0), (self.pairs[row].rejected, -1.0)))
+        ]
+
+    def validate(self, prompts: Sequence[Prompt]) -> list[ScoredSample]:
+        """Greedy answers to this rank's share of held-out prompts, with their verdicts."""
+        return greedy_answers(prompts, self.engine(), self.reward, self.layout())
+
+
+def greedy_answers(
+    prompts: Sequence[Prompt], engine: RolloutEngine, reward: Reward, layout: Layout
+) -> list[ScoredSample]:
+    """This rank's share of the prompts answered without drawing, and judged; every rank calls it in step."""
+    mine = share_of_rank(list(enumerate(prompts)), layout)
+    requests = [
+        SampleRequest(prompt=i, sample_id=place, group_id=place, seed=VALIDATION_SEED, greedy=True)
+        for i, (place, _) in enumerate(mine)
+    ]
+    # Also without a share of its own: every rank takes part when a sharded model is made whole.
+    samples = engine.generate([prompt for _, prompt in mine], requests)
+    scores = reward(samples) if samples else []
+    return [ScoredSample(sample, score) for sample, score in zip(samples, scores, strict=True)]
+
+
+def _renamed(sample: Sample, sample_id: int, group_id: int) -> Sample:
+    return replace(sample, sample_id=sample_id, group_id=group_id)
 
 
 def share_of_rank(items: Sequence[T], layout: Layout) -> list[T]:

@@ -326,6 +326,23 @@ def test_a_demonstration_that_fits_no_micro_batch_is_named(tmp_path):
     assert "Use batching.max_token_len_per_gpu=104 or more" in str(error)
 
 
+def test_a_pair_that_fits_no_micro_batch_is_named(tmp_path):
+    """The prompt counts twice: 3 tokens of it and the end of the response make 4 around each response."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "chosen": "b", "rejected": "' + "b" * 100 + '"}\n')
+    error = refusal_of(
+        tmp_path,
+        "algorithm.source=preferences",
+        "batching.keep_groups=true",
+        "batching.max_token_len_per_gpu=100",
+        *OWN_FILES,
+        f"data.train_files=[{file}]",
+    )
+    assert isinstance(error, ConfigError)
+    assert "row 1 has 109 tokens in 2 samples that stay together" in str(error)
+    assert "Use batching.max_token_len_per_gpu=109 or more" in str(error)
+
+
 def test_a_value_that_cannot_be_read_is_explained():
     with pytest.raises(HydraException) as caught:
         compose("data.system_prompt={a")

@@ -72,11 +72,11 @@ class Validate(L.Callback):
             self._validate(running, self.context.journal.iteration)
 
     def _validate(self, running: Running, iteration: int) -> None:
-        source, prompts, journal = running.rollouts, self.context.val_prompts, self.context.journal
-        if source is None or not prompts:
+        examiner, prompts, journal = running.examiner, self.context.val_prompts, self.context.journal
+        if examiner is None or not prompts:
             return
         with journal.phase(VALIDATE) as lap:
-            _, facts = gather_facts(lambda: source.validate(prompts), running.strategy.collectives)
+            _, facts = gather_facts(lambda: examiner.validate(prompts), running.strategy.collectives)
         record = Record("validation", running.step, iteration, validation_metrics(facts, lap))
         self.history.append(record)
         journal.add(record)

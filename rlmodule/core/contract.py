@@ -261,6 +261,9 @@ class Task(Protocol):
     def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
         """(prompt, response) pairs for a warm start; prompts come from the training split's side."""
 
+    def preferences(self, count: int, seed: int) -> list[tuple[str, str, str]]:
+        """(prompt, right response, wrong response) triples; prompts come from the training split's side."""
+
 
 class RolloutEngine(Protocol):
     """Samples responses. Sampling is keyed by sample id, so who samples what does not matter."""

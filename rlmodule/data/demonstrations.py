@@ -63,15 +63,20 @@ def _samples(
     rows: Sequence[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase, place: Callable[[int], str]
 ) -> list[Sample]:
     chat = config.chat_format(tokenizer)
-    segments = [_encode(row, chat, place(number)) for number, row in enumerate(rows)]
+    segments = [encode_row(row, chat, place(number)) for number, row in enumerate(rows)]
     lengths = np.array([len(prompt.ids) for prompt, *_ in segments], dtype=np.int32)
     return [
-        _sample(number, rows[number], segments[number], tokenizer, config.max_prompt_length)
+        sample_of(number, rows[number], segments[number], tokenizer, config.max_prompt_length)
         for number in map(int, keep_by_length(lengths, config, place))
     ]
 
 
-def _encode(row: Row, chat: ChatFormat, place: str) -> list[Segment]:
+def encode_row(row: Row, chat: ChatFormat, place: str) -> list[Segment]:
+    """Prompt and completion as segments; the first is what comes before the first assistant turn.
+
+    Raises:
+        DataError: the row cannot be put into tokens.
+    """
     try:
         if isinstance(row.completion, str):
             return chat.encode_demonstration(row.prompt, row.completion)
@@ -80,9 +85,10 @@ def _encode(row: Row, chat: ChatFormat, place: str) -> list[Segment]:
         raise DataError(place=place, because=str(error), fix="Fix or delete the row") from error
 
 
-def _sample(
+def sample_of(
     number: int, row: Row, segments: Sequence[Segment], tokenizer: PreTrainedTokenizerBase, max_prompt_length: int
 ) -> Sample:
+    """The sample of row ``number``; its first segment is the prompt, which keeps its last tokens."""
     prompt, *rest = segments
     ids, mask = join(rest)
     return Sample(

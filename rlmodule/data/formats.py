@@ -165,7 +165,7 @@ def read_row(raw: RawRow, columns: Columns, place: str) -> Row:
                 because=f"the row has no '{column}'; its columns are {', '.join(raw)}",
                 fix="Fill it in, or delete the row",
             )
-    prompt = _read_turns(_look_up(raw, columns.prompt), columns.prompt, place)
+    prompt = read_turns(_look_up(raw, columns.prompt), columns.prompt, place)
     completion = _look_up(raw, columns.completion)
     meta = {name: value for name, value in raw.items() if name not in (columns.prompt, columns.meta)}
     meta |= _read_meta(raw.get(columns.meta), columns.meta, place)
@@ -175,9 +175,30 @@ def read_row(raw: RawRow, columns: Columns, place: str) -> Row:
         prompt=prompt,
         answer=_as_text(_look_up(raw, columns.answer)),
         source=_as_text(_look_up(raw, columns.source)) or "",
-        completion=None if completion is None else _read_turns(completion, str(columns.completion), place),
+        completion=None if completion is None else read_turns(completion, str(columns.completion), place),
         meta=meta,
     )
+
+
+def read_turns(value: Any, column: str, place: str) -> Turns:
+    """A text or turns as a file has them, checked.
+
+    Args:
+        value: the entry.
+        column: where it stands, for errors.
+        place: ``file:line``, for errors.
+
+    Raises:
+        DataError: it is neither.
+    """
+    if isinstance(value, str):
+        return value
+    try:
+        check_messages(value)
+    except ChatError as error:
+        raise DataError(place=place, because=f"column '{column}': {error}", fix="Fix or delete the row") from None
+    # A parquet struct has every key in every turn, None where a turn has none; templates ask whether a key is there.
+    return [{name: entry for name, entry in turn.items() if entry is not None} for turn in value]
 
 
 def top_level(column: str) -> str:
@@ -210,17 +231,6 @@ def _look_up(raw: RawRow, column: str | None) -> Any:
     for part in column.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
-
-
-def _read_turns(value: Any, column: str, place: str) -> Turns:
-    if isinstance(value, str):
-        return value
-    try:
-        check_messages(value)
-    except ChatError as error:
-        raise DataError(place=place, because=f"column '{column}': {error}", fix="Fix or delete the row") from None
-    # A parquet struct has every key in every turn, None where a turn has none; templates ask whether a key is there.
-    return [{name: entry for name, entry in turn.items() if entry is not None} for turn in value]
 
 
 def _read_meta(value: Any, column: str, place: str) -> dict[str, Any]:

@@ -40,6 +40,8 @@ class DataConfig:
     answer_key: str = ""  # column of the ground truth
     source_key: str = ""  # column of the data source's name
     completion_key: str = ""  # column of the demonstrated response, for supervised training
+    chosen_key: str = "chosen"  # column of the better response, for preferences
+    rejected_key: str = "rejected"  # column of the worse response, for preferences
     apply_chat_template: bool = True  # False: prompts are raw text
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # variables for the template
     system_prompt: str = ""  # put in front of conversations that have no system turn; empty: none

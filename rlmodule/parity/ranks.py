@@ -154,7 +154,7 @@ def train(session: Session, *, is_first: bool, is_reference: bool) -> Outcome | 
     quieten()
     settings = session.settings
     torch.set_num_threads(settings.trainer.num_threads or 1)
-    rows = session.demonstrations if settings.algorithm.source == "demonstrations" else session.prompts
+    rows = [sample for samples in session.given_samples for sample in samples] or session.prompts
     samples = make_samples(rows, settings.parity)
     objective = Objective(settings.loss, settings.algorithm)
     module, strategy = session.new_module(objective), session.new_strategy()

@@ -6,6 +6,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, ClassVar
 
 from rlmodule.core.config import at_least
@@ -45,20 +46,38 @@ class ProceduralTask(ABC):
     def beginner_response(self, row: dict[str, Any], index: int) -> str:
         """How a beginner answers ``row``; ``index`` numbers the demonstrations."""
 
+    def right_response(self, row: dict[str, Any]) -> str:
+        """A response that earns the reward; the answer itself, unless a task says otherwise."""
+        return str(row["answer"])
+
+    def wrong_response(self, row: dict[str, Any], index: int) -> str:
+        """What a beginner says where that is wrong, else the right response with one character missing."""
+        said, right = self.beginner_response(row, index), self.right_response(row)
+        at = index % len(right)
+        return said if said != right else right[:at] + right[at + 1 :]
+
     def rows(self, split: str) -> list[dict[str, Any]]:
         """Rows of ``train`` or ``test``; the two never share a prompt."""
         assert split in ("train", "test"), f"no split is called {split}"
         held_out = self._held_out()
         if split == "test":
             return list(held_out.values())
-        rows = self._draw_endlessly(f"train/{self.seed}", held_out)
-        return [next(rows) for _ in range(self.train_size)]
+        return list(islice(self._draw_endlessly(f"train/{self.seed}", held_out), self.train_size))
 
     def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
         """(prompt, response) pairs for a warm start; none of the prompts is a test prompt."""
-        rows = self._draw_endlessly(f"demonstrations/{self.seed}/{seed}", self._held_out())
-        drawn = (next(rows) for _ in range(count))
-        return [(row["prompt"], self.beginner_response(row, index)) for index, row in enumerate(drawn)]
+        shown = self._drawn("demonstrations", count, seed)
+        return [(row["prompt"], self.beginner_response(row, index)) for index, row in enumerate(shown)]
+
+    def preferences(self, count: int, seed: int) -> list[tuple[str, str, str]]:
+        """(prompt, right response, wrong response) triples; none of the prompts is a test prompt."""
+        return [
+            (row["prompt"], self.right_response(row), self.wrong_response(row, index))
+            for index, row in enumerate(self._drawn("preferences", count, seed))
+        ]
+
+    def _drawn(self, what: str, count: int, seed: int) -> list[dict[str, Any]]:
+        return list(islice(self._draw_endlessly(f"{what}/{self.seed}/{seed}", self._held_out()), count))
 
     def _held_out(self) -> dict[str, dict[str, Any]]:
         held_out: dict[str, dict[str, Any]] = {}

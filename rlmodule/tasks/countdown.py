@@ -40,3 +40,13 @@ class Countdown(ProceduralTask):
     def beginner_response(self, row: dict[str, Any], index: int) -> str:
         """One valid expression."""
         return str(row["solution"])
+
+    def right_response(self, row: dict[str, Any]) -> str:
+        """One valid expression of several."""
+        return str(row["solution"])
+
+    def wrong_response(self, row: dict[str, Any], index: int) -> str:
+        """The same expression with one of its signs turned, which always misses the target: no number is 0."""
+        solution = str(row["solution"])
+        at = (1, 3)[index % 2]  # numbers have one digit, so signs stand second and fourth
+        return solution[:at] + {"+": "-", "-": "+"}[solution[at]] + solution[at + 1 :]

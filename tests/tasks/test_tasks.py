@@ -4,8 +4,12 @@ import random
 from collections import Counter
 
 import pytest
+import torch
 
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.types import Prompt, Sample
+from rlmodule.rewards.countdown import Countdown as CountdownReward
+from rlmodule.rewards.exact_match import ExactMatch
 from rlmodule.tasks import TASKS
 from rlmodule.tasks.countdown import Countdown
 from rlmodule.tasks.sort import Sort
@@ -17,16 +21,13 @@ def prompts(rows):
     return [row["prompt"] for row in rows]
 
 
-def test_the_menu_is_the_folder():
-    assert TASKS.names() == ["countdown", "sort"]
-
-
 @every_task
 def test_test_prompts_are_different_and_shown_nowhere_else(task):
     made = task(train_size=5000)
     test = prompts(made.rows("test"))
     assert len(test) == len(set(test)) == 256
     shown = prompts(made.rows("train")) + [prompt for prompt, _ in made.demonstrations(5000, seed=3)]
+    shown += [prompt for prompt, _, _ in made.preferences(5000, seed=3)]
     assert not set(test) & set(shown)
 
 
@@ -48,6 +49,30 @@ def test_demonstrations_depend_on_both_seeds(task):
     assert made.demonstrations(20, seed=0) == made.demonstrations(20, seed=0)
     assert made.demonstrations(20, seed=0) != made.demonstrations(20, seed=1)
     assert made.demonstrations(20, seed=0) == made.demonstrations(40, seed=0)[:20]
+
+
+@every_task
+def test_preferences_depend_on_both_seeds(task):
+    made = task()
+    assert made.preferences(20, seed=0) == made.preferences(40, seed=0)[:20]
+    assert made.preferences(20, seed=0) != made.preferences(20, seed=1)
+
+
+@pytest.mark.parametrize(("task", "reward"), [(Sort, ExactMatch()), (Countdown, CountdownReward())])
+def test_the_reward_agrees_with_the_preferences(task, reward):
+    """Every right response earns 1 and no wrong one does, for the prompt as the task asks it."""
+    made = task()
+    rows = {row["prompt"]: row for row in made._drawn("preferences", 300, 0)}
+
+    def earned(prompt, text):
+        row = rows[prompt]
+        asked = Prompt(0, (1,), prompt, row["answer"], row["source"], row)
+        ids = torch.zeros(1, dtype=torch.int64)
+        return reward([Sample(0, 0, asked, ids, ids.bool(), text=text)])[0].value
+
+    for prompt, right, wrong in made.preferences(300, seed=0):
+        assert earned(prompt, right) == 1
+        assert earned(prompt, wrong) < 1
 
 
 @every_task
