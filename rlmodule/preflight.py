@@ -232,13 +232,21 @@ def _check_positions(settings: Settings, hf_config: PreTrainedConfig) -> None:
 
 
 @dataclass(frozen=True)
+class ModelFacts:
+    """What is said of the policy: its name, its size, and how its weights come from disk (empty where they do not)."""
+
+    name: str
+    num_parameters: int
+    loading: str = ""
+
+
+@dataclass(frozen=True)
 class RunPlan:
     """What a run will do, for people and for the summary."""
 
     settings: Settings
     layout: Layout
-    model_name: str
-    num_parameters: int
+    model: ModelFacts
     num_devices: str
     prompts: str
 
@@ -257,8 +265,9 @@ class RunPlan:
             else f"{s.batching.micro_batch_size_per_gpu} samples per micro-batch and device"
         )
         return {
-            "model": f"{self.model_name}, {self.num_parameters:,} parameters, {s.model.precision}"
-            + (f", LoRA r={s.model.lora.r}" if s.model.lora.is_on else ""),
+            "model": f"{self.model.name}, {self.model.num_parameters:,} parameters, {s.model.precision}"
+            + (f", LoRA r={s.model.lora.r}" if s.model.lora.is_on else "")
+            + (f"; {self.model.loading}" if self.model.loading else ""),
             "data": self.prompts,
             "objective": f"{type(s.loss).__name__}, {s.algorithm.loss_agg_mode}"
             + ("" if s.advantage is None else f", advantage {type(s.advantage).__name__}")

@@ -44,11 +44,11 @@ from rlmodule.datamodule import RLDataModule
 from rlmodule.experience import ExperienceMaker
 from rlmodule.launch import launched_from_outside
 from rlmodule.models.compiled import check_compiler
-from rlmodule.models.policy import build_policy, load_model_config, load_tokenizer, parameter_count
+from rlmodule.models.policy import load_model_config, load_tokenizer, outline_policy, parameter_count
 from rlmodule.models.recompute import SELECTIVE
 from rlmodule.module import RLModule
 from rlmodule.objective import DEMONSTRATIONS, PREFERENCES, Objective
-from rlmodule.preflight import RunPlan, check, check_layout, check_rows, workload_of
+from rlmodule.preflight import ModelFacts, RunPlan, check, check_layout, check_rows, workload_of
 from rlmodule.run_context import RunContext
 from rlmodule.run_directory import RunDirectory
 from rlmodule.settings import Settings
@@ -367,7 +367,7 @@ class Session:
         step = None if checkpoint is None else int(verify(checkpoint).facts["step"])
         objective = Objective(settings.loss, settings.algorithm)
         module, strategy = self.new_module(objective), self.new_strategy()
-        context = self._context(parameter_count(module.models["policy"]), step)
+        context = self._context(module.models["policy"], step)
         callbacks = [made.connect(context) for made in settings.callbacks.values()]
         datamodule = self._datamodule(objective, strategy, context.journal.begin_iteration)
         self.trainer(strategy, callbacks, step).fit(
@@ -387,7 +387,7 @@ class Session:
     def new_module(self, objective: Objective) -> RLModule:
         """The policy and, where the objective wants one, its frozen reference, with what trains them."""
         settings = self.settings
-        policy = build_policy(settings.model, seed=settings.run.seed, temperature=settings.rollout.temperature)
+        policy = outline_policy(settings.model, seed=settings.run.seed, temperature=settings.rollout.temperature)
         models: dict[str, nn.Module] = {"policy": policy}
         if objective.needs_reference and policy.lora is None:
             models["reference"] = frozen_copy(policy)
@@ -429,11 +429,12 @@ class Session:
             enable_model_summary=False,
         )
 
-    def _context(self, num_parameters: int, resumed_step: int | None) -> RunContext:
+    def _context(self, policy: nn.Module, resumed_step: int | None) -> RunContext:
         s = self.settings
         name = s.model.path or str(s.model.architecture.get("model_type"))
         devices = f"{self.world_size} {self.device} process{'es' if self.world_size > 1 else ''}"
-        plan = RunPlan(s, self.layout, name, num_parameters, devices, self._describe_rows())
+        facts = ModelFacts(name, parameter_count(policy), str(policy.loading))
+        plan = RunPlan(s, self.layout, facts, devices, self._describe_rows())
         is_first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")))) == 0
         return RunContext(
             run_dir=self.run_dir.root,

@@ -36,7 +36,7 @@ class DDPStrategy(ManyProcesses):
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """The wrapper stays outside the module tree, so parameter names carry no prefix."""
-        model = model.to(self.root_device)
+        model = super().wrap(name, model)
         if not any(p.requires_grad for p in model.parameters()):
             return model
         # Buffers are rotary tables, the same everywhere: broadcasting them every step would be waste.

@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
-from strategies.parts.blocks import DTYPES, lm_of
-from strategies.parts.inner_models import tied
+from rlmodule.core.parameters import tied
+from strategies.parts.blocks import DTYPES, blocks_of, lm_of
+from strategies.parts.loading import load
 from strategies.parts.processes import Degrees
 from strategies.parts.saved_state import MOMENT
 from strategies.parts.sharded import ShardedModels
@@ -137,7 +138,13 @@ class DeepSpeedStrategy(ShardedModels):
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Engines come later; up to stage 2 every process holds whole weights."""
-        return model if self.cuts_parameters else model.to(self.root_device)
+        if not self.cuts_parameters:
+            return super().wrap(name, model)
+        config = self._config(trains=any(p.requires_grad for p in model.parameters()))
+        for part in (*blocks_of(model), model):
+            load(model, part, self.root_device)
+            self._deepspeed.zero.Init(module=part, config_dict_or_path=config)
+        return model
 
     def setup_optimizers(self, trainer: Any) -> None:
         """An engine takes a model together with its optimizer, so engines are made once there are optimizers."""

@@ -20,13 +20,14 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 from torch.distributed.fsdp._common_utils import clean_tensor_name
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Optimizer
 
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.parameters import tied
 from strategies.parts.blocks import DTYPES, blocks_of
-from strategies.parts.inner_models import persistent_buffers, tied
+from strategies.parts.inner_models import persistent_buffers
+from strategies.parts.loading import load
 from strategies.parts.processes import Degrees
 from strategies.parts.saved_state import MOMENT
 from strategies.parts.sharded import ShardedModels, whole
@@ -96,16 +97,20 @@ class FSDPStrategy(ShardedModels):
             if dtype is None
             else MixedPrecision(dtype, torch.float32, torch.float32, cast_root_forward_inputs=False)
         )
-        return FullyShardedDataParallel(
-            model,
-            device_mesh=self.mesh.sharding,
-            sharding_strategy=SHARDING[self._options.sharding],
-            auto_wrap_policy=ModuleWrapPolicy({type(block) for block in blocks_of(model)}),
-            mixed_precision=precision,
-            cpu_offload=CPUOffload(self._options.cpu_offload and self.root_device.type != "cpu"),
-            device_id=self.root_device,
-            use_orig_params=True,
-        )
+        how: dict[str, Any] = {
+            "device_mesh": self.mesh.sharding,
+            "sharding_strategy": SHARDING[self._options.sharding],
+            "mixed_precision": precision,
+            "cpu_offload": CPUOffload(self._options.cpu_offload and self.root_device.type != "cpu"),
+            "device_id": self.root_device,
+            "use_orig_params": True,
+        }
+        places = {module: place for place, module in model.named_modules()}
+        for block in reversed(blocks_of(model)):  # innermost first
+            load(model, block, self.root_device)
+            model.set_submodule(places[block], FullyShardedDataParallel(block, **how))
+        load(model, model, self.root_device)
+        return FullyShardedDataParallel(model, **how)
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from rlmodule.core.config import at_least, one_of
+from rlmodule.core.parameters import tied
 from strategies.parts.blocks import DTYPES, blocks_of, lm_of
-from strategies.parts.inner_models import tied
+from strategies.parts.loading import load
 from strategies.parts.processes import Degrees
 from strategies.parts.sharded import ShardedModels, whole
 from strategies.parts.tensor_parallel import cut_matrices
@@ -62,9 +63,11 @@ class FSDP2Strategy(ShardedModels):
         }
         param_dtype = DTYPES[self._options.param_dtype]
         for block in blocks_of(model):
+            load(model, block, self.root_device)
             fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32), **how)
         # The outermost module takes whole micro-batches: casting its inputs would round old log-probabilities.
         outermost = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
+        load(model, model, self.root_device)
         # Its weights (embedding, head) are needed again at once when backward begins.
         fully_shard(model, mp_policy=outermost, **{**how, "reshard_after_forward": False})
         return model

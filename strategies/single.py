@@ -35,6 +35,9 @@ class SingleStrategy(InnerModels, SingleDeviceStrategy):
             )
         super().__init__(device=torch.device(device, 0) if device != "cpu" else torch.device("cpu"))
 
+    def model_to_device(self) -> None:
+        """``wrap`` puts the inner models on the device; there is nothing else."""
+
     def _setup_model(self, model: nn.Module) -> nn.Module:
         self.shard(inner_models_of(model))
         return model

@@ -54,6 +54,7 @@ LIBRARIES = {
     "rlmodule/models": TORCH | {"transformers"},
     "rlmodule/models/byte_tokenizer.py": {"tokenizers"},
     "rlmodule/models/lora.py": {"peft", "safetensors"},
+    "rlmodule/models/weights.py": {"safetensors"},
     "rlmodule/data": TORCH | {"transformers", "numpy"},
     "rlmodule/data/chat.py": {"jinja2"},
     "rlmodule/data/files.py": {"pyarrow"},

@@ -125,6 +125,16 @@ class SequenceRanks(Protocol):
         """[n] of this slice of each micro-batch -> [N] of its whole row, on every rank; one exchange for all."""
 
 
+class StoredWeights(Protocol):
+    """Weights on disk of a model whose parameters are on the meta device until its strategy reads them.
+
+    Such a model has one at ``stored``.
+    """
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor of the parameter of that name, in host memory and in the type it is stored in; read-only."""
+
+
 class Strategy(Protocol):
     """How models are spread over processes, and what of them goes into a checkpoint.
 
@@ -145,7 +155,10 @@ class Strategy(Protocol):
         """The first problem that any process of the run has, on every process; one exchange between all of them."""
 
     def shard(self, models: Mapping[str, nn.Module]) -> None:
-        """Take over the models: move, wrap and shard them; frozen ones too, without gradients."""
+        """Take over the models: move, wrap and shard them; frozen ones too, without gradients.
+
+        Parameters on the meta device are read from disk, of each model as much at a time as is then cut.
+        """
 
     def wrapped(self, name: str) -> nn.Module:
         """The module to call for model ``name``."""

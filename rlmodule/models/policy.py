@@ -5,8 +5,8 @@ Leaves out where the model sits (``strategies/``) and what is done with its answ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from rlmodule.models.compiled import compile_blocks
 from rlmodule.models.lora import LoraSettings, add_adapter, base_of, is_adapter, merge_start, without_adapter
 from rlmodule.models.recompute import MODES as RECOMPUTE_MODES
 from rlmodule.models.recompute import NONE, recompute_activations
+from rlmodule.models.weights import NotByNameError, StoredWeights, outline, stand_ins
 from rlmodule.ops.attention import SegmentBuckets
 from rlmodule.ops.head import linear_logprobs, linear_loss
 
@@ -136,19 +137,61 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
 
 def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> PolicyModel:
     """Load the weights in fp32, or draw random ones from ``seed`` without touching the global random state."""
+    return _policy_around(_whole_lm(config, seed), config, seed, temperature)
+
+
+def outline_policy(config: ModelConfig, *, seed: int, temperature: float) -> PolicyModel:
+    """``build_policy``, but weights that can be read one by one are left on disk for the strategy to read.
+
+    What is not left there is the same, number by number; ``loading`` says what was done, and why.
+    """
+    if config.path is None:
+        return build_policy(config, seed=seed, temperature=temperature)
+    try:
+        lm, stored = _outlined_lm(config)
+    except NotByNameError as reason:
+        policy = build_policy(config, seed=seed, temperature=temperature)
+        policy.loading = f"every process reads the whole model into its memory: {reason}"
+        return policy
+    with stand_ins(lm):
+        policy = _policy_around(lm, config, seed, temperature)
+    policy.stored, policy.loading = stored, "each process reads what it keeps"
+    return policy
+
+
+def _outlined_lm(config: ModelConfig) -> tuple[PreTrainedModel, StoredWeights]:
+    assert config.path is not None, "a random model has nothing on disk"
+    if is_adapter(config.path):
+        raise NotByNameError("an adapter is merged into it")
     hf_config = load_model_config(config)
-    options: dict[str, Any] = {
+    with _said_of(config):
+        return outline(config.path, lambda: AutoModelForCausalLM.from_config(hf_config, **_lm_options(config)))
+
+
+def _whole_lm(config: ModelConfig, seed: int) -> PreTrainedModel:
+    hf_config = load_model_config(config)
+    with _said_of(config):
+        if config.path is None:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                return AutoModelForCausalLM.from_config(hf_config, **_lm_options(config))
+        lm = AutoModelForCausalLM.from_pretrained(base_of(config.path), **_lm_options(config))
+    return merge_start(lm, config.path) if is_adapter(config.path) else lm
+
+
+def _lm_options(config: ModelConfig) -> dict[str, Any]:
+    return {
         "attn_implementation": ATTENTION,
         "dtype": torch.float32,
         "trust_remote_code": config.trust_remote_code,
     }
+
+
+@contextmanager
+def _said_of(config: ModelConfig) -> Iterator[None]:
+    """Inside, what transformers cannot build or find is the user's error."""
     try:
-        if config.path is not None:
-            lm = AutoModelForCausalLM.from_pretrained(base_of(config.path), **options)
-        else:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                lm = AutoModelForCausalLM.from_config(hf_config, **options)
+        yield
     except (ValueError, OSError) as error:
         raise ConfigError(
             key="model.path" if config.path else "model.architecture",
@@ -156,10 +199,11 @@ def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> Polic
             because=f"the model cannot be built ({_first_line(error)})",
             fix="Choose a causal LM whose attention goes through transformers' attention interface",
         ) from error
+
+
+def _policy_around(lm: PreTrainedModel, config: ModelConfig, seed: int, temperature: float) -> PolicyModel:
+    """Put in what the configuration asks for, and a policy around it."""
     _refuse_leaks(lm, config)
-    if is_adapter(config.path):
-        assert config.path is not None
-        lm = merge_start(lm, config.path)  # type: ignore[assignment]
     recompute_activations(lm, config.activation_checkpointing)
     if config.lora.is_on:
         base = (
@@ -223,10 +267,14 @@ class PolicyModel(nn.Module):
     Attributes:
         sequence: ranks that share a packed row, set by the strategy; scoring and training then see a slice of it, while
             sampling runs whole rows on every rank.
+        stored: where parameters on the meta device are to be read from, None where there are none.
+        loading: how the weights come from disk, in words; empty where they do not.
     """
 
     lm: PreTrainedModel
     sequence: SequenceRanks | None = None
+    stored: StoredWeights | None = None
+    loading: str = ""
 
     def __init__(
         self,

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlmodule.core.contract import Collectives, Layout, SequenceRanks
+from rlmodule.core.parameters import tied
 from strategies.parts.collectives import LocalCollectives
+from strategies.parts.loading import load
 from strategies.parts.saved_state import SavedState
 
 HF_PREFIX = "lm."  # a model's causal LM sits at ``lm``; what comes after it is the Hugging Face name
@@ -53,6 +55,7 @@ class InnerModels(SavedState):
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """The module to call in place of ``model``."""
+        load(model, model, self.root_device)
         return model.to(self.root_device)
 
     def wrapped(self, name: str) -> nn.Module:
@@ -161,14 +164,6 @@ class InnerModels(SavedState):
         trainable = [name for name, model in self._models.items() if any(p.requires_grad for p in model.parameters())]
         optimizers: Sequence[Optimizer] = self.optimizers  # type: ignore[attr-defined]
         return list(zip(trainable, optimizers, strict=True))
-
-
-def tied(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Parameter]]:
-    """(all names, parameter) of each distinct parameter."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return ((tuple(n), p) for p, n in names.items())
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

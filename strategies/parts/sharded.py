@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rlmodule.core.parameters import put
 from strategies.parts.inner_models import local, sum_of_squares
 from strategies.parts.processes import ManyProcesses
 
@@ -94,9 +95,3 @@ def whole(tensor: Tensor, device: torch.device) -> Tensor:
     moved = tensor.to(device)
     assert isinstance(moved, DTensor), "moving keeps the kind"
     return moved.full_tensor()
-
-
-def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Set the parameter of that name."""
-    owner, _, leaf = name.rpartition(".")
-    model.get_submodule(owner)._parameters[leaf] = parameter

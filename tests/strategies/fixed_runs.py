@@ -18,10 +18,11 @@ from rlmodule.core.types import ExperienceRow, Prompt, Sample
 from rlmodule.datamodule import RLDataModule
 from rlmodule.experience import Experience
 from rlmodule.losses.ppo_clip import PPOClip
-from rlmodule.models.policy import ModelConfig, build_policy
+from rlmodule.models.policy import ModelConfig, PolicyModel, outline_policy
 from rlmodule.module import RLModule
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig
+from rlmodule.session import frozen_copy
 from strategies.registry import STRATEGIES
 
 ARCHITECTURE: dict[str, Any] = {
@@ -62,6 +63,10 @@ class FixedRun:
         optimizer: AdamW settings.
         architecture: changes to the tiny model.
         precision: of the model.
+        model: another one, in place of the tiny one with its changes and its precision.
+        policy: the same, built already.
+        with_reference: keep a frozen copy of the model beside it.
+        prepare: called with the strategy before anything is given to it.
         seed: of the weights.
         watch: called with (trainer, module) at the end of every rank, while the strategy is alive.
         epochs: passes, one Lightning epoch each.
@@ -77,6 +82,10 @@ class FixedRun:
     optimizer: OptimizerConfig = ADAMW
     architecture: Mapping[str, Any] = field(default_factory=dict)
     precision: str = "32-true"
+    model: ModelConfig | None = None
+    policy: PolicyModel | None = None
+    with_reference: bool = False
+    prepare: Callable[[Any], None] | None = None
     seed: int = 0
     watch: Callable[[L.Trainer, RLModule], Any] | None = None
     callbacks: tuple[L.Callback, ...] = ()
@@ -123,12 +132,14 @@ class FixedRun:
         """Train on this process."""
         cls = STRATEGIES.lookup("language_model", self.backend, device="cpu")
         strategy = cls(cls.options(**self.options), device="cpu", num_processes=world_size, num_nodes=1)
-        config = ModelConfig(
+        config = self.model or ModelConfig(
             architecture={**ARCHITECTURE, **self.architecture}, tokenizer="byte", precision=self.precision
         )
-        policy = build_policy(config, seed=self.seed, temperature=1.0)
+        policy = self.policy or outline_policy(config, seed=self.seed, temperature=1.0)
+        if self.prepare is not None:
+            self.prepare(strategy)
         module = RLModule(
-            {"policy": policy},
+            {"policy": policy, **({"reference": frozen_copy(policy)} if self.with_reference else {})},
             Objective(PPOClip(), AlgorithmConfig()),
             self.optimizer,
             run_steps=-(-len(self.lengths) // self.mini_batch_size) * self.epochs,

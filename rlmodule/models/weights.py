@@ -1,0 +1,170 @@
+"""Weights that stay on disk until a strategy asks for them: a model is outlined first, and each tensor read when due.
+
+An outline has its parameters on the meta device and everything else as it must be: buffers (rotary frequencies too),
+ties, generation settings. It is made only where the files hold each tensor under its own name and in its own shape.
+transformers renames, fuses or untie weights of some families while it loads them; those are loaded by it, whole.
+Leaves out which part of a tensor a process keeps (``strategies/parts/loading.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from rlmodule.core.parameters import put, tied
+
+FLOATING = ("F64", "F32", "F16", "BF16")  # as safetensors calls the types that become fp32 by a plain copy
+
+
+class NotByNameError(Exception):
+    """Why the weights of a model cannot be read one by one."""
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Where the tensors of a transformers model lie; implements ``core.contract.StoredWeights``.
+
+    Args:
+        places: name in the model -> (safetensors file, name in it); tied tensors under each of their names.
+    """
+
+    places: Mapping[str, tuple[str, str]]
+
+    @classmethod
+    def of(cls, lm: PreTrainedModel, path: str) -> StoredWeights:
+        """Find every tensor of ``lm`` in a folder or in the hub cache.
+
+        Raises:
+            NotByNameError: a tensor is missing, differs in shape or type, or transformers would convert it.
+            OSError: there are no such files, and they cannot be fetched.
+        """
+        if getattr(lm.config, "quantization_config", None) is not None:
+            raise NotByNameError("they are quantised")
+        files = _files(path)
+        for transform in get_model_conversion_mapping(lm):
+            changed = next((key for key in files if transform.rename_source_key(key)[1] is not None), None)
+            if changed is not None:
+                raise NotByNameError(f"transformers renames or fuses some while it loads them ({changed})")
+        places: dict[str, tuple[str, str]] = {}
+        for names, tensor in _kept(lm):
+            held = [name for name in names if name in files]
+            if not held:
+                raise NotByNameError(f"the files hold no {names[0]}")
+            shape, dtype = _described(files[held[0]], held[0])
+            if shape != tensor.shape or dtype not in FLOATING:
+                raise NotByNameError(f"{held[0]} is {dtype} {list(shape)} in the files, not {list(tensor.shape)}")
+            places |= dict.fromkeys(names, (files[held[0]], held[0]))
+            if any(not torch.equal(_read(files[name], name), _read(*places[name])) for name in held[1:]):
+                raise NotByNameError(f"{' and '.join(held)} are one tensor in the model and two in the files")
+        return cls(places)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor in the type it is stored in; its memory is the file's own, so nobody writes to it.
+
+        ``name`` may be that of one of our models: the transformers model sits at ``lm``, adapters around its layers.
+        """
+        return _read(*self.places[name.removeprefix("lm.").replace(".base_layer.", ".")])
+
+
+def outline(path: str, make: Callable[[], PreTrainedModel]) -> tuple[PreTrainedModel, StoredWeights]:
+    """The model that ``make`` builds, with its parameters on the meta device, and where they can be read.
+
+    Raises:
+        NotByNameError: why they must be loaded by transformers instead.
+    """
+    with _parameters_on_meta():
+        lm = make()
+    stored = StoredWeights.of(lm, path)
+    for name, tensor in lm.state_dict().items():
+        if not tensor.is_meta:  # a buffer that is saved with the weights
+            tensor.copy_(stored.read(name))
+    if lm.can_generate():
+        with suppress(OSError):  # most folders have one; it goes into an export
+            lm.generation_config = GenerationConfig.from_pretrained(path)
+    return lm.eval(), stored
+
+
+@contextmanager
+def stand_ins(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters on the meta device are real ones that take no memory (one number, seen at every place).
+
+    For those who put modules of their own beside others, on the device they find those on. They may freeze parameters.
+    """
+    originals: dict[nn.Parameter, nn.Parameter] = {}
+    for names, parameter in tied(model):
+        if parameter.is_meta:
+            number = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+            stand_in = nn.Parameter(number, parameter.requires_grad)
+            originals[stand_in] = parameter
+            for name in names:
+                put(model, name, stand_in)
+    try:
+        yield
+    finally:
+        for names, parameter in tied(model):
+            if parameter in originals:
+                original = originals[parameter]
+                original.requires_grad_(parameter.requires_grad)
+                for name in names:
+                    put(model, name, original)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Inside, a module forgets the numbers of each parameter as it takes it in; buffers are left alone.
+
+    (Under torch's own ``device("meta")`` buffers, too, would be without numbers, and each family computes its own.)
+    """
+    original = nn.Module.register_parameter
+
+    def without_numbers(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:  # one that is tied has been here before, and stays the same object
+            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        original(module, name, param)
+
+    nn.Module.register_parameter = without_numbers  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _files(path: str) -> dict[str, str]:
+    """Name of each stored tensor -> its safetensors file."""
+    whole = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+    if whole is not None:
+        with safe_open(whole, framework="pt") as stored:
+            return dict.fromkeys(stored.keys(), whole)
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
+    if index is None:
+        raise NotByNameError("there are no safetensors files")
+    shards, facts = get_checkpoint_shard_files(path, index)
+    files = dict(zip(sorted(set(facts["weight_map"].values())), shards, strict=True))
+    return {key: files[shard] for key, shard in facts["weight_map"].items()}
+
+
+def _described(file: str, key: str) -> tuple[tuple[int, ...], str]:
+    with safe_open(file, framework="pt") as stored:
+        part = stored.get_slice(key)
+        return tuple(part.get_shape()), part.get_dtype()
+
+
+def _read(file: str, key: str) -> Tensor:
+    with safe_open(file, framework="pt") as stored:
+        return stored.get_tensor(key)
+
+
+def _kept(lm: PreTrainedModel) -> list[tuple[tuple[str, ...], Tensor]]:
+    """(all names, tensor) of everything that belongs into a state dict: parameters, and some of the buffers."""
+    parameters: list[tuple[tuple[str, ...], Tensor]] = list(tied(lm))
+    known = {name for names, _ in parameters for name in names}
+    return parameters + [((name,), tensor) for name, tensor in lm.state_dict().items() if name not in known]

@@ -1,0 +1,38 @@
+"""Weights from disk into the parameters of a model, one part of it at a time, so that no process holds it whole.
+
+Leaves out the files (the model has them at ``stored``) and how a part is cut once it is there (a backend's own).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from rlmodule.core.contract import StoredWeights
+from rlmodule.core.parameters import put, tied
+
+
+def load(model: nn.Module, part: nn.Module, device: torch.device) -> None:
+    """Put real tensors on ``device`` in the place of the parameters of ``part`` that are on the meta device.
+
+    They are of the parameter's own type (fp32, whatever is stored); where a plan has cut it (a DTensor), this process's
+    piece. Without such parameters nothing happens.
+    """
+    waiting = {parameter for parameter in part.parameters() if parameter.is_meta}
+    if not waiting:
+        return
+    stored: StoredWeights = model.stored  # type: ignore[assignment]
+    for names, parameter in tied(model):
+        if parameter in waiting:
+            loaded = nn.Parameter(read(stored, names[0], parameter, device), parameter.requires_grad)
+            for name in names:
+                put(model, name, loaded)
+
+
+def read(stored: StoredWeights, name: str, like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor of that name in the type of ``like``, and cut as that is."""
+    whole = torch.empty(like.shape, dtype=like.dtype, device=device).copy_(stored.read(name))
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)

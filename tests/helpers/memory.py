@@ -1,0 +1,41 @@
+"""Bytes that operations allocate, counted by what they return: not what the process holds, which differs by machine."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocations(TorchDispatchMode):
+    """Live and peak bytes of the storages that operations made inside; views and the meta device make none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        makes_views = any(result.alias_info is not None for result in func._schema.returns)
+        for tensor in [] if makes_views else tree_leaves(out):
+            if type(tensor) is torch.Tensor and not tensor.is_meta:
+                self._made(tensor.untyped_storage())
+        return out
+
+    def _made(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._known and storage.nbytes():
+            self._known[key] = storage.nbytes()
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._freed, key)
+
+    def _freed(self, key: int) -> None:
+        self.live -= self._known.pop(key)

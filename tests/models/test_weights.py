@@ -1,0 +1,185 @@
+"""A model outlined without numbers is the loaded one in everything else; where names do not fit it is loaded whole."""
+
+import copy
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from rlmodule.core.parameters import put, tied
+from rlmodule.models import weights
+from rlmodule.models.byte_tokenizer import byte_tokenizer
+from rlmodule.models.lora import LoraSettings
+from rlmodule.models.policy import ModelConfig, build_policy, outline_policy, parameter_count, save_pretrained
+from tests.helpers.tiny import FAMILIES, tiny_policy
+
+BY_NAME = [family for family in FAMILIES if family != "qwen3_moe"]  # its experts are fused at load
+FILE = "model.safetensors"
+
+
+def saved(folder, family="qwen3", dtype=None, **changes):
+    """A folder with a tiny model of the family, and the configuration that names it."""
+    lm = tiny_policy(family, **changes).lm
+    state = {name: tensor.to(dtype) for name, tensor in lm.state_dict().items()} if dtype else None
+    save_pretrained(folder, lm, byte_tokenizer(), state)
+    return ModelConfig(path=str(folder))
+
+
+def filled(policy):
+    """What a strategy does, all at once."""
+    for names, parameter in tied(policy):
+        if parameter.is_meta:
+            loaded = torch.nn.Parameter(policy.stored.read(names[0]).to(parameter.dtype), parameter.requires_grad)
+            for name in names:
+                put(policy, name, loaded)
+    return policy
+
+
+@pytest.mark.parametrize("family", BY_NAME)
+def test_an_outline_has_no_numbers_and_becomes_the_loaded_model(tmp_path, family):
+    config = saved(tmp_path, family)
+    expected, outlined = (make(config, seed=0, temperature=1.0) for make in (build_policy, outline_policy))
+    assert outlined.stored is not None, outlined.loading
+    assert all(parameter.is_meta for parameter in outlined.parameters())
+    assert parameter_count(outlined) == parameter_count(expected)
+    state, wanted = filled(outlined).state_dict(), expected.state_dict()
+    assert list(state) == list(wanted)
+    assert all(torch.equal(state[name], tensor) for name, tensor in wanted.items())
+    assert [names for names, _ in tied(outlined)] == [names for names, _ in tied(expected)]
+    for (name, buffer), (_, same) in zip(outlined.named_buffers(), expected.named_buffers(), strict=True):
+        assert torch.equal(buffer, same), f"{name} is not in the files and must be right all the same"
+    assert [m.training for m in outlined.lm.modules()] == [m.training for m in expected.lm.modules()]
+    assert outlined.lm.generation_config.to_dict() == expected.lm.generation_config.to_dict()
+    assert outlined.lm.config.to_dict() == expected.lm.config.to_dict()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_of_half_precision_become_fp32_masters(tmp_path, dtype):
+    outlined = outline_policy(saved(tmp_path, dtype=dtype), seed=0, temperature=1.0)
+    assert {p.dtype for p in outlined.parameters()} == {torch.float32}
+    name = "lm.model.layers.0.mlp.up_proj.weight"
+    assert outlined.stored.read(name).dtype == dtype
+    policy = tiny_policy()
+    assert torch.equal(filled(outlined).get_parameter(name), policy.get_parameter(name).to(dtype).float())
+
+
+def test_several_files_are_read_through_their_index(tmp_path):
+    policy = tiny_policy("llama")
+    policy.lm.save_pretrained(tmp_path, max_shard_size="10KB")
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    outlined = filled(outline_policy(ModelConfig(path=str(tmp_path)), seed=0, temperature=1.0))
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(outlined.get_parameter(name), parameter), name
+
+
+def test_adapters_start_as_they_do_beside_loaded_weights(tmp_path):
+    config = ModelConfig(path=saved(tmp_path).path, lora=LoraSettings(r=2))
+    expected, outlined = (make(config, seed=5, temperature=1.0) for make in (build_policy, outline_policy))
+    adapters = [name for name, p in outlined.named_parameters() if not p.is_meta]
+    assert adapters and all("lora_" in name for name in adapters)
+    assert [n for n, p in outlined.named_parameters() if p.requires_grad] == adapters
+    state = filled(outlined).state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.state_dict().items())
+
+
+def test_a_frozen_copy_of_an_outline_reads_for_itself(tmp_path):
+    outlined = outline_policy(saved(tmp_path), seed=0, temperature=1.0)
+    twin = filled(copy.deepcopy(outlined))
+    assert all(parameter.is_meta for parameter in outlined.parameters())
+    assert not any(parameter.is_meta for parameter in twin.parameters())
+
+
+def test_a_random_model_has_its_numbers_at_once():
+    config = ModelConfig(architecture={"model_type": "qwen3", **FAMILIES["qwen3"]})
+    random, again = (make(config, seed=3, temperature=1.0) for make in (outline_policy, build_policy))
+    assert (random.stored, random.loading) == (None, "")
+    assert all(torch.equal(a, b) for a, b in zip(random.parameters(), again.parameters(), strict=True))
+
+
+# ---- where tensors are not to be had by name
+
+
+def changed(folder, change):
+    """The tensors of a folder, changed in place."""
+    state = load_file(folder / FILE)
+    change(state)
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, folder / FILE, {"format": "pt"})
+
+
+def untie_on_disk(state):
+    state["lm_head.weight"] = state["model.embed_tokens.weight"] + 1
+
+
+def base_model_only(state):
+    for name in list(state):
+        state[name.removeprefix("model.")] = state.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (untie_on_disk, "model.embed_tokens.weight and lm_head.weight are one tensor in the model and two in the file"),
+        (base_model_only, "the files hold no model.embed_tokens.weight"),
+    ],
+)
+def test_what_transformers_would_put_right_is_left_to_it(tmp_path, change, says):
+    config = saved(tmp_path)
+    changed(tmp_path, change)
+    policy = outline_policy(config, seed=0, temperature=1.0)
+    assert policy.stored is None
+    assert says in policy.loading
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(tensor, stock[name]) for name, tensor in policy.lm.state_dict().items())
+
+
+def test_a_tensor_stored_twice_with_equal_numbers_is_one(tmp_path):
+    config = saved(tmp_path)
+    changed(tmp_path, lambda state: state.update({"lm_head.weight": state["model.embed_tokens.weight"].clone()}))
+    policy = filled(outline_policy(config, seed=0, temperature=1.0))
+    assert policy.lm.get_output_embeddings().weight is policy.lm.get_input_embeddings().weight
+
+
+def test_experts_that_are_fused_at_load_are_loaded_whole_and_right(tmp_path):
+    config = saved(tmp_path, "qwen3_moe")
+    outlined, expected = (make(config, seed=0, temperature=1.0) for make in (outline_policy, build_policy))
+    assert outlined.stored is None
+    assert "every process reads the whole model into its memory: transformers renames or fuses" in outlined.loading
+    state = expected.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in outlined.state_dict().items())
+
+
+def test_quantised_weights_are_not_taken_for_numbers(tmp_path):
+    saved(tmp_path)
+    lm = tiny_policy().lm
+    lm.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(weights.NotByNameError, match="quantised"):
+        weights.StoredWeights.of(lm, str(tmp_path))
+
+
+def test_another_shape_is_not_taken(tmp_path):
+    saved(tmp_path)
+    other = tiny_policy(intermediate_size=40).lm
+    with pytest.raises(weights.NotByNameError, match=r"is F32 \[48, 32\] in the files, not \[40, 32\]"):
+        weights.StoredWeights.of(other, str(tmp_path))
+
+
+def test_stand_ins_take_no_memory_and_leave_no_trace(tmp_path):
+    outlined = outline_policy(saved(tmp_path), seed=0, temperature=1.0)
+    before = dict(outlined.named_parameters())
+    with pytest.raises(KeyError), weights.stand_ins(outlined.lm):
+        assert {p.untyped_storage().nbytes() for p in outlined.parameters()} == {4}
+        outlined.requires_grad_(False)
+        raise KeyError
+    after = dict(outlined.named_parameters())
+    assert all(after[name] is parameter for name, parameter in before.items())
+    assert not any(parameter.requires_grad for parameter in after.values())
+
+
+def test_the_generation_settings_of_the_folder_are_kept(tmp_path):
+    config = saved(tmp_path)
+    settings = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps({**settings, "top_k": 7}))
+    assert outline_policy(config, seed=0, temperature=1.0).lm.generation_config.top_k == 7
