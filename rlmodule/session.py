@@ -518,7 +518,9 @@ class Session:
                 cost=cost,
             )
 
-        collator = DynamicCollator(0 if pad is None else pad, layout.sp_size, layout.sp_rank)
+        collator = DynamicCollator(
+            0 if pad is None else pad, layout.sp_size, layout.sp_rank, share_prompts=s.batching.share_prompts
+        )
         return ExperienceMaker(
             strategy,
             objective,

@@ -1,10 +1,17 @@
 """Samples -> packed micro-batches: laid end to end, no padding, labels shifted before anything is cut.
 
+Samples of a group that have the same prompt may share it: the row then holds the prompt once, and each of them goes on
+from there. No prompt token but the last predicts anything, and no token predicts what follows the last of a response.
+So the shared part is the prompt without its last token, and a sample's own part is as long as its response: the last
+prompt token (once for each sample, whose first loss position it is) and the response without its last token. Positions,
+and so log-probabilities, are those of the sample laid out alone.
+
 Leaves out which samples go together (``sampler.py``).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,11 +33,13 @@ class DynamicCollator:
         pad_token_id: id of the tokens in fillers, dummies and the padding segment.
         sp_size: sequence ranks; the packed row is made a multiple of it by a segment of its own.
         sp_rank: which slice of the row this process keeps.
+        share_prompts: compute a prompt once for the samples of a group that are in one micro-batch.
     """
 
     pad_token_id: int = 0
     sp_size: int = 1
     sp_rank: int = 0
+    share_prompts: bool = False
 
     def __call__(self, fetched: tuple[RankShare, Sequence[Sequence[ExperienceRow]]]) -> MiniBatch:
         """(share, its rows by micro-batch) -> MiniBatch."""
@@ -42,27 +51,40 @@ class DynamicCollator:
 
     def pack(self, rows: Sequence[ExperienceRow], totals: StepTotals, positions: tuple[int, ...] = ()) -> MicroBatch:
         """Lay ``rows`` end to end; no rows give a dummy: two tokens, no loss."""
-        packed = pack_rows(rows or [filler_row(self.pad_token_id)], totals, positions)
+        rows = rows or [filler_row(self.pad_token_id)]
+        packed = pack_rows(rows, totals, positions, share_prompts=self.share_prompts)
         packed = pad_to_multiple(packed, self.sp_size, self.pad_token_id)
         return cut_for_rank(packed, self.sp_rank, self.sp_size)
 
 
-def pack_rows(rows: Sequence[ExperienceRow], totals: StepTotals, positions: tuple[int, ...] = ()) -> MicroBatch:
-    """Rows laid end to end; positions restart per sample, loss tokens are listed by the position that predicts them."""
+def pack_rows(
+    rows: Sequence[ExperienceRow],
+    totals: StepTotals,
+    positions: tuple[int, ...] = (),
+    *,
+    share_prompts: bool = False,
+) -> MicroBatch:
+    """Rows laid end to end; loss tokens are listed by the position that predicts them, row by row."""
     samples = [row.sample for row in rows]
-    prompt_len = np.array([len(s.prompt.ids) for s in samples])
-    assert (prompt_len > 0).all(), "a response token is predicted by the token before it: prompts must not be empty"
-    lengths = prompt_len + np.array([len(s.response_ids) for s in samples])
+    assert all(s.prompt.ids for s in samples), (
+        "a response token is predicted by one before it: prompts must not be empty"
+    )
+    segments, first = _segments(samples, share_prompts)
+    lengths = np.array([len(s.ids) for s in segments])
     starts = np.concatenate([[0], lengths.cumsum()])
     masks = [s.loss_mask for s in samples]
     loss_tokens = torch.tensor([int(mask.sum()) for mask in masks])
     return MicroBatch(
-        input_ids=torch.cat([part for s in samples for part in (torch.tensor(s.prompt.ids), s.response_ids)]),
-        position_ids=torch.from_numpy(np.concatenate([np.arange(n) for n in lengths])),
+        input_ids=torch.cat([s.ids for s in segments]),
+        position_ids=torch.from_numpy(
+            np.concatenate([np.arange(s.position, s.position + n) for s, n in zip(segments, lengths, strict=True)])
+        ),
         cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
-        # Response token t sits at start + prompt_len + t and is predicted one place earlier.
         loss_positions=torch.cat(
-            [mask.nonzero().squeeze(-1) + int(at) for mask, at in zip(masks, starts[:-1] + prompt_len - 1, strict=True)]
+            [
+                mask.nonzero().squeeze(-1) + int(starts[segment]) + offset
+                for mask, (segment, offset) in zip(masks, first, strict=True)
+            ]
         ),
         labels=torch.cat([s.response_ids[s.loss_mask] for s in samples]),
         sequence=torch.arange(len(rows)).repeat_interleave(loss_tokens),
@@ -73,9 +95,48 @@ def pack_rows(rows: Sequence[ExperienceRow], totals: StepTotals, positions: tupl
         advantage=_loss_tokens_of([row.advantage for row in rows], masks),
         rollout_weight=_loss_tokens_of([row.rollout_weight for row in rows], masks),
         max_length=int(lengths.max()),
+        prefix=torch.tensor([s.prefix for s in segments]) if len(segments) > len(samples) else None,
         sample_id=torch.tensor([s.sample_id for s in samples]),
         positions=positions,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Segment:
+    """A stretch of the row: ``ids`` [length] from place ``position`` of their sample on, after segment ``prefix``."""
+
+    ids: Tensor
+    position: int = 0
+    prefix: int = -1
+
+
+def _segments(samples: Sequence[Sample], share_prompts: bool) -> tuple[list[_Segment], list[tuple[int, int]]]:
+    """Segments in the order of the row, and for each sample where its first response token is predicted.
+
+    That is (segment, tokens into it). A prompt of one token has nothing to share.
+    """
+    together = Counter(_prompt_of(s) for s in samples if share_prompts and len(s.prompt.ids) > 1)
+    segments: list[_Segment] = []
+    first: list[tuple[int, int]] = []
+    segment_of: dict[tuple[int, tuple[int, ...]], int] = {}
+    for sample in samples:
+        prompt, before = torch.tensor(sample.prompt.ids), len(sample.prompt.ids) - 1
+        key = _prompt_of(sample)
+        if together[key] < 2:
+            first.append((len(segments), before))
+            segments.append(_Segment(torch.cat([prompt, sample.response_ids])))
+            continue
+        if key not in segment_of:
+            segment_of[key] = len(segments)
+            segments.append(_Segment(prompt[:-1]))
+        first.append((len(segments), 0))
+        own = torch.cat([prompt[-1:], sample.response_ids[:-1]])
+        segments.append(_Segment(own, before, segment_of[key]))
+    return segments, first
+
+
+def _prompt_of(sample: Sample) -> tuple[int, tuple[int, ...]]:
+    return sample.group_id, sample.prompt.ids
 
 
 def _loss_tokens_of(values: Sequence[Tensor | None], masks: Sequence[Tensor]) -> Tensor | None:
@@ -104,6 +165,7 @@ def pad_to_multiple(batch: MicroBatch, multiple: int, pad_token_id: int) -> Micr
         loss_tokens=torch.cat([batch.loss_tokens, zero]),
         group_tokens=torch.cat([batch.group_tokens, zero]),
         sample_id=None if batch.sample_id is None else torch.cat([batch.sample_id, zero - 1]),
+        prefix=None if batch.prefix is None else torch.cat([batch.prefix, zero - 1]),
         max_length=max(batch.max_length, missing),
     )
 
@@ -116,7 +178,7 @@ def shifted_labels(batch: MicroBatch) -> Tensor:
 
 
 def cut_for_rank(batch: MicroBatch, sp_rank: int, sp_size: int) -> MicroBatch:
-    """The ``sp_rank``-th of ``sp_size`` equal slices; cu_seqlens and max_length stay those of the whole row."""
+    """The ``sp_rank``-th of ``sp_size`` equal slices; segments and max_length stay those of the whole row."""
     if sp_size == 1:
         return batch
     width, rest = divmod(len(batch.input_ids), sp_size)

@@ -30,6 +30,7 @@ class BatchingConfig:
     planner: str = "joint"  # joint, joint_free or karmarkar_karp
     order: str = "largest_first"  # order of micro-steps: largest_first or balanced_ends
     shuffle: bool = True  # draw mini-batches from a seeded shuffle of the iteration's samples
+    share_prompts: bool = False  # compute a prompt once for the responses of its group that share a micro-batch
     equal_counts: bool = False  # top mini-batches up until every rank has the same number of samples; none is left out
     keep_groups: bool = False  # the samples of a group (responses to a prompt, a pair) share a micro-batch
 

@@ -192,10 +192,14 @@ class StepTotals:
 class MicroBatch:
     """Samples laid end to end in one row, without padding; everything about a loss token sits in an [N] tensor.
 
+    A segment of the row is a sample; or, where samples of a group share their prompt, the prompt up to its last token,
+    and for each of those samples the tokens that predict its response: the last one of the prompt and all but the last
+    one of the response.
+
     Args:
         input_ids: [T] int64.
-        position_ids: [T] int64, restart at 0 for every sample.
-        cu_seqlens: [B+1] int32, first position of each sample and the end of the row.
+        position_ids: [T] int64, place of each token in its sample.
+        cu_seqlens: [S+1] int32, first position of each segment and the end of the row; stays on the host.
         loss_positions: [N] int64, position whose hidden state predicts the token (the one before it).
         labels: [N] int64, the tokens to predict.
         sequence: [N] int64, sample of each loss token, 0 to B-1.
@@ -203,7 +207,8 @@ class MicroBatch:
         group_tokens: [B] int64, loss tokens of the sample's whole group in the mini-batch.
         old_logprob, ref_logprob, advantage: [N] float32, None where the algorithm does not need them.
         rollout_weight: [N] float32 factor of each token's policy loss, None for 1.
-        max_length: tokens of the longest sample.
+        max_length: tokens of the longest segment.
+        prefix: [S] int64, segment that each segment goes on from, -1 for none; stays on the host. None where none does.
         sample_id: [B] int64, -1 for fillers and padding segments.
         selected: [N] bool, tokens that the loss picked out of the whole mini-batch, None where it picks none.
         positions: place of each sample in the experience; shorter than B when fillers or padding segments are present.
@@ -222,12 +227,13 @@ class MicroBatch:
     ref_logprob: Tensor | None = None
     advantage: Tensor | None = None
     rollout_weight: Tensor | None = None
+    prefix: Tensor | None = None
     sample_id: Tensor | None = None
     selected: Tensor | None = None
     positions: tuple[int, ...] = ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """The same micro-batch with every tensor on ``device``."""
+        """The same micro-batch with its tensors on ``device``."""
         return _to_device(self, device, non_blocking)
 
     def pin_memory(self) -> MicroBatch:
@@ -356,7 +362,8 @@ class TokenOutputs:
 
 
 def _tensors(batch: object) -> dict[str, Tensor]:
-    named = {f.name: getattr(batch, f.name) for f in fields(batch)}  # type: ignore[arg-type]
+    """What moves. Segments are planned on the host: reading their borders off a device would wait for it."""
+    named = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in ("cu_seqlens", "prefix")}  # type: ignore[arg-type]
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 

@@ -52,11 +52,10 @@ def attention_forward(
             query,
             key,
             value,
-            segments.cu_seqlens,
+            segments,
             scale,
             sliding_window=sliding_window,
             softcap=softcap,
-            buckets=segments,
         )
         return out if sequence is None else sequence.gather_heads(out), None
     assert key_lengths is not None, "a forward pass says how its row is cut: segments= or key_lengths="

@@ -322,7 +322,7 @@ class PolicyModel(nn.Module):
             return self._prefill(batch) if isinstance(batch, PrefillBatch) else self._decode(batch)
 
     def _score(self, batch: MicroBatch, objective: TokenObjective | None, with_entropy: bool) -> Tensor | TokenOutputs:
-        segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)
+        segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens, batch.input_ids.device, batch.prefix)
         hidden = self._hidden(
             batch.input_ids[None], batch.position_ids[None], segments=segments, sequence=self.sequence
         )[0]

@@ -35,6 +35,7 @@ class ParityLayout:
     budget: float = 1.0
 
 
+SHARED = {"share_prompts": True}
 FIXED_SIZE = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
 
 REFERENCE = ParityLayout("single", "single")
@@ -43,9 +44,11 @@ LAYOUTS: Sequence[ParityLayout] = (
     ParityLayout("half_budget", "single, half the token budget", budget=0.5),
     ParityLayout("other_order", "single, the same in another order", budget=0.5, batching={"order": "balanced_ends"}),
     ParityLayout("fixed_size", "single, 2 samples per micro-batch", batching=FIXED_SIZE),
+    ParityLayout("shared_prompts", "single, prompts of a group shared", batching=SHARED),
     ParityLayout("ddp_2", "ddp 2", "ddp", 2),
     ParityLayout("ddp_sp2", "ddp dp1 x sp2", "ddp", 2, {"sp_size": 2}),
     ParityLayout("ddp_2_sp2", "ddp dp2 x sp2", "ddp", 4, {"sp_size": 2}),
+    ParityLayout("ddp_2_sp2_shared", "ddp dp2 x sp2, prompts shared", "ddp", 4, {"sp_size": 2}, SHARED),
     ParityLayout("fsdp_2", "fsdp 2", "fsdp", 2),
     ParityLayout("fsdp_sp2", "fsdp dp1 x sp2", "fsdp", 2, {"sp_size": 2}),
     ParityLayout("fsdp2_2", "fsdp2 2", "fsdp2", 2),

@@ -64,6 +64,7 @@ def session_for(session: Session, layout: ParityLayout) -> Session:
         max_token_len_per_gpu=int(2 * config.longest * layout.budget),
         shuffle=False,
         equal_counts=False,
+        share_prompts=False,
     )
     settings = replace(
         s,

@@ -1,7 +1,8 @@
 """Fixed rollouts that are hard to cut evenly, made of the tokens of the user's own data.
 
-Lengths from three tokens to the longest, tool tokens inside responses, one response that could not be scored, and a
-last mini-batch of one sample, so that every rank but one runs a dummy. Leaves out sampling: nothing is drawn.
+Lengths from three tokens to the longest, two responses to every prompt, tool tokens inside responses, one response that
+could not be scored, and a last mini-batch of one sample, so that every rank but one runs a dummy. Leaves out sampling:
+nothing is drawn.
 """
 
 from __future__ import annotations
@@ -28,18 +29,24 @@ def make_samples(rows: Sequence[Prompt | Sample], config: ParityConfig) -> list[
     """The samples of one iteration of ``config.steps`` optimizer steps; ``rows`` lend their tokens."""
     tokens = _tokens_of(rows)
     count = (config.steps - 1) * config.samples_per_step + 1
-    return [_sample(number, config.longest, tokens) for number in range(count)]
+    samples: list[ScoredSample] = []
+    for number in range(count):
+        asked = samples[-1].sample.prompt if number % 2 else None
+        samples.append(_sample(number, config.longest, tokens, asked))
+    return samples
 
 
-def _sample(number: int, longest: int, tokens: Iterator[int]) -> ScoredSample:
+def _sample(number: int, longest: int, tokens: Iterator[int], prompt: Prompt | None) -> ScoredSample:
+    """A third of the sample is its prompt, unless there is one already."""
     spread = number * GOLDEN % 1
     length = round(SHORTEST * (longest / SHORTEST) ** spread)
-    ids = torch.tensor(list(itertools.islice(tokens, length)))
     prompt_len = max(1, length // 3)
-    prompt = Prompt(row=number, ids=tuple(ids[:prompt_len].tolist()), text="")
-    place = torch.arange(length - prompt_len)
+    if prompt is None:
+        prompt = Prompt(row=number, ids=tuple(itertools.islice(tokens, prompt_len)), text="")
+    ids = torch.tensor(list(itertools.islice(tokens, length - prompt_len)))
+    place = torch.arange(len(ids))
     mask = (place % 5 != 3) if number % 3 == 1 else torch.ones_like(place, dtype=torch.bool)
-    sample = Sample(number, number // 2, prompt, ids[prompt_len:], mask)
+    sample = Sample(number, number // 2, prompt, ids, mask)
     return ScoredSample(sample, Score(None if number == 1 else float(number % 2)))
 
 

@@ -18,7 +18,7 @@ from rlmodule.batching.collate import (
 )
 from rlmodule.batching.sampler import RankShare
 from rlmodule.core.types import ExperienceRow, Prompt, Sample, StepTotals
-from tests.helpers.tiny import mixed_rows
+from tests.helpers.tiny import grouped_rows, mixed_rows
 
 TOTALS = StepTotals(tokens=100, sequences=8, group_tokens={0: 5, 1: 9, 2: 20, 3: 13})
 
@@ -54,6 +54,49 @@ def test_two_samples_end_to_end():
     assert batch.positions == (5, 3)
     assert shifted_labels(batch).tolist() == [-100, 20, -100, 22, -100, 23, -100]
     assert IGNORED_LABEL == -100
+
+
+def test_samples_of_a_group_share_their_prompt():
+    """Worked by hand: prompt 10 11 12 with responses 20 21 and 30; between them a sample of a group of its own.
+
+    10 11 are computed once. 12 predicts the first token of either response, so each has its own; the last token of a
+    response predicts nothing.
+    """
+    rows = [
+        row_of([10, 11, 12], [20, 21], [False, True], group=1, advantage=[1.0, 2.0]),
+        row_of([13, 14], [22], group=2, advantage=[3.0]),
+        row_of([10, 11, 12], [30], group=1, advantage=[4.0]),
+    ]
+    batch = pack_rows(rows, TOTALS, positions=(5, 3, 9), share_prompts=True)
+    assert batch.input_ids.tolist() == [10, 11, *[12, 20], *[13, 14, 22], *[12]]
+    assert batch.position_ids.tolist() == [0, 1, *[2, 3], *[0, 1, 2], *[2]]
+    assert batch.cu_seqlens.tolist() == [0, 2, 4, 7, 8]
+    assert batch.prefix.tolist() == [-1, 0, -1, 0]
+    assert batch.loss_positions.tolist() == [3, 5, 7]
+    assert batch.labels.tolist() == [21, 22, 30]
+    assert batch.sequence.tolist() == [0, 1, 2], "samples, not segments"
+    assert batch.loss_tokens.tolist() == [1, 1, 1]
+    assert batch.advantage.tolist() == [2.0, 3.0, 4.0]
+    assert batch.max_length == 3
+    padded = pad_to_multiple(batch, 5, pad_token_id=0)
+    assert padded.cu_seqlens.tolist() == [0, 2, 4, 7, 8, 10]
+    assert padded.prefix.tolist() == [-1, 0, -1, 0, -1], "padding is nobody's response"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [row_of([10], [20], group=1), row_of([10], [21], group=1)],
+        [row_of([10, 11], [20], group=1), row_of([10, 12], [21], group=1)],
+        [row_of([10, 11], [20], group=1), row_of([10, 11], [21], group=2)],
+    ],
+    ids=["a prompt of one token", "other prompts", "other groups"],
+)
+def test_what_cannot_be_shared_is_laid_out_as_ever(rows):
+    plain, shared = (pack_rows(rows, TOTALS, share_prompts=share) for share in (False, True))
+    assert shared.prefix is None
+    assert torch.equal(shared.input_ids, plain.input_ids)
+    assert torch.equal(shared.cu_seqlens, plain.cu_seqlens)
 
 
 def test_types_are_those_the_kernels_want():
@@ -137,10 +180,12 @@ def test_padding_is_a_segment_of_its_own(multiple):
     assert padded.max_length == max(batch.max_length, missing)
 
 
+@pytest.mark.parametrize("share_prompts", [False, True])
 @pytest.mark.parametrize("sp_size", [1, 2, 3, 4])
-def test_slices_put_together_are_the_row(sp_size):
+def test_slices_put_together_are_the_row(sp_size, share_prompts):
     """Everything about a loss token goes with the position that predicts it, and nothing gets lost at a border."""
-    whole = pad_to_multiple(pack_rows(mixed_rows(), TOTALS), sp_size, 0)
+    rows = [*mixed_rows(), *grouped_rows([3, 5], [4, 2, 6])]
+    whole = pad_to_multiple(pack_rows(rows, TOTALS, share_prompts=share_prompts), sp_size, 0)
     parts = [cut_for_rank(whole, rank, sp_size) for rank in range(sp_size)]
     width = len(whole.input_ids) // sp_size
     assert all(len(part.input_ids) == width for part in parts)

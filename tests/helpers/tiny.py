@@ -155,6 +155,22 @@ def mixed_rows(lengths: Sequence[tuple[int, int]] = LENGTHS, *, seed: int = 0) -
     ]
 
 
+def grouped_rows(prompts: Sequence[int], responses: Sequence[int]) -> list[ExperienceRow]:
+    """Rows of one prompt per group: ``prompts`` are their lengths, ``responses`` those that every group has.
+
+    The second row of a group has tokens without loss; the rows of a group do not lie together.
+    """
+    rows = []
+    for member, response_len in enumerate(responses):
+        mask = [place % 3 != 1 for place in range(response_len)] if member == 1 else None
+        for group, prompt_len in enumerate(prompts):
+            first = sample(group, prompt_len, group=group)
+            number = len(prompts) * member + group
+            own = sample(number, prompt_len, response_len, loss_mask=mask, group=group)
+            rows.append(row(replace(own, prompt=first.prompt)))
+    return rows
+
+
 def share_rows(
     rows: Sequence[ExperienceRow], config: BatchingConfig, layout: Layout | None = None, *, epochs: int = 1
 ) -> list[MiniBatch]:
@@ -162,7 +178,7 @@ def share_rows(
     layout = layout or Layout()
     sampler = BalancedSampler([r.sample.meta for r in rows], config, layout, seed=0, iteration=0, epochs=epochs)
     experience = Experience(dict(enumerate(rows)), 0, len(rows))
-    collator = DynamicCollator(0, layout.sp_size, layout.sp_rank)
+    collator = DynamicCollator(0, layout.sp_size, layout.sp_rank, share_prompts=config.share_prompts)
     return [collator(experience.__getitems__(share)) for share in sampler.shares(sampler.plans)]
 
 
