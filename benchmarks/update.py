@@ -1,10 +1,11 @@
-"""The update step against two other ways to do the same work, in one process, interleaved; ratios of CPU seconds.
+"""The update step against other ways to do the same work, in one process, interleaved; ratios of CPU seconds.
 
 Backs the README's claim about the update step. A random Qwen2 trains on rollouts of very uneven length: forward,
 log-probabilities, entropy, PPO loss, backward, clipping, AdamW. All ways see the same samples and give the same
 gradient norm, which is checked.
 
     rlmodule      `update()` with the project's planner, packing, attention and head, as a run calls it
+    shared        the same with `batching.keep_groups` and `batching.share_prompts`: one prompt for a group
     full_logits   packed rows, the same attention, but logits of every position at once, log-softmax and entropy from
                   them: what engines do that pack and then call the model's own head
     padded        rectangles of eight samples padded to the longest, stock SDPA with a mask
@@ -31,10 +32,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from rlmodule.batching.collate import pack_rows
-from rlmodule.batching.plan import plan_batch
+from rlmodule.batching.collate import DynamicCollator
+from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.batching.workload import Workload
-from rlmodule.core.types import ExperienceRow, MicroBatch, MiniBatch, Prompt, Sample
+from rlmodule.core.contract import Layout
+from rlmodule.core.types import ExperienceRow, MicroBatch, Prompt, Sample
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.attention import ATTENTION
 from rlmodule.models.policy import PolicyModel, shape_of
@@ -71,12 +73,16 @@ def make_rows(num_groups: int, group_size: int, vocabulary: int) -> list[Experie
 class Ours:
     """The project's own path, below Lightning."""
 
-    def __init__(self, rows: list[ExperienceRow], model: nn.Module) -> None:
+    def __init__(self, rows: list[ExperienceRow], model: nn.Module, **batching: bool) -> None:
         metas = [row.sample.meta for row in rows]
+        config = BatchingConfig(
+            mini_batch_size=len(rows), max_token_len_per_gpu=TOKEN_BUDGET, shuffle=False, **batching
+        )
         cost = Workload(shape_of(model.config))
-        (plan,) = plan_batch(metas, mini_batch_size=len(rows), dp_size=1, token_budget=TOKEN_BUDGET, cost=cost)
-        packed = [pack_rows([rows[p] for p in step], plan.totals) for step in plan.micro_batches[0]]
-        self.mini_batch = MiniBatch(tuple(packed), plan.totals)
+        sampler = BalancedSampler(metas, config, Layout(), seed=0, iteration=0, cost=cost)
+        collate = DynamicCollator(share_prompts=config.share_prompts)
+        (share,) = sampler.shares(sampler.plans)
+        self.mini_batch = collate((share, [[rows[p] for p in step] for step in share.micro_batches]))
         self.policy = PolicyModel(model)
         self.strategy = SingleStrategy(SingleOptions(), device="cpu", num_processes=1, num_nodes=1)
         self.strategy.shard({"policy": self.policy})
@@ -246,6 +252,7 @@ class Way(Protocol):
 MakeWay = Callable[[list[ExperienceRow], Sizes], Way]
 WAYS: Mapping[str, MakeWay] = {
     "rlmodule": lambda rows, sizes: Ours(rows, sizes.model()),
+    "shared": lambda rows, sizes: Ours(rows, sizes.model(), keep_groups=True, share_prompts=True),
     "full_logits": lambda rows, sizes: FullLogits(rows, sizes.model()),
     "padded": lambda rows, sizes: Padded(rows, sizes.model("sdpa")),
 }

@@ -106,16 +106,22 @@ def _check_budget(settings: Settings, layout: Layout) -> None:
     longest = data.max_prompt_length + settings.rollout.max_response_length
     budget = batching.max_token_len_per_gpu * layout.sp_size
     together = settings.group_size if batching.keep_groups else 1  # samples that share a micro-batch
-    if longest * together > budget:
+    of_prompts, behind = together * data.max_prompt_length, ""
+    if batching.share_prompts:
+        of_prompts, behind = (
+            max(data.max_prompt_length, together),
+            " behind one prompt",
+        )  # one of one token is not shared
+    needed = of_prompts + together * settings.rollout.max_response_length
+    if needed > budget:
         raise ConfigError(
             key="batching.max_token_len_per_gpu",
             got=batching.max_token_len_per_gpu,
             because=f"a sample can have data.max_prompt_length={data.max_prompt_length} + rollout.max_response_length="
             f"{settings.rollout.max_response_length} = {longest} tokens, "
-            + (f"batching.keep_groups keeps {together} of them together, " if together > 1 else "")
+            + (f"batching.keep_groups keeps {together} of them together{behind}, " if together > 1 else "")
             + f"and one micro-batch holds {budget}",
-            fix=f"Use batching.max_token_len_per_gpu={-(-longest * together // layout.sp_size)} or more, "
-            "or lower either length",
+            fix=f"Use batching.max_token_len_per_gpu={-(-needed // layout.sp_size)} or more, or lower either length",
         )
 
 

@@ -36,6 +36,7 @@ EVERYTHING = AlgorithmConfig(entropy_coeff=0.02, use_kl_loss=True, kl_loss_coef=
 CUTS = {
     "whole": {},
     "budget 60": {"max_token_len_per_gpu": 60},
+    "groups kept": {"max_token_len_per_gpu": 60, "keep_groups": True},
     "five by five": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 5},
 }
 

@@ -42,6 +42,7 @@ def check_lengths(metas: Sequence[SampleMeta], token_budget: int, sp_size: int) 
 def check_groups(
     metas: Sequence[SampleMeta],
     group: Ints,
+    length: Ints,
     *,
     mini_batch_size: int,
     micro_batch_size: int | None,
@@ -53,6 +54,7 @@ def check_groups(
     Args:
         metas: the samples.
         group: [n] their groups, numbered from 0.
+        length: [n] tokens that each adds to a micro-batch, 0 where it is not computed.
         mini_batch_size: samples of one optimizer step.
         micro_batch_size: samples of one micro-batch; None where tokens are counted.
         token_budget: most tokens of one micro-batch.
@@ -63,7 +65,7 @@ def check_groups(
     """
     names = {int(number): m.group_id for number, m in zip(group, metas, strict=True)}
     samples = np.bincount(group)
-    tokens = np.bincount(group, weights=[0 if m.is_left_out else m.length for m in metas])
+    tokens = np.bincount(group, weights=length)
     _refuse_larger(names, samples, "samples", "mini_batch_size", mini_batch_size)
     if micro_batch_size is None:
         _refuse_larger(names, tokens, "tokens", "max_token_len_per_gpu", token_budget, sp_size)

@@ -27,6 +27,7 @@ from rlmodule.batching.membership import (
 )
 from rlmodule.batching.packing import Packing
 from rlmodule.batching.partition import Ints
+from rlmodule.batching.shared_prompts import with_shared_prompts
 from rlmodule.batching.workload import Floats, Numbers, Workload, as_floats
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.types import SampleMeta, StepTotals
@@ -135,6 +136,7 @@ def plan_batch(
     order: str = "largest_first",
     multiple_of: int = 1,
     keep_groups: bool = False,
+    share_prompts: bool = False,
 ) -> tuple[MiniBatchPlan, ...]:
     """Plan every optimizer step of an iteration.
 
@@ -153,6 +155,8 @@ def plan_batch(
         multiple_of: the number of micro-steps is raised to a multiple of this.
         keep_groups: the samples of a group share a micro-batch. A group is then planned as if it were one sample, and
             ``mini_batch_size`` and ``micro_batch_size`` are the most samples that whole groups may add up to.
+        share_prompts: the prompt of a group is computed once in a micro-batch; with ``keep_groups`` its tokens and its
+            cost are counted once, which needs a Workload.
 
     Returns:
         One plan per optimizer step. Membership depends on the samples, their order and the seed, not on ``dp_size``.
@@ -168,11 +172,16 @@ def plan_batch(
     costs, step_cost = _costs(metas, length, cost)
     is_left_out = np.fromiter((m.is_left_out for m in metas), np.bool_, len(metas))
     unit = np.arange(len(metas))  # what is planned as one
+    placed_length, placed_cost = length, costs
     if keep_groups:
         unit = numbered_by_appearance(np.fromiter((m.group_id for m in metas), np.int64, len(metas)))
+        if share_prompts:
+            assert cost is None or isinstance(cost, Workload), "numbers do not say what a prompt costs"
+            placed_length, placed_cost = with_shared_prompts(metas, unit, length, costs, cost or Workload())
         check_groups(
             metas,
             unit,
+            np.where(is_left_out, 0, placed_length),
             mini_batch_size=mini_batch_size,
             micro_batch_size=micro_batch_size,
             token_budget=token_budget,
@@ -188,7 +197,7 @@ def plan_batch(
     plans = []
     for block in positions_of_blocks(block_of_unit[unit]):
         computed = block[~is_left_out[block]]
-        block_cost, block_length = costs[computed], length[computed]
+        block_cost, block_length = placed_cost[computed], placed_length[computed]
         if len(computed) == 0:
             packing = Packing(computed, 1, dp_size)
         elif keep_groups:

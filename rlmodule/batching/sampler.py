@@ -128,6 +128,7 @@ class BalancedSampler(Sampler[RankShare]):
             micro_batch_size=None if config.use_dynamic_bsz else config.micro_batch_size_per_gpu,
             order=config.order,
             keep_groups=config.keep_groups,
+            share_prompts=config.share_prompts,
         )
         return tuple(replace(plan, micro_batches=_renumber(plan.micro_batches, places)) for plan in plans)
 

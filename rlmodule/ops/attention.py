@@ -242,7 +242,9 @@ def packed_attention(
         layout.buckets, torch.split(q, of_queries), torch.split(k, of_keys), torch.split(v, of_keys), strict=True
     )
     for bucket, *parts in by_bucket:
-        side_by_side = (x.unflatten(0, (bucket.rows, -1)).transpose(1, 2) for x in parts)  # [rows, heads, length, D]
+        side_by_side = (
+            x.reshape(bucket.rows, -1, *x.shape[1:]).transpose(1, 2) for x in parts
+        )  # [rows, heads, length, D]
         done = _causal_attention(*side_by_side, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
         outputs.append(done.transpose(1, 2).flatten(0, 1))
     padded = torch.cat(outputs) if outputs else q  # [P, Hq, D]

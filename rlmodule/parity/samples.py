@@ -1,8 +1,8 @@
 """Fixed rollouts that are hard to cut evenly, made of the tokens of the user's own data.
 
-Lengths from three tokens to the longest, two responses to every prompt, tool tokens inside responses, one response that
-could not be scored, and a last mini-batch of one sample, so that every rank but one runs a dummy. Leaves out sampling:
-nothing is drawn.
+Lengths from three tokens to the longest, every other prompt with two responses, tool tokens inside responses, one
+response that could not be scored, and a last mini-batch of one sample, so that every rank but one runs a dummy. Leaves
+out sampling: nothing is drawn.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def make_samples(rows: Sequence[Prompt | Sample], config: ParityConfig) -> list[
     count = (config.steps - 1) * config.samples_per_step + 1
     samples: list[ScoredSample] = []
     for number in range(count):
-        asked = samples[-1].sample.prompt if number % 2 else None
+        asked = samples[-1].sample.prompt if number % 4 == 1 else None
         samples.append(_sample(number, config.longest, tokens, asked))
     return samples
 

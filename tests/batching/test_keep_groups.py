@@ -6,15 +6,20 @@ Groups are of any size, and their samples lie anywhere in the data.
 from collections import defaultdict
 from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlmodule.batching.collate import pack_rows
 from rlmodule.batching.plan import PLANNERS, plan_batch
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
+from rlmodule.batching.shared_prompts import with_shared_prompts
+from rlmodule.batching.workload import Workload
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import SampleMeta
+from rlmodule.core.types import ExperienceRow, Prompt, Sample, SampleMeta
 
 
 def metas_of(lengths, groups):
@@ -150,6 +155,43 @@ def test_a_group_that_fits_nowhere_is_refused_with_numbers_and_a_remedy(limits, 
     assert caught.value.key == key
     assert says in str(caught.value)
     assert "batching.keep_groups=false" in str(caught.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), st.integers(2, 30))
+def test_a_shared_prompt_takes_its_room_once(batch, prompt_len):
+    """The tokens that are laid out keep to a budget that holds the largest group with one prompt, and no more."""
+    metas, choices = batch
+    metas = [replace(m, prompt_len=prompt_len) for m in metas]
+    longest = max(by_group(metas, lambda m: m.response_len).values()) + prompt_len
+    choices = {**choices, "token_budget": longest, "micro_batch_size": None, "share_prompts": True}
+    for plan in plan_batch(metas, **choices):
+        for micro_batch in micro_batches(plan):
+            rows = [ExperienceRow(sample_like(metas[p])) for p in micro_batch]
+            if rows:
+                packed = pack_rows(rows, plan.totals, share_prompts=True)
+                assert len(packed.input_ids) <= longest
+
+
+def sample_like(meta):
+    """A sample that says ``meta`` of itself; its prompt is that of its group."""
+    prompt = Prompt(meta.group_id, (meta.group_id,) * meta.prompt_len, "")
+    ids = torch.zeros(meta.response_len, dtype=torch.int64)
+    return Sample(meta.sample_id, meta.group_id, prompt, ids, torch.ones_like(ids, dtype=torch.bool))
+
+
+def test_shared_prompts_by_hand():
+    """Groups a and b with prompts of 10 and 1 tokens: of a, the one that is left out neither brings nor takes.
+
+    Without a model's shape a sample of L tokens costs 24576 L + L^2.
+    """
+    shapes = [(7, 10, 5, True), (7, 10, 5, False), (8, 1, 4, False), (7, 10, 3, False), (8, 1, 2, False)]
+    metas = [SampleMeta(i, g, p, r, r, is_left_out=out) for i, (g, p, r, out) in enumerate(shapes)]
+    length = np.array([m.length for m in metas])
+    cost = Workload().cost(length, length)
+    tokens, shared = with_shared_prompts(metas, np.array([0, 0, 1, 0, 1]), length, cost, Workload())
+    assert tokens.tolist() == [15, 9 + 5, 5, 3, 3]
+    assert (cost - shared).tolist() == [0, 0, 0, 24576 * 10 + 10**2, 0]
 
 
 def test_the_remedy_is_per_device_where_sequence_ranks_share_a_micro_batch():

@@ -51,18 +51,19 @@ def verdicts_of(session: Session) -> tuple[bool, dict[str, dict[str, Any]], str]
 
 @pytest.mark.ranks
 def test_layouts_that_only_cut_differently_pass(tmp_path: Path) -> None:
-    layouts = "parity.layouts=[half_budget,other_order,fixed_size,ddp_2,ddp_2_sp2]"
+    layouts = "parity.layouts=[half_budget,other_order,fixed_size,shared_prompts,ddp_2,ddp_2_sp2_shared]"
     kinds = ["algorithm.use_kl_loss=true", "algorithm.entropy_coeff=0.01"]
     passed, verdicts, printed = verdicts_of(session_in(tmp_path, layouts, *kinds))
     assert passed, printed
-    assert list(verdicts) == ["single", "half_budget", "other_order", "fixed_size", "ddp_2", "ddp_2_sp2"]
+    names = ["half_budget", "other_order", "fixed_size", "shared_prompts", "ddp_2", "ddp_2_sp2_shared"]
+    assert list(verdicts) == ["single", *names]
     for verdict in verdicts.values():
         assert verdict["verdict"] == "PASS"
         assert {"actor/loss", "actor/grad_norm", "actor/kl_loss", "actor/entropy"} <= set(verdict["by_metric"])
     assert verdicts["ddp_2"]["loss"] < 1e-6
-    assert verdicts["ddp_2_sp2"]["grad_norm"] < 1e-6
+    assert verdicts["ddp_2_sp2_shared"]["grad_norm"] < 1e-6
     assert 0 < max(v["parameters"] for v in verdicts.values()) < 1e-4
-    assert "6 passed, 0 failed, 0 skipped" in printed
+    assert "7 passed, 0 failed, 0 skipped" in printed
     assert not (tmp_path / "parity_reference.pt").exists()
 
 
