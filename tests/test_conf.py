@@ -244,7 +244,7 @@ def refusal_of(tmp_path, *overrides):
         (["batching.equal_counts=true", "batching.mini_batch_size=15", "trainer.devices=2"], "batching.mini_batch_size", 15, "=16"),
         (["batching.keep_groups=true", "batching.mini_batch_size=12"], "batching.mini_batch_size", 12, "Use batching.mini_batch_size=16"),
         (["batching.keep_groups=true", "batching.max_token_len_per_gpu=300"], "batching.max_token_len_per_gpu", 300, "=320"),
-        (["batching.keep_groups=true", "batching.share_prompts=true", "batching.max_token_len_per_gpu=100"], "batching.max_token_len_per_gpu", 100, "=999"),
+        (["batching.keep_groups=true", "batching.share_prompts=true", "batching.max_token_len_per_gpu=90"], "batching.max_token_len_per_gpu", 90, "behind one prompt"),
         (["batching.keep_groups=true", "batching=fixed", "batching.micro_batch_size_per_gpu=4"], "batching.micro_batch_size_per_gpu", 4, "Use 8 or more"),
         (["batching.keep_groups=true", "batching.equal_counts=true"], "batching.equal_counts", True, "batching.keep_groups=false"),
         (["logger=wandb"], "logger", "wandb", "Known: none, tensorboard"),
