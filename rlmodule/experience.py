@@ -338,9 +338,16 @@ class ExperienceMaker:
         return rows
 
     def _old_logprobs(self, samples: Mapping[int, Sample], sampler: BalancedSampler) -> dict[int, Tensor]:
-        if self.objective.settings.old_logprob == "recompute":
-            return self.score("policy", samples, sampler)
-        return {p: s.sampler_logprob for p, s in samples.items() if s.sampler_logprob is not None}
+        wanted = self.objective.settings.old_logprob
+        drawn = {p: s.sampler_logprob for p, s in samples.items() if s.sampler_logprob is not None}
+        if wanted == "sampler":
+            return drawn
+        if wanted == "available":
+            # A pass is made by all ranks or by none.
+            if all(self.strategy.collectives.gather_objects(len(drawn) == len(samples))):
+                return drawn
+            return self.score("policy", samples, sampler) | drawn
+        return self.score("policy", samples, sampler)
 
     def score(
         self, model: str, samples: Mapping[int, Sample], sampler: BalancedSampler, *, with_adapter: bool = True

@@ -5,6 +5,7 @@ Leaves out Hydra (``train.py``), and checks that need two sections or the model'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,6 +32,7 @@ from rlmodule.rollout.hf import HFRollout
 from rlmodule.tasks import TASKS
 
 TRAIN, PARITY = "train", "parity"
+STORED = "stored"  # beside the words of algorithm.source: what data.rollouts names
 LOGGERS = ("tensorboard", "none")
 
 
@@ -151,7 +153,7 @@ class Settings:
             model=convert(ModelConfig, node.model, "model"),
             data=data,
             rollout=component(ROLLOUTS, node.rollout),
-            algorithm=algorithm,
+            algorithm=algorithm if data.rollouts is None else algorithm.for_stored_rollouts(),
             loss=component(LOSSES, node.loss),
             batching=convert(BatchingConfig, node.batching, "batching"),
             optimizer=convert(OptimizerConfig, node.optimizer, "optimizer"),
@@ -170,6 +172,11 @@ class Settings:
                 for name in node.callbacks
             },
         )
+
+    @property
+    def supply(self) -> str:
+        """What the run learns from: ``rollouts`` of its policy, ``stored`` ones, or others' responses."""
+        return self.algorithm.source if self.data.rollouts is None else STORED
 
     @property
     def needs_warm_start(self) -> bool:
@@ -196,6 +203,7 @@ class Settings:
         return replace(
             self,
             model=replace(self.model, lora=LoraSettings(), compile=False),
+            data=replace(self.data, rollouts=None),
             algorithm=AlgorithmConfig(
                 source=DEMONSTRATIONS, train_batch_size=warm.batch_size * steps_per_iteration, log_entropy=False
             ),
@@ -228,16 +236,14 @@ class Settings:
         """Samples that come of one row of the data."""
         return {DEMONSTRATIONS: 1, PREFERENCES: 2}.get(self.algorithm.source, self.rollout.n)
 
-    @property
-    def mini_batches_per_iteration(self) -> int:
-        """Optimizer steps of one iteration."""
-        samples = self.algorithm.train_batch_size * self.group_size
-        return -(-samples // self.batching.mini_batch_size) * self.algorithm.ppo_epochs
+    def mini_batches_per_iteration(self, samples_per_row: float) -> int:
+        """Optimizer steps of one iteration, whose rows come to so many samples each."""
+        samples = self.algorithm.train_batch_size * samples_per_row
+        return math.ceil(samples / self.batching.mini_batch_size) * self.algorithm.ppo_epochs
 
-    @property
-    def run_steps(self) -> int:
+    def run_steps(self, samples_per_row: float) -> int:
         """Optimizer steps of the whole run, none skipped."""
-        return self.mini_batches_per_iteration * self.trainer.max_epochs
+        return self.mini_batches_per_iteration(samples_per_row) * self.trainer.max_epochs
 
 
 def component(registry: Registry[Any], node: DictConfig) -> Any:

@@ -26,6 +26,7 @@ LAYERS = (
     {"callbacks"},
     {"settings"},
     {"preflight"},
+    {"supplies"},
     {"session"},
     {"parity"},
 )
@@ -77,6 +78,7 @@ LIBRARIES = {
     "rlmodule/callbacks/report.py": {"rich", "matplotlib"},
     "rlmodule/settings.py": {"omegaconf"},
     "rlmodule/preflight.py": {"transformers"},
+    "rlmodule/supplies.py": {"transformers"},
     "rlmodule/session.py": TORCH | {"lightning", "transformers", "omegaconf"},
     "rlmodule/parity": TORCH | {"lightning"},
     "rlmodule/parity/report.py": {"rich"},

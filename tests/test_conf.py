@@ -48,6 +48,7 @@ COMPONENTS = {"loss": LOSSES, "advantage": ADVANTAGES, "reward": REWARDS, "rollo
 NEEDS = {
     "model=local": ["model.path=folder"],
     "data=files": ["data.train_files=[prompts.jsonl]"],
+    "data=rollouts": ["data.rollouts=folder"],
     "reward=function": ["reward.path=math:sqrt"],
 }
 
@@ -269,7 +270,7 @@ def refusal_of(tmp_path, *overrides):
         (["algorithm=sft", "algorithm.old_logprob=sampler"], "algorithm.old_logprob", "sampler", "Use recompute"),
         (["algorithm.old_logprob=sampler", "rollout.top_k=5"], "algorithm.old_logprob", "sampler", "rollout.top_k=5"),
         (["algorithm.old_logprob=sampler", "rollout.top_p=0.9"], "algorithm.old_logprob", "sampler", "rollout.top_p=1"),
-        (["algorithm.old_logprob=old"], "algorithm.old_logprob", "old", "Known: recompute, sampler"),
+        (["algorithm.old_logprob=old"], "algorithm.old_logprob", "old", "Known: auto, available, recompute, sampler"),
         (["algorithm=sft", "rollout.temperature=0.5"], "rollout.temperature", 0.5, "Use 1.0"),
         (["callbacks.checkpoint.keep=0"], "callbacks.checkpoint.keep", 0, "must be at least 1"),
     ],

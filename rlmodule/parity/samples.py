@@ -64,6 +64,9 @@ def _tokens_of(rows: Sequence[Prompt | Sample]) -> Iterator[int]:
 class FixedSource:
     """Hands out samples that are there already; a ``Source``."""
 
+    is_judged: ClassVar[bool] = True
+    is_fresh: ClassVar[bool] = False
+
     samples: Sequence[ScoredSample]
     layout: Callable[[], Layout]
 
