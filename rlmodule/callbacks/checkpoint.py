@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 import warnings
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,10 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from rlmodule.callbacks import CALLBACKS
+from rlmodule.checkpoint.background import in_background
 from rlmodule.checkpoint.state import STATE_FILE, Quality, folder_of, prune, write_folder_together
 from rlmodule.core.config import at_least, one_of
+from rlmodule.core.contract import SaveLater, Snapshot
 from rlmodule.core.errors import CheckpointError, did_you_mean
 from rlmodule.run_context import RunContext, Running
 
@@ -31,6 +35,7 @@ class CheckpointSettings:
     keep: int = 2  # newest checkpoints that stay on disk
     best_metric: str | None = "val/accuracy"  # as in metrics.jsonl; the best one by it stays too; null for none
     best_mode: str = "max"  # max or min: which values of best_metric are good
+    async_save: bool = False  # train on while it is written, from a copy in host memory; one write at a time
 
     def __post_init__(self) -> None:
         at_least("every_n_iterations", self.every_n_iterations, 1)
@@ -54,6 +59,7 @@ class SaveCheckpoints(Checkpoint):
         self.settings = settings
         self.context = context
         self.root = context.run_dir / "checkpoints"
+        self._pending: tuple[Path, Future[str | None]] | None = None
         self._doubted = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -76,12 +82,13 @@ class SaveCheckpoints(Checkpoint):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save where it is due."""
         running = Running.of(trainer)
+        self._settle_if_written(running)
         done = running.data.next_iteration
         must_stop = self._all_must_stop(running)
         if done >= self.context.max_iterations or (done % self.settings.every_n_iterations and not must_stop):
             return
         folder = folder_of(self.root, done)
-        self._save(running, folder)
+        self._save(running, folder, run_goes_on=not must_stop)
         if must_stop:
             running.module.stop_requests.stop(folder)
 
@@ -90,6 +97,15 @@ class SaveCheckpoints(Checkpoint):
         running = Running.of(trainer)
         self._save(running, folder_of(self.root, running.data.next_iteration))
 
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """A checkpoint under way is worth waiting for, but not where somebody wants to leave at once."""
+        if self._pending is None or isinstance(exception, KeyboardInterrupt):
+            return
+        try:
+            self._settle()
+        except (CheckpointError, RuntimeError) as error:  # of a rank that is gone
+            warnings.warn(str(error), stacklevel=2)
+
     def _all_must_stop(self, running: Running) -> bool:
         """Data ranks know from the step's metrics; where a row or a matrix is shared, its ranks ask each other."""
         layout, must_stop = running.strategy.layout, running.module.must_stop
@@ -97,29 +113,55 @@ class SaveCheckpoints(Checkpoint):
             return must_stop
         return running.strategy.agree("stop" if must_stop else None) is not None
 
-    def _save(self, running: Running, folder: Path) -> None:
-        trainer, done = running.trainer, running.data.next_iteration
-        facts = {
-            "iteration": done,
+    def _save(self, running: Running, folder: Path, *, run_goes_on: bool = False) -> None:
+        self._settle()
+        trainer = running.trainer
+        later = SaveLater(copied=self.settings.async_save and run_goes_on)
+        trainer.save_checkpoint(STATE_FILE, storage_options=later)
+        assert later.snapshot is not None, "the strategy takes one when asked"
+        write = partial(self._write, folder, later.snapshot, self._facts(running), trainer.is_global_zero)
+        if later.copied:
+            self._pending = folder, in_background(write)
+        else:
+            stop_on(write(), folder)
+
+    def _facts(self, running: Running) -> dict[str, Any]:
+        """For the manifest."""
+        return {
+            "iteration": running.data.next_iteration,
             "step": running.step,
             "layout": running.strategy.layout.sizes,
             "config": dict(self.context.hparams),
             "best": self._quality(running.step),
         }
+
+    def _write(self, folder: Path, snapshot: Snapshot, facts: dict[str, Any], is_first: bool) -> str | None:
+        """What went wrong, the same on every process."""
         failure = write_folder_together(
-            folder,
-            lambda aside: trainer.save_checkpoint(aside / STATE_FILE),
-            facts,
-            agree=running.strategy.agree,
-            is_first=trainer.is_global_zero,
+            folder, lambda aside: snapshot.write(aside / STATE_FILE), facts, agree=snapshot.agree, is_first=is_first
         )
-        if failure is None and trainer.is_global_zero:
+        if failure is None and is_first:
             prune(self.root, self.settings.keep, folder)
-        if failure is not None:
-            raise CheckpointError(
-                f"{folder}: the checkpoint could not be written ({failure}). Earlier checkpoints are whole; "
-                "free some space or change output_root, then go on with resume=auto"
-            )
+        return failure
+
+    def _settle(self) -> None:
+        """Wait for the write that is under way, if there is one.
+
+        Raises:
+            CheckpointError: on every process, when it failed on any.
+        """
+        if self._pending is None:
+            return
+        (folder, outcome), self._pending = self._pending, None
+        stop_on(outcome.result(), folder)
+
+    def _settle_if_written(self, running: Running) -> None:
+        """A write that has failed ends the run at the end of the iteration, not only when the next save is due."""
+        if self._pending is None:
+            return
+        _, outcome = self._pending
+        if running.strategy.agree(None if outcome.done() else "busy") is None:
+            self._settle()
 
     def _quality(self, step: int) -> dict[str, Any] | None:
         """For the manifest: what ranks this checkpoint among the others, see ``best_of``."""
@@ -161,6 +203,19 @@ class SaveCheckpoints(Checkpoint):
         rank = running.strategy.layout.token_rank
         if rank < len(states):
             set_random_state(states[rank])
+
+
+def stop_on(failure: str | None, folder: Path) -> None:
+    """A checkpoint that could not be written ends the run.
+
+    Raises:
+        CheckpointError: there is a failure.
+    """
+    if failure is not None:
+        raise CheckpointError(
+            f"{folder}: the checkpoint could not be written ({failure}). Earlier checkpoints are whole; "
+            "free some space or change output_root, then go on with resume=auto"
+        )
 
 
 def random_state() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -133,6 +134,33 @@ class StoredWeights(Protocol):
 
     def read(self, name: str) -> Tensor:
         """The whole tensor of the parameter of that name, in host memory and in the type it is stored in; read-only."""
+
+
+class Snapshot(Protocol):
+    """The state of a run at one moment, this process's part of it; the other processes have theirs."""
+
+    def write(self, path: Path) -> None:
+        """Tensors beside ``path``, everything else into it; every process calls it, from any thread, in the same order.
+
+        Raises:
+            OSError, RuntimeError: it could not be written.
+        """
+
+    def agree(self, problem: str | None) -> str | None:
+        """``Strategy.agree`` from the thread that writes."""
+
+
+@dataclass
+class SaveLater:
+    """Storage options for Lightning's ``save_checkpoint``: a snapshot is taken, and whoever asked for it writes it.
+
+    Args:
+        copied: into host memory of its own, so that training may go on meanwhile.
+        snapshot: what was taken.
+    """
+
+    copied: bool
+    snapshot: Snapshot | None = None
 
 
 class Strategy(Protocol):

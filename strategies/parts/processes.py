@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 
 from rlmodule.core.config import at_least
@@ -18,6 +17,7 @@ from rlmodule.core.contract import Layout
 from strategies.parts.collectives import GroupCollectives
 from strategies.parts.inner_models import InnerModels, inner_models_of
 from strategies.parts.mesh import Mesh, check_degrees
+from strategies.parts.saved_state import first_problem
 from strategies.parts.ulysses import Ulysses
 
 
@@ -71,6 +71,4 @@ class ManyProcesses(InnerModels, LightningDDPStrategy):
 
     def agree(self, problem: str | None) -> str | None:
         """The first problem that any process has, on every process; one exchange between all of them."""
-        everyone: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, problem)
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None), None)
+        return first_problem(problem)

@@ -7,10 +7,11 @@ number of processes, and with another strategy. Leaves out how a folder is writt
 
 from __future__ import annotations
 
+import io
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
 
+from rlmodule.core.contract import SaveLater
 from rlmodule.core.errors import CheckpointError
 
 SHARDS = "shards"
@@ -31,6 +33,7 @@ class SavedState:
     """Lightning's hooks for saving and loading, over the parts a strategy names."""
 
     _saved_at: Path | None = None
+    _writers: dist.ProcessGroup | None = None  # of the threads that write, made for the first of them
 
     @abstractmethod
     def models_and_optimizers(self) -> list[tuple[str, Optimizer]]:
@@ -48,21 +51,24 @@ class SavedState:
     def put_loaded(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
         """Take over parts that have been filled."""
 
-    @abstractmethod
-    def agree(self, problem: str | None) -> str | None:
-        """The first problem that any process has, on every process."""
+    def snapshot(self, state: Mapping[str, Any], *, copied: bool) -> SavedSnapshot:
+        """What this process holds, ready to be written; every process calls it.
 
-    def save_shards(self, folder: Path) -> None:
-        """Write what this process holds below ``folder``; every process calls it, and a failure is everybody's."""
+        Args:
+            state: what Lightning keeps.
+            copied: into host memory of its own, so that training may go on before it is written.
+        """
+        expect_to_be_alone()
         parts: dict[str, Tensor] = {}
         for name, optimizer in self.models_and_optimizers():
             parts |= self.saved_parts(name, optimizer)
-        try:
-            with alone_is_meant():
-                dcp.save(parts, checkpoint_id=folder / SHARDS, no_dist=not dist.is_initialized())
-        except CheckpointException as error:  # no Exception, and it says more than anybody wants to read
-            failed = next(iter(error.failures.values()))
-            raise OSError(str(failed[0] if isinstance(failed, tuple) else failed)) from None
+        if not copied:
+            return SavedSnapshot(parts, pickled(state))
+        if self._writers is None and dist.is_initialized():
+            self._writers = dist.new_group(backend="gloo")
+        return SavedSnapshot(
+            {key: tensor.to("cpu", copy=True) for key, tensor in parts.items()}, pickled(state), self._writers
+        )
 
     def load_shards(self, folder: Path) -> None:
         """Read what this process holds from ``folder``; every process calls it.
@@ -70,6 +76,7 @@ class SavedState:
         Raises:
             CheckpointError: the checkpoint is of another model.
         """
+        expect_to_be_alone()
         place = folder / SHARDS
         known = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
         for name, optimizer in self.models_and_optimizers():
@@ -81,8 +88,7 @@ class SavedState:
                     f"{folder}: it has no {strangers[0]}. It was written for another model; start anew, or use its own"
                 )
             found = {key: tensor for key, tensor in wanted.items() if key in known}
-            with alone_is_meant():
-                dcp.load(found, checkpoint_id=place, no_dist=not dist.is_initialized())
+            dcp.load(found, checkpoint_id=place, no_dist=not dist.is_initialized())
             self.put_loaded(name, optimizer, found)
             if missing:  # saved before the first optimizer step
                 optimizer.state.clear()
@@ -95,11 +101,11 @@ class SavedState:
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: ``save_shards`` writes the models."""
+        """Nothing: a snapshot holds the models."""
         return {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Settings of the groups, learning rate included; ``save_shards`` writes the moments."""
+        """Settings of the groups, learning rate included; a snapshot holds the moments."""
         return {"param_groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -119,26 +125,71 @@ class SavedState:
         return torch.load(checkpoint_path, map_location="cpu", weights_only=weights_only is not False)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Every process writes its tensors beside ``filepath``, the first one Lightning's own state into it.
+        """A snapshot, written at once, or handed to whoever asked for it by ``SaveLater``."""
+        if isinstance(storage_options, SaveLater):
+            storage_options.snapshot = self.snapshot(checkpoint, copied=storage_options.copied)
+        else:
+            self.snapshot(checkpoint, copied=False).write(Path(filepath))
+
+
+@dataclass(frozen=True)
+class SavedSnapshot:
+    """This process's part of a checkpoint.
+
+    Args:
+        parts: tensors by names that know no strategy.
+        state: Lightning's own, pickled; the first process writes it.
+        group: of the threads that write, apart from the exchanges of training; None for the world, in training's turn.
+    """
+
+    parts: Mapping[str, Tensor]
+    state: bytes
+    group: dist.ProcessGroup | None = None
+
+    def write(self, path: Path) -> None:
+        """Tensors into ``shards/`` beside ``path``, the state into it.
 
         Raises:
-            OSError: on every process, when any could not write.
+            OSError: on every process when one could not write its tensors; on the first when it could not write
+                the state.
         """
-        self.save_shards(Path(filepath).parent)
-        problem = None
+        try:
+            dcp.save(
+                dict(self.parts),
+                checkpoint_id=path.parent / SHARDS,
+                process_group=self.group,
+                no_dist=not dist.is_initialized(),
+            )
+        except CheckpointException as error:  # no Exception, and it says more than anybody wants to read
+            failed = next(iter(error.failures.values()))
+            raise OSError(str(failed[0] if isinstance(failed, tuple) else failed)) from None
         if not dist.is_initialized() or dist.get_rank() == 0:
-            try:
-                torch.save(checkpoint, filepath)
-            except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-                problem = next(iter(str(error).splitlines()), type(error).__name__)
-        problem = self.agree(problem)
-        if problem is not None:
-            raise OSError(problem)
+            path.write_bytes(self.state)
+
+    def agree(self, problem: str | None) -> str | None:
+        """The first problem that any process has, on every process."""
+        return first_problem(problem, self.group)
 
 
-@contextmanager
-def alone_is_meant() -> Iterator[None]:
-    """torch.distributed.checkpoint warns of a process without a group, also when it is told that there is none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -> str | None:
+    """The first problem that any process of the group has, on every process of it; one exchange."""
+    if not dist.is_initialized():
+        return problem
+    everyone: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, problem, group=group)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None), None)
+
+
+def pickled(state: Mapping[str, Any]) -> bytes:
+    """As ``torch.load`` reads it."""
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    return buffer.getvalue()
+
+
+def expect_to_be_alone() -> None:
+    """torch.distributed.checkpoint warns of a process without a group, also when it is told that there is none.
+
+    For good: a thread may save, and what ``warnings.catch_warnings`` puts back belongs to all of them.
+    """
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")

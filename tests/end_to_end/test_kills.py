@@ -1,7 +1,7 @@
 """kill -9 of every rank at ten moments drawn by chance, a resume after each: the curve of a run never stopped.
 
-CKPT-01: every other moment lies within the write of a checkpoint. Moments are calls, not times, so that a seed means the same run
-everywhere; two more are times. The same by the command line is in ``test_resume.py``.
+CKPT-01: every other moment lies within the write of a checkpoint. Moments are calls, not times, so that a seed means the
+same run everywhere; two more are times. The same by the command line is in ``test_resume.py``.
 """
 
 from __future__ import annotations
@@ -51,10 +51,19 @@ def killed_again_and_again(folder, world_size, moments, *overrides):
         assert newest_whole(checkpoints)[1] == [], "a folder under its own name is whole"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_ckpt_01_ten_kills_and_resumes_give_the_run_that_was_never_stopped(undisturbed, tmp_path, world_size):
-    killed_again_and_again(tmp_path, world_size, [*drawn(world_size, 10, ranks=world_size), *TIMES])
-    assert not killed_run(tmp_path, world_size, None, *LENGTH)
+IN_BACKGROUND = ("callbacks.checkpoint.async_save=true",)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "moments", "overrides"),
+    [(2, [*drawn(2, 10, ranks=2), *TIMES], ()), (1, drawn(1, 5), ()), (2, drawn(3, 5, ranks=2), IN_BACKGROUND)],
+    ids=["two ranks ten times", "one process", "two ranks that write in the background"],
+)
+def test_ckpt_01_kills_and_resumes_give_the_run_that_was_never_stopped(
+    undisturbed, tmp_path, world_size, moments, overrides
+):
+    killed_again_and_again(tmp_path, world_size, moments, *overrides)
+    assert not killed_run(tmp_path, world_size, None, *LENGTH, *overrides)
     assert_same_run(tmp_path / "run", undisturbed[world_size])
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from rlmodule.callbacks.checkpoint import CheckpointSettings, SaveCheckpoints
 from rlmodule.checkpoint.state import STATE_FILE, folder_of, verify
@@ -22,10 +27,9 @@ RUN = FixedRun(epochs=2)
 STEPS = 3  # of one epoch
 
 
-def saving(root: Path, run: FixedRun) -> FixedRun:
-    return replace(
-        run, callbacks=(SaveCheckpoints(CheckpointSettings(keep=9), context_in(root, iterations=run.epochs)),)
-    )
+def saving(root: Path, run: FixedRun, **settings: Any) -> FixedRun:
+    save = SaveCheckpoints(CheckpointSettings(keep=9, **settings), context_in(root, iterations=run.epochs))
+    return replace(run, callbacks=(save,))
 
 
 def fit(run: FixedRun, world_size: int, root: Path | None = None, resume: Path | None = None) -> Outcome:
@@ -87,16 +91,16 @@ def test_ckpt_06_another_strategy_and_world_goes_on_within_rounding(written, wri
     assert relative_difference(undisturbed, resumed) < 1e-5
 
 
-def test_ckpt_06_weights_and_moments_are_those_of_a_run_that_never_stopped(written):
-    import torch.distributed.checkpoint as dcp
+def state_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    known = dcp.FileSystemReader(folder / "shards").read_metadata().state_dict_metadata
+    state = {key: torch.empty(meta.size) for key, meta in known.items()}
+    dcp.load(state, checkpoint_id=folder / "shards", no_dist=True)
+    return state
 
-    states = {}
-    for label, (root, _) in written.items():
-        shards = folder_of(root / "checkpoints", 1) / "shards"
-        known = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
-        state = {key: torch.empty(meta.size) for key, meta in known.items()}
-        dcp.load(state, checkpoint_id=shards, no_dist=True)
-        states[label] = state
+
+def test_ckpt_06_weights_and_moments_are_those_of_a_run_that_never_stopped(written):
+    states = {label: state_in(folder_of(root / "checkpoints", 1)) for label, (root, _) in written.items()}
     for label, state in states.items():
         assert state.keys() == states["single"].keys(), label
         for key, tensor in state.items():
@@ -112,6 +116,48 @@ def test_without_the_moments_a_resumed_run_differs(written, monkeypatch):
     monkeypatch.setattr(InnerModels, "put_loaded", lambda self, name, optimizer, parts: optimizer.state.clear())
     resumed = fit(run_of("ddp"), 2, resume=root)
     assert relative_difference(undisturbed, resumed) > 1e-4
+
+
+class HoldBack(L.Callback):
+    """Shards of the first checkpoint are not written before the run has taken another step."""
+
+    def __init__(self) -> None:
+        self.has_gone_on = threading.Event()
+        self.was_waited_for: list[bool] = []
+
+    def on_train_start(self, *_: Any) -> None:
+        write = FileSystemWriter.write_data
+
+        def held(*args: Any, **kwargs: Any) -> Any:
+            self.was_waited_for.append(self.has_gone_on.wait(60))
+            return write(*args, **kwargs)
+
+        FileSystemWriter.write_data = held  # in a forked rank of its own
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        if module.counters.steps > STEPS:
+            self.has_gone_on.set()
+
+
+@pytest.mark.parametrize("label", WRITERS)
+def test_training_goes_on_while_a_checkpoint_is_written_which_holds_the_moment_it_was_taken(written, tmp_path, label):
+    """Under every strategy; a resume from it is bit for bit that of one written at once."""
+    root, undisturbed = written[label]
+    hold = HoldBack()
+    run = saving(tmp_path, run_of(label), async_save=True)
+    run = replace(run, callbacks=(*run.callbacks, hold), watch=lambda *_: hold.was_waited_for)
+    outcome = fit(run, WRITERS[label][0])
+    assert outcome.extra == [True, True], "of both checkpoints, the second at the end of the run"
+    assert outcome.norms == undisturbed.norms
+    for name in ("checkpoints", *(f"checkpoints/iteration_00000{i}" for i in (1, 2))):
+        assert sorted(p.name for p in (tmp_path / name).iterdir()) == sorted(p.name for p in (root / name).iterdir())
+    got, expected = (state_in(folder_of(place / "checkpoints", 1)) for place in (tmp_path, root))
+    assert got.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(got[key], tensor), key
+    verify(folder_of(tmp_path / "checkpoints", 1))
+    resumed = fit(replace(run_of(label), seed=99), WRITERS[label][0], resume=tmp_path)
+    assert resumed.norms == undisturbed.norms[STEPS:]
 
 
 def test_a_manifest_lists_every_rank_s_shards(written):

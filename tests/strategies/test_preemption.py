@@ -20,6 +20,7 @@ from tests.helpers.ranks import run_on_ranks
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
 SAVING = {"metrics": {}, "checkpoint": {"keep": 9}}
+IN_BACKGROUND = {"metrics": {}, "checkpoint": {"keep": 9, "async_save": True}}
 
 
 class SignalDuringStep(L.Callback):
@@ -54,17 +55,19 @@ def fit(run: SmallRun, world_size: int, signal_at: int | None = None, checkpoint
     return run_on_ranks(world_size, rank_of)
 
 
-@pytest.mark.parametrize("resumed_world", [2, 1])
-def test_str_07_signal_to_one_rank_within_an_iteration(tmp_path, resumed_world):
+@pytest.mark.parametrize(("resumed_world", "saving"), [(2, SAVING), (1, SAVING), (2, IN_BACKGROUND)])
+def test_str_07_signal_to_one_rank_within_an_iteration(tmp_path, resumed_world, saving):
+    """A checkpoint that is written in the background when the signal comes is finished first."""
     undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
     assert fit(SmallRun(undisturbed, SAVING), 2) == ["", ""]
 
-    run = SmallRun(stopped, SAVING)
+    run = SmallRun(stopped, saving)
     endings = fit(run, 2, signal_at=3)
     assert all("asked to stop" in ending for ending in endings), "both ranks stop, though one was asked"
     folder, passed_over = newest_whole(stopped / "checkpoints")
     assert folder is not None and folder.name == "iteration_000001.step_00000003" and not passed_over
     assert verify(folder).facts["step"] == 3
+    assert verify(folder.with_name("iteration_000001")).facts["step"] == 2
 
     assert fit(replace(run, resumed_step=3), resumed_world, checkpoint=folder / STATE_FILE) == [""] * resumed_world
     wanted, got = steps_of(undisturbed), steps_of(stopped)
@@ -91,8 +94,9 @@ def test_ckpt_01_a_half_written_checkpoint_of_several_ranks_is_passed_over(tmp_p
     assert len(passed_over) == 1 and shard.name in passed_over[0]
 
 
-def test_ckpt_03_a_disk_that_fills_up_on_one_rank_stops_all_and_spoils_nothing(tmp_path):
-    """The second rank cannot write its shards of the second checkpoint."""
+@pytest.mark.parametrize("saving", [SAVING, IN_BACKGROUND], ids=["at once", "in the background"])
+def test_ckpt_03_a_disk_that_fills_up_on_one_rank_stops_all_and_spoils_nothing(tmp_path, saving):
+    """The second rank cannot write its shards of the second of three checkpoints."""
     from rlmodule.core.errors import CheckpointError
 
     def rank_of(rank: int) -> str:
@@ -108,7 +112,7 @@ def test_ckpt_03_a_disk_that_fills_up_on_one_rank_stops_all_and_spoils_nothing(t
 
         FileSystemWriter.write_data = full
         try:
-            SmallRun(tmp_path, SAVING).on_rank(rank, 2).fit()
+            SmallRun(tmp_path, saving, iterations=3).on_rank(rank, 2).fit()
         except CheckpointError as error:
             return str(error)
         return ""
