@@ -23,6 +23,7 @@ class RLDataModule(L.LightningDataModule):
         source: gives this rank's samples.
         stream: the position in the prompts, saved with a checkpoint.
         make: builds the experience maker for one iteration, once the strategy is set up.
+        examine: this rank's share of judged answers to held-out prompts; None where there is nothing to validate.
         kl_controller: the price of KL in the reward, saved with a checkpoint; None where it is not in the reward.
         start: called when an iteration begins, with its number; for progress displays.
     """
@@ -33,6 +34,7 @@ class RLDataModule(L.LightningDataModule):
         stream: PromptStream,
         make: Callable[[int], ExperienceMaker],
         *,
+        examine: Callable[[], list[ScoredSample]] | None = None,
         kl_controller: KLController | None = None,
         start: Callable[[int], None] = lambda iteration: None,
     ) -> None:
@@ -40,6 +42,7 @@ class RLDataModule(L.LightningDataModule):
         self.source = source
         self.stream = stream
         self.make = make
+        self.examine = examine
         self.kl_controller = kl_controller
         self.start = start
         self.next_iteration = 0

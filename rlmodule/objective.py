@@ -6,8 +6,7 @@ Leaves out the losses themselves (``losses/``) and who runs forward and backward
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -22,7 +21,7 @@ from rlmodule.ops.kl import kl_per_token
 from rlmodule.rollout_correction import RolloutCorrection
 from rlmodule.shaping import FilterGroups, KLInReward, OverlongBuffer
 
-OLD_LOGPROB = ("recompute", "sampler")
+OLD_LOGPROB = ("auto", "recompute", "sampler", "available")
 ROLLOUTS, DEMONSTRATIONS, PREFERENCES = SOURCES = ("rollouts", "demonstrations", "preferences")
 
 
@@ -40,7 +39,9 @@ class AlgorithmConfig:
     use_kl_loss: bool = False  # add KL to the frozen starting policy
     kl_loss_coef: float = 0.001  # weight of that KL
     kl_loss_type: str = "k3"  # estimator of that KL
-    old_logprob: str = "recompute"  # recompute by a pass of the trainer, or take the sampler's own
+    old_logprob: str = (
+        "auto"  # recompute by a pass of the trainer; sampler: its own; available: its own where known; auto
+    )
     skip_zero_advantage: bool = True  # do not compute samples whose gradient is 0 for sure
     use_kl_in_reward: bool = False  # take the KL to the frozen starting policy off the reward
     kl_in_reward: KLInReward = field(default_factory=KLInReward)
@@ -65,9 +66,9 @@ class AlgorithmConfig:
                 because=f"{SEQ_MEAN_TOKEN_SUM_NORM} divides by a constant",
                 fix="Use ${rollout.max_response_length}, or another loss_agg_mode",
             )
-        if self.old_logprob == "sampler" and not self.is_sampled:
+        if self.reads_sampler and not self.is_sampled:
             raise ConfigError(
-                key="old_logprob", got="sampler", because=f"{self.source} were not sampled", fix="Use recompute"
+                key="old_logprob", got=self.old_logprob, because=f"{self.source} were not sampled", fix="Use recompute"
             )
         if self.use_kl_loss and self.kl_loss_type == "k1":
             raise ConfigError(
@@ -76,11 +77,11 @@ class AlgorithmConfig:
                 because="as a loss its expected gradient is 0, so it would pull nowhere",
                 fix="Use kl_loss_type=k2 or k1+ (gradient of the reverse KL), or use_kl_in_reward=true",
             )
-        if self.rollout_correction.is_on and self.old_logprob == "sampler":
+        if self.rollout_correction.is_on and self.reads_sampler:
             raise ConfigError(
                 key="rollout_correction.mode",
                 got=self.rollout_correction.mode,
-                because="with old_logprob=sampler there is no second opinion to compare the sampler's with",
+                because=f"with old_logprob={self.old_logprob} there is no second opinion to compare the sampler's with",
                 fix="Use old_logprob=recompute, or rollout_correction.mode=none",
             )
         if not self.is_sampled:
@@ -88,19 +89,21 @@ class AlgorithmConfig:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the policy makes the responses it learns from; otherwise they are there before."""
+        """Whether a policy made the responses; otherwise somebody wrote them."""
         return self.source == ROLLOUTS
 
-    def weights(self, batch: MicroBatch, totals: StepTotals) -> Tensor:
-        """[N] what each loss token of a micro-batch counts for in the loss of the whole step."""
-        return token_weights(
-            self.loss_agg_mode,
-            sequence=batch.sequence,
-            loss_tokens=batch.loss_tokens,
-            group_tokens=batch.group_tokens,
-            totals=totals,
-            loss_scale_factor=self.loss_scale_factor,
-        )
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the sampler's log-probabilities stand for those of the policy that starts the update."""
+        return self.old_logprob in ("sampler", "available")
+
+    def for_stored_rollouts(self) -> AlgorithmConfig:
+        """The same where responses were drawn long ago: ``auto`` then means ``available``, and else ``recompute``.
+
+        A correction compares the two, so with it the trainer's own are needed.
+        """
+        is_open = self.old_logprob == "auto" and self.is_sampled and not self.rollout_correction.is_on
+        return replace(self, old_logprob="available") if is_open else self
 
     def _refuse_without_rollouts(self) -> None:
         for name, is_on, because in (
@@ -123,8 +126,6 @@ class AlgorithmConfig:
 @dataclass(frozen=True)
 class Objective:
     """The loss of the menu with its additions; the same for every micro-batch."""
-
-    label: ClassVar[str] = "actor"
 
     loss: Loss
     settings: AlgorithmConfig
@@ -174,7 +175,15 @@ class Objective:
 
         Where ``sequence`` ranks cut a row, each has the tokens of its own slice: shares and metrics add up over them.
         """
-        return MicroBatchObjective(self, batch, totals, self.settings.weights(batch, totals), sequence)
+        weight = token_weights(
+            self.settings.loss_agg_mode,
+            sequence=batch.sequence,
+            loss_tokens=batch.loss_tokens,
+            group_tokens=batch.group_tokens,
+            totals=totals,
+            loss_scale_factor=self.settings.loss_scale_factor,
+        )  # [N]
+        return MicroBatchObjective(self, batch, totals, weight, sequence)
 
 
 class MicroBatchObjective:

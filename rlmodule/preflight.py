@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
@@ -10,12 +10,12 @@ from transformers import PreTrainedConfig
 from rlmodule.batching.workload import Workload
 from rlmodule.callbacks.export import ADAPTER, ExportSettings
 from rlmodule.core.contract import Layout
-from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import CRITIC, POLICY, Sample
-from rlmodule.critic import CriticConfig
+from rlmodule.core.errors import ConfigError, DataError
+from rlmodule.data.rollouts import RolloutTable
 from rlmodule.models.lora import check_installed, is_adapter
-from rlmodule.models.policy import NO_VALUE, SEPARATE, SHARED, shape_of
-from rlmodule.settings import Settings
+from rlmodule.models.policy import shape_of
+from rlmodule.objective import ROLLOUTS
+from rlmodule.settings import PARITY, STORED, Settings
 
 
 def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> None:
@@ -31,8 +31,8 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     _check_kept_groups(settings)
     _check_selection(settings, layout)
     _check_positions(settings, hf_config)
-    _check_value(settings)
     _check_old_logprob(settings)
+    _check_stored(settings)
     if settings.rollout.temperature != 1.0 and not settings.algorithm.is_sampled:
         raise ConfigError(
             key="rollout.temperature",
@@ -103,8 +103,8 @@ def _divisors(number: int) -> list[int]:
 def _check_budget(settings: Settings, layout: Layout) -> None:
     """Nothing longer than a micro-batch may come up in the middle of a run."""
     batching, data = settings.batching, settings.data
-    if not batching.use_dynamic_bsz or not settings.algorithm.is_sampled:
-        return
+    if not batching.use_dynamic_bsz or settings.supply != ROLLOUTS:
+        return  # samples are there already, see check_lengths
     longest = data.max_prompt_length + settings.rollout.max_response_length
     budget = batching.max_token_len_per_gpu * layout.sp_size
     together = settings.group_size if batching.keep_groups else 1  # samples that share a micro-batch
@@ -127,29 +127,109 @@ def _check_budget(settings: Settings, layout: Layout) -> None:
         )
 
 
-def check_rows(rows: Sequence[Sequence[Sample]], settings: Settings, layout: Layout) -> None:
+def check_lengths(rows: Iterable[tuple[str, Sequence[int]]], settings: Settings, layout: Layout) -> None:
     """The same for samples that are there already, all of a row's together.
+
+    Args:
+        rows: (words for the row, tokens of each of its samples).
+        settings: the budget.
+        layout: ranks that share a row.
 
     Raises:
         ConfigError: names the first row that is too long.
     """
     batching = settings.batching
     budget = batching.max_token_len_per_gpu * layout.sp_size
-    for samples in rows if batching.use_dynamic_bsz else ():
-        lengths = [sample.meta.length for sample in samples]
+    for name, lengths in rows if batching.use_dynamic_bsz else ():
         tokens = sum(lengths) if batching.keep_groups else max(lengths)
         if tokens > budget:
             raise ConfigError(
                 key="batching.max_token_len_per_gpu",
                 got=batching.max_token_len_per_gpu,
-                because=f"row {samples[0].prompt.row + 1} has {tokens} tokens"
-                + (f" in {len(samples)} samples that stay together" if batching.keep_groups else "")
+                because=f"{name} has {tokens} tokens"
+                + (f" in {len(lengths)} samples that stay together" if batching.keep_groups else "")
                 + f", and one micro-batch holds {budget}",
                 fix=f"Use batching.max_token_len_per_gpu={-(-tokens // layout.sp_size)} or more",
             )
 
 
+def check_rollouts(table: RolloutTable, settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> None:
+    """Refuse stored responses that lack what the objective needs, or do not fit.
+
+    Raises:
+        RLModuleError: names the first row.
+    """
+    check_lengths(((table.place(row), (length,)) for row, length in enumerate(table.lengths)), settings, layout)
+    _check_stored_positions(table, _positions_of(hf_config))
+    _check_stored_groups(table, settings)
+    _check_stored_logprobs(table, settings)
+
+
+def _check_stored_positions(table: RolloutTable, limit: int | None) -> None:
+    for row, length in enumerate(table.lengths):
+        if limit is not None and length > limit:
+            raise DataError(
+                place=table.place(row),
+                because=f"prompt and response have {length} tokens, and the model has {limit} positions",
+                fix="Delete the row",
+            )
+
+
+def _check_stored_groups(table: RolloutTable, settings: Settings) -> None:
+    if settings.advantage is not None and settings.advantage.needs_group and table.largest == 1:
+        raise DataError(
+            place=table.name,
+            because=f"every group has one response, and {type(settings.advantage).__name__} compares the responses of "
+            "a group",
+            fix="Write the same group_id into the rows of a group, or use advantage=reinforce_pp",
+        )
+
+
+def _check_stored_logprobs(table: RolloutTable, settings: Settings) -> None:
+    """Those that are read must be there, and of the whole policy where they stand for the old policy's."""
+    algorithm = settings.algorithm
+    are_read = algorithm.rollout_correction.is_on or algorithm.old_logprob == "sampler"
+    if are_read and table.without_logprobs is not None:
+        raise DataError(
+            place=table.place(table.without_logprobs),
+            because="the row has no log-probabilities, and algorithm.old_logprob=sampler and "
+            "algorithm.rollout_correction read them",
+            fix="Use algorithm.old_logprob=recompute algorithm.rollout_correction.mode=none",
+        )
+    if not algorithm.reads_sampler:
+        return
+    for sampling, row in table.samplings.items():
+        if sampling is not None and not sampling.is_policy_at(settings.rollout.temperature):
+            raise DataError(
+                place=table.place(row),
+                because=f"it was drawn with {sampling}, so its log-probabilities are not those of a whole policy at "
+                f"rollout.temperature={settings.rollout.temperature}",
+                fix="Use algorithm.old_logprob=recompute",
+            )
+
+
+def _check_stored(settings: Settings) -> None:
+    """What stored rollouts cannot give, whatever stands in the file."""
+    if settings.data.rollouts is None:
+        return
+    for name, is_on in (
+        (f"algorithm.source={settings.algorithm.source}", not settings.algorithm.is_sampled),
+        ("task=parity", settings.run.task == PARITY),
+        ("batching.keep_groups, which counts on groups of one size", settings.batching.keep_groups),
+        ("a greedy answer to every prompt", settings.advantage is not None and settings.advantage.needs_baseline),
+    ):
+        if is_on:
+            raise ConfigError(
+                key="data.rollouts",
+                got=settings.data.rollouts,
+                because=f"stored rollouts do not go with {name}",
+                fix="Use data.rollouts=null",
+            )
+
+
 def _check_groups(settings: Settings) -> None:
+    if settings.supply == STORED:
+        return  # the size of groups is in the file, see check_rollouts
     if settings.algorithm.filter_groups.enable and settings.rollout.n == 1:
         raise ConfigError(
             key="rollout.n",
@@ -178,19 +258,16 @@ def _check_selection(settings: Settings, layout: Layout) -> None:
         )
 
 
-SIZE_KEYS = {POLICY: "batching.mini_batch_size", CRITIC: "critic.mini_batch_size"}  # of each model's mini-batches
-
-
 def _check_equal_counts(settings: Settings, layout: Layout) -> None:
-    for name, size in settings.mini_batch_sizes.items():
-        if settings.batching.equal_counts and size % layout.dp_size:
-            raise ConfigError(
-                key=SIZE_KEYS[name],
-                got=size,
-                because=f"equal counts on {layout.dp_size} data ranks need a multiple of {layout.dp_size}",
-                fix=f"Use {SIZE_KEYS[name]}={-(-size // layout.dp_size) * layout.dp_size}, "
-                "or batching.equal_counts=false",
-            )
+    batching = settings.batching
+    if batching.equal_counts and batching.mini_batch_size % layout.dp_size:
+        raise ConfigError(
+            key="batching.mini_batch_size",
+            got=batching.mini_batch_size,
+            because=f"equal counts on {layout.dp_size} data ranks need a multiple of {layout.dp_size}",
+            fix=f"Use batching.mini_batch_size={-(-batching.mini_batch_size // layout.dp_size) * layout.dp_size}, "
+            "or batching.equal_counts=false",
+        )
 
 
 def _check_kept_groups(settings: Settings) -> None:
@@ -199,14 +276,14 @@ def _check_kept_groups(settings: Settings) -> None:
     if not batching.keep_groups:
         return
     because = f"batching.keep_groups keeps the {size} samples of a group together"
-    for name, of_step in settings.mini_batch_sizes.items():
-        if of_step % size:
-            raise ConfigError(
-                key=SIZE_KEYS[name],
-                got=of_step,
-                because=f"{because}, and it is no multiple of {size}",
-                fix=f"Use {SIZE_KEYS[name]}={-(-of_step // size) * size}, or batching.keep_groups=false",
-            )
+    if batching.mini_batch_size % size:
+        raise ConfigError(
+            key="batching.mini_batch_size",
+            got=batching.mini_batch_size,
+            because=f"{because}, and it is no multiple of {size}",
+            fix=f"Use batching.mini_batch_size={-(-batching.mini_batch_size // size) * size}, "
+            "or batching.keep_groups=false",
+        )
     per_micro_batch = batching.micro_batch_size_per_gpu
     if not batching.use_dynamic_bsz and per_micro_batch is not None and per_micro_batch < size:
         raise ConfigError(
@@ -217,93 +294,25 @@ def _check_kept_groups(settings: Settings) -> None:
         )
 
 
-def _check_value(settings: Settings) -> None:
-    """Values are made for an advantage that reads them, and by a model that can."""
-    kind, critic, advantage = settings.model.value, settings.critic, settings.advantage
-    reads = advantage is not None and advantage.needs_value
-    if reads and kind == NO_VALUE:
-        raise ConfigError(
-            key="model.value",
-            got=kind,
-            because=f"advantage {type(advantage).__name__} is made of values",
-            fix="Use model.value=shared or model.value=separate, or another advantage",
-        )
-    if kind != NO_VALUE and not reads:
-        raise ConfigError(
-            key="model.value",
-            got=kind,
-            because="nothing reads values here: no advantage of this run is made of them",
-            fix="Use algorithm=ppo or advantage=gae, or model.value=none",
-        )
-    if kind == SHARED:
-        _refuse_for_shared(critic)
-    if kind == SEPARATE and critic.warmup_iterations >= settings.trainer.max_epochs:
-        raise ConfigError(
-            key="critic.warmup_iterations",
-            got=critic.warmup_iterations,
-            because=f"the run has trainer.max_epochs={settings.trainer.max_epochs} iterations, and the policy would "
-            "not train in any",
-            fix="Use fewer, or more iterations",
-        )
-    if kind == SEPARATE and critic.path is None and not critic.architecture and is_adapter(settings.model.path):
-        raise ConfigError(
-            key="critic.path",
-            got=None,
-            because=f"the policy starts from the adapter {settings.model.path}, and a value model needs whole weights",
-            fix="Give critic.path, or use model.value=shared",
-        )
-
-
-def _refuse_for_shared(critic: CriticConfig) -> None:
-    """A head on the policy's trunk cannot have what a model of its own has."""
-    same = "the head is a part of the policy"
-    for name, because in (
-        ("path", f"{same}, and starts with it"),
-        ("architecture", f"{same}, and starts with it"),
-        ("mini_batch_size", f"{same}, and takes its steps"),
-        ("warmup_iterations", f"{same}: training its trunk would change the policy"),
-    ):
-        if getattr(critic, name) not in (None, {}, 0):
-            raise ConfigError(
-                key=f"critic.{name}",
-                got=getattr(critic, name),
-                because=f"with model.value=shared {because}",
-                fix="Leave it out, or use model.value=separate",
-            )
-
-
-def check_value_model(settings: Settings, policy: PreTrainedConfig, critic: PreTrainedConfig, layout: Layout) -> None:
-    """Refuse a value model that cannot read what the policy reads, or cannot have this layout.
-
-    Raises:
-        ConfigError: names the numbers and what works.
-    """
-    vocab, needed = critic.get_text_config().vocab_size, policy.get_text_config().vocab_size
-    if vocab < needed:
-        raise ConfigError(
-            key="critic.path" if settings.critic.path else "critic.architecture",
-            got=settings.critic.path or settings.critic.architecture,
-            because=f"its vocabulary of {vocab} does not hold the policy's {needed} tokens",
-            fix="Choose a value model with the policy's tokenizer",
-        )
-    _check_positions(settings, critic)
-    _check_sequence_ranks(critic, layout)
-
-
 def _check_old_logprob(settings: Settings) -> None:
-    if settings.algorithm.old_logprob == "sampler" and not settings.rollout.draws_from_policy:
+    if settings.algorithm.reads_sampler and not settings.rollout.draws_from_policy:
         rollout = settings.rollout
         raise ConfigError(
             key="algorithm.old_logprob",
-            got="sampler",
+            got=settings.algorithm.old_logprob,
             because=f"with rollout.top_k={rollout.top_k} and rollout.top_p={rollout.top_p} the sampler draws from a "
             "part of the policy's distribution, so its log-probabilities are not the policy's",
             fix="Use algorithm.old_logprob=recompute, or rollout.top_k=0 rollout.top_p=1",
         )
 
 
+def _positions_of(hf_config: PreTrainedConfig) -> int | None:
+    """Tokens a sample may have at most, None where the model sets no limit."""
+    return getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+
+
 def _check_positions(settings: Settings, hf_config: PreTrainedConfig) -> None:
-    limit = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    limit = _positions_of(hf_config)
     longest = settings.data.max_prompt_length + settings.rollout.max_response_length
     if limit is not None and longest > limit:
         raise ConfigError(
@@ -326,33 +335,29 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run will do, for people and for the summary."""
+    """What a run will do, for people and for the summary.
+
+    Args:
+        settings, layout: of the run.
+        model, num_devices: what trains, and where.
+        rows: what it learns from.
+        samples: what an iteration takes of that.
+        samples_per_row: samples that a row comes to.
+    """
 
     settings: Settings
     layout: Layout
     model: ModelFacts
     num_devices: str
-    prompts: str
-
-    def _value_model(self) -> dict[str, str]:
-        s = self.settings
-        if s.model.value == NO_VALUE:
-            return {}
-        if s.model.value == SHARED:
-            return {"value": f"a head on the policy's trunk, value loss x {s.critic.coef:g}"}
-        own = s.critic.path or s.critic.architecture.get("model_type")
-        start = f"{own}" if own else "as the policy starts"
-        return {"value": f"a model of its own ({start}), lr {s.critic.optimizer.lr:g}"}
+    rows: str
+    samples: str
+    samples_per_row: float
 
     def lines(self) -> dict[str, str]:
         """Label -> text, in reading order."""
         s = self.settings
-        per_iteration = s.algorithm.train_batch_size
-        samples = (
-            f"{per_iteration} prompts x {s.rollout.n} responses = {per_iteration * s.rollout.n} samples"
-            if s.algorithm.is_sampled
-            else f"{per_iteration} {s.algorithm.source}"
-        )
+        run_steps = s.run_steps(self.samples_per_row)
+        steps = s.mini_batches_per_iteration(self.samples_per_row)
         micro = (
             f"{s.batching.max_token_len_per_gpu:,} tokens per micro-batch and device ({s.batching.planner} planner)"
             if s.batching.use_dynamic_bsz
@@ -362,17 +367,15 @@ class RunPlan:
             "model": f"{self.model.name}, {self.model.num_parameters:,} parameters, {s.model.precision}"
             + (f", LoRA r={s.model.lora.r}" if s.model.lora.is_on else "")
             + (f"; {self.model.loading}" if self.model.loading else ""),
-            **self._value_model(),
-            "data": self.prompts,
+            "data": self.rows,
             "objective": f"{type(s.loss).__name__}, {s.algorithm.loss_agg_mode}"
             + ("" if s.advantage is None else f", advantage {type(s.advantage).__name__}")
             + (f", KL {s.algorithm.kl_loss_type} x {s.algorithm.kl_loss_coef}" if s.algorithm.use_kl_loss else ""),
             "layout": f"{s.backend} on {self.num_devices}: {self.layout.dp_size} data x "
             f"{self.layout.sp_size} sequence x {self.layout.tp_size} tensor",
-            "iteration": f"{samples}, "
-            f"{s.steps_per_iteration()} optimizer steps of {s.batching.mini_batch_size} samples",
+            "iteration": f"{self.samples}, {steps} optimizer steps of {s.batching.mini_batch_size} samples",
             "budget": micro,
-            "run": f"{s.trainer.max_epochs} iterations, {s.run_steps():,} optimizer steps, seed {s.run.seed}",
+            "run": f"{s.trainer.max_epochs} iterations, {run_steps:,} optimizer steps, seed {s.run.seed}",
         }
 
 

@@ -16,13 +16,11 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.contract import Strategy
-from rlmodule.core.types import CRITIC, POLICY, Prompt
+from rlmodule.core.types import Prompt
 from rlmodule.datamodule import RLDataModule
 from rlmodule.journal import Journal
 from rlmodule.models.policy import PolicyModel
-from rlmodule.models.value import ValueModel
 from rlmodule.module import RLModule
-from rlmodule.sources import Examiner, RolloutSource
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,7 @@ class RunContext:
         resumed_step: mini-batches seen by the checkpoint this run goes on from, None for a new run.
         val_prompts: held-out prompts, the same on every rank; empty for no validation.
         tokenizer: of the policy.
+        sampling: how responses are drawn: ``temperature``, ``top_k`` and ``top_p``.
         journal: where metrics go; ``journal.begin_iteration`` is what ``RLDataModule(start=...)`` wants.
         started: reading of ``perf_counter`` when the run began.
     """
@@ -50,6 +49,7 @@ class RunContext:
     resumed_step: int | None
     val_prompts: Sequence[Prompt]
     tokenizer: PreTrainedTokenizerBase
+    sampling: Mapping[str, float] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
     started: float = field(default_factory=perf_counter)
 
@@ -78,31 +78,14 @@ class Running:
     @property
     def policy(self) -> PolicyModel:
         """The model being trained, unwrapped."""
-        policy = self.module.models[POLICY]
+        policy = self.module.models["policy"]
         assert isinstance(policy, PolicyModel)
         return policy
-
-    @property
-    def critic(self) -> ValueModel | None:
-        """The value model being trained, unwrapped; None where the policy is its own or there is none."""
-        critic = self.module.inner_models().get(CRITIC)
-        assert critic is None or isinstance(critic, ValueModel)
-        return critic
 
     @property
     def strategy(self) -> Strategy:
         """The strategy in use, by the project's contract."""
         return self.module.strategy
-
-    @property
-    def rollouts(self) -> RolloutSource | None:
-        """The source of samples where the policy makes them; None where they were there before."""
-        return self.data.source if isinstance(self.data.source, RolloutSource) else None
-
-    @property
-    def examiner(self) -> Examiner | None:
-        """Who judges answers to held-out prompts; None where demonstrations are imitated."""
-        return self.data.source if isinstance(self.data.source, Examiner) else None
 
     @property
     def tensorboard(self) -> SummaryWriter | None:

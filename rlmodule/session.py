@@ -33,57 +33,29 @@ from rlmodule.batching.sampler import BalancedSampler
 from rlmodule.callbacks.metrics import purge_step
 from rlmodule.checkpoint.state import STATE_FILE, newest_whole, verify
 from rlmodule.core.config import convert
-from rlmodule.core.contract import Layout, ModelObjective, RolloutEngine
+from rlmodule.core.contract import Layout, RolloutEngine
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import CRITIC, POLICY, REFERENCE, Prompt, Sample, SampleMeta
-from rlmodule.critic import CriticObjective, JointObjective
-from rlmodule.data.demonstrations import file_demonstrations, task_demonstrations
-from rlmodule.data.preferences import Pair, file_preferences, task_preferences
-from rlmodule.data.prompts import PromptTable, load_prompts
+from rlmodule.core.types import Prompt, SampleMeta
+from rlmodule.data.prompts import load_prompts
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.experience import ExperienceMaker
 from rlmodule.launch import launched_from_outside
 from rlmodule.models.compiled import check_compiler
-from rlmodule.models.policy import (
-    NO_VALUE,
-    SEPARATE,
-    SHARED,
-    ModelConfig,
-    load_model_config,
-    load_tokenizer,
-    outline_policy,
-    parameter_count,
-)
+from rlmodule.models.policy import load_model_config, load_tokenizer, outline_policy, parameter_count
 from rlmodule.models.recompute import SELECTIVE
-from rlmodule.models.value import build_value_model, value_config, with_value_head
 from rlmodule.module import RLModule
-from rlmodule.objective import DEMONSTRATIONS, PREFERENCES, Objective
-from rlmodule.optimizer import OptimizerConfig
-from rlmodule.preflight import (
-    ModelFacts,
-    RunPlan,
-    check,
-    check_layout,
-    check_rows,
-    check_value_model,
-    workload_of,
-)
+from rlmodule.objective import Objective
+from rlmodule.preflight import ModelFacts, RunPlan, check, check_layout, workload_of
 from rlmodule.run_context import RunContext
 from rlmodule.run_directory import RunDirectory
 from rlmodule.settings import Settings
 from rlmodule.shaping import KLController
-from rlmodule.sources import DemonstrationSource, PreferenceSource, RolloutSource, Source
-from rlmodule.update import Trainable
+from rlmodule.sources import Examination
+from rlmodule.supplies import SUPPLIES, Supply
 
 AUTO_BACKEND = "auto"
-# What a strategy must be able to spread, by model.value.
-MODEL_TYPES = {
-    NO_VALUE: ("language_model",),
-    SHARED: ("policy_value",),
-    SEPARATE: ("language_model", "value_model"),
-}
-MADE_UP_ROWS = 16384  # demonstrations or pairs drawn from a built-in task that is asked for some
+MODEL_TYPE = "language_model"
 
 
 class StrategyMenu(Protocol):
@@ -170,12 +142,9 @@ class Session:
     @cached_property
     def strategy_class(self) -> Any:
         """The strategy chosen by name, for this machine."""
-        found = [
-            self.menu.lookup(kind, self.settings.backend, device=os.environ.get("RLMODULE_DEVICE", self.device))
-            for kind in MODEL_TYPES[self.settings.model.value]
-        ]
-        assert len(set(found)) == 1, f"one strategy spreads all models of a run, got {found}"
-        return found[0]
+        return self.menu.lookup(
+            MODEL_TYPE, self.settings.backend, device=os.environ.get("RLMODULE_DEVICE", self.device)
+        )
 
     @cached_property
     def strategy_options(self) -> Any:
@@ -233,33 +202,9 @@ class Session:
         return load_tokenizer(self.settings.model)
 
     @cached_property
-    def prompts(self) -> PromptTable:
-        """Prompts to answer."""
-        return load_prompts(self.settings.data, self.tokenizer, "train", self.settings.task)
-
-    @cached_property
-    def demonstrations(self) -> Sequence[Sample]:
-        """Samples to imitate."""
-        s = self.settings
-        if s.task is not None:
-            return task_demonstrations(s.task, MADE_UP_ROWS, s.run.seed, s.data, self.tokenizer)
-        return file_demonstrations(s.data, self.tokenizer, "train")
-
-    @cached_property
-    def preferences(self) -> Sequence[Pair]:
-        """Pairs of a better and a worse response."""
-        s = self.settings
-        if s.task is not None:
-            return task_preferences(s.task, MADE_UP_ROWS, s.run.seed, s.data, self.tokenizer)
-        return file_preferences(s.data, self.tokenizer)
-
-    @cached_property
-    def given_samples(self) -> Sequence[Sequence[Sample]]:
-        """Samples that are there before the run, row by row; none where the policy makes them."""
-        source = self.settings.algorithm.source
-        if source == PREFERENCES:
-            return [(pair.chosen, pair.rejected) for pair in self.preferences]
-        return [(sample,) for sample in self.demonstrations] if source == DEMONSTRATIONS else []
+    def supply(self) -> Supply:
+        """What the run learns from."""
+        return SUPPLIES[self.settings.supply](self.settings, self.tokenizer, self.hf_config)
 
     @cached_property
     def val_prompts(self) -> Sequence[Prompt]:
@@ -280,14 +225,10 @@ class Session:
         self.check_strategy()
         layout = self.layout
         check(self.settings, self.hf_config, layout)
-        if self.settings.model.value == SEPARATE:
-            check_value_model(self.settings, self.hf_config, load_model_config(self.critic_model, "critic"), layout)
         if self.settings.model.compile:
             check_compiler(self.device)
-        check_rows(self.given_samples, self.settings, layout)
-        if self.settings.algorithm.is_sampled:
-            _ = self.prompts  # reading them checks them
-        _ = self.val_prompts
+        self.supply.check(layout)
+        _ = self.val_prompts  # reading them checks them
         self.resume_from()
 
     def check_strategy(self) -> None:
@@ -374,7 +315,8 @@ class Session:
     @property
     def _warm_start_key(self) -> str:
         s = self.settings
-        parts = [asdict(s.model), asdict(s.data), asdict(s.warm_start), s.run.seed]
+        warm = s.for_warm_start()  # without what says nothing of the demonstrations
+        parts = [asdict(s.model), asdict(warm.data), asdict(s.warm_start), s.run.seed]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
     # ---- the run
@@ -416,32 +358,19 @@ class Session:
         return None if value is None else float(value)
 
     def new_module(self, objective: Objective) -> RLModule:
-        """The policy and what stands beside it (a frozen reference, a value model), with what trains them."""
-        settings, seed = self.settings, self.settings.run.seed
-        of_values = CriticObjective(settings.critic, settings.algorithm)
-        policy = outline_policy(settings.model, seed=seed, temperature=settings.rollout.temperature)
-        if settings.model.value == SHARED:
-            policy = with_value_head(policy, settings.model.path)
-        models: dict[str, nn.Module] = {POLICY: policy}
+        """The policy and, where the objective wants one, its frozen reference, with what trains them."""
+        settings = self.settings
+        policy = outline_policy(settings.model, seed=settings.run.seed, temperature=settings.rollout.temperature)
+        models: dict[str, nn.Module] = {"policy": policy}
         if objective.needs_reference and policy.lora is None:
-            models[REFERENCE] = frozen_copy(policy)
-        minimised: dict[str, tuple[ModelObjective, OptimizerConfig]] = {POLICY: (objective, settings.optimizer)}
-        if settings.model.value == SHARED:
-            minimised[POLICY] = (JointObjective(objective, of_values), settings.optimizer)
-        if settings.model.value == SEPARATE:
-            models[CRITIC] = build_value_model(self.critic_model, seed=seed)
-            minimised[CRITIC] = (of_values, settings.critic.optimizer)
-        trainables = [
-            Trainable(name, objective, optimizer, settings.run_steps(name))
-            for name, (objective, optimizer) in minimised.items()
-        ]
-        return RLModule(models, trainables, max_skipped_in_a_row=settings.trainer.max_skipped_in_a_row)
-
-    @property
-    def critic_model(self) -> ModelConfig:
-        """What a value model of its own is."""
-        critic = self.settings.critic
-        return value_config(self.settings.model, critic.path, critic.architecture)
+            models["reference"] = frozen_copy(policy)
+        return RLModule(
+            models,
+            objective,
+            settings.optimizer,
+            run_steps=settings.run_steps(self.supply.samples_per_row),
+            max_skipped_in_a_row=settings.trainer.max_skipped_in_a_row,
+        )
 
     def trainer(self, strategy: Any, callbacks: list[L.Callback], resumed_step: int | None) -> L.Trainer:
         """Lightning's trainer, set up for this run."""
@@ -477,8 +406,15 @@ class Session:
         s = self.settings
         name = s.model.path or str(s.model.architecture.get("model_type"))
         devices = f"{self.world_size} {self.device} process{'es' if self.world_size > 1 else ''}"
-        facts = ModelFacts(name, parameter_count(policy), str(policy.loading))
-        plan = RunPlan(s, self.layout, facts, devices, self._describe_rows())
+        plan = RunPlan(
+            s,
+            self.layout,
+            ModelFacts(name, parameter_count(policy), str(policy.loading)),
+            devices,
+            self.supply.describe(),
+            self.supply.describe_iteration(),
+            self.supply.samples_per_row,
+        )
         is_first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")))) == 0
         return RunContext(
             run_dir=self.run_dir.root,
@@ -497,28 +433,13 @@ class Session:
             resumed_step=resumed_step,
             val_prompts=self.val_prompts,
             tokenizer=self.tokenizer,
+            sampling={name: getattr(s.rollout, name) for name in ("temperature", "top_k", "top_p")},
         )
 
-    def _describe_rows(self) -> str:
-        algorithm = self.settings.algorithm
-        return self.prompts.describe() if algorithm.is_sampled else f"{len(self.given_samples)} {algorithm.source}"
-
     def _datamodule(self, objective: Objective, strategy: Any, start: Callable[[int], None]) -> RLDataModule:
-        count = len(self.prompts if self.settings.algorithm.is_sampled else self.given_samples)
-        stream = PromptStream(count, self.settings.run.seed, self.settings.data.shuffle)
-        source = self._source(strategy, stream)
-        algorithm = self.settings.algorithm
-        controller = KLController(algorithm.kl_in_reward) if algorithm.use_kl_in_reward else None
-        make = partial(self.maker, objective, strategy, kl_controller=controller)
-        return RLDataModule(source, stream, make, kl_controller=controller, start=start)
-
-    def _source(self, strategy: Any, stream: PromptStream) -> Source:
         s = self.settings
-        count = s.algorithm.train_batch_size
+        stream = PromptStream(len(self.supply), s.run.seed, s.data.shuffle)
         layout = lambda: strategy.layout  # noqa: E731  known once the strategy is set up
-        if s.algorithm.source == DEMONSTRATIONS:
-            return DemonstrationSource(self.demonstrations, stream, count, layout)
-        assert s.reward is not None, "answers are judged"
 
         def engine() -> RolloutEngine:
             return s.rollout.connect(
@@ -528,18 +449,14 @@ class Session:
                 strategy.root_device,
             )
 
-        if s.algorithm.source == PREFERENCES:
-            return PreferenceSource(self.preferences, stream, count, engine, s.reward, layout)
-        return RolloutSource(
-            self.prompts,
+        controller = KLController(s.algorithm.kl_in_reward) if s.algorithm.use_kl_in_reward else None
+        return RLDataModule(
+            self.supply.source(stream, layout, engine),
             stream,
-            count,
-            s.rollout.n,
-            engine,
-            s.reward,
-            layout,
-            s.run.seed,
-            greedy_baseline=s.advantage is not None and s.advantage.needs_baseline,
+            partial(self.maker, objective, strategy, kl_controller=controller),
+            examine=Examination(self.val_prompts, engine, s.reward, layout) if s.reward and self.val_prompts else None,
+            kl_controller=controller,
+            start=start,
         )
 
     def maker(
@@ -560,7 +477,6 @@ class Session:
                 iteration=iteration,
                 epochs=s.algorithm.ppo_epochs,
                 cost=cost,
-                trains=s.trains_in(iteration),
             )
 
         collator = DynamicCollator(
@@ -575,7 +491,6 @@ class Session:
             strategy.root_device,
             reference_in_policy=s.model.lora.is_on,
             kl_controller=kl_controller,
-            value_model=s.value_model,
         )
 
 

@@ -1,18 +1,19 @@
-"""Where samples come from: rollouts of the current policy, demonstrations, or pairs of responses somebody judged.
+"""Where samples come from: rollouts of the current policy, stored ones, demonstrations, or pairs somebody judged.
 
-All feed the same planner and step.
+All feed the same planner and step. Also the examination of the policy on held-out prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import ClassVar, Protocol, TypeVar
 
 from rlmodule.core.contract import Layout, Reward, RolloutEngine, SampleRequest
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import Prompt, Sample, Score, ScoredSample
 from rlmodule.data.preferences import Pair
+from rlmodule.data.rollouts import RolloutTable
 from rlmodule.data.stream import PromptStream
 from rlmodule.experience import Stopwatch
 
@@ -21,18 +22,16 @@ VALIDATION_SEED = 0  # greedy sampling draws nothing; the key only has to be the
 
 
 class Source(Protocol):
-    """Gives this rank's share of an iteration's samples."""
+    """Gives this rank's share of an iteration's samples.
+
+    ``is_judged``: rewards say something of the samples. ``is_fresh``: the current policy draws them.
+    """
+
+    is_judged: ClassVar[bool]
+    is_fresh: ClassVar[bool]
 
     def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
         """Samples with their verdicts; sample ids are unique over all ranks and iterations."""
-
-
-@runtime_checkable
-class Examiner(Protocol):
-    """A source that can have the policy answer, and judge the answers."""
-
-    def validate(self, prompts: Sequence[Prompt]) -> list[ScoredSample]:
-        """Greedy answers to this rank's share of held-out prompts, with their verdicts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +49,9 @@ class RolloutSource:
         seed: keys the sampling.
         greedy_baseline: answer every prompt greedily once more, for advantages against that answer.
     """
+
+    is_judged: ClassVar[bool] = True
+    is_fresh: ClassVar[bool] = True
 
     prompts: Sequence[Prompt]
     stream: PromptStream
@@ -84,14 +86,73 @@ class RolloutSource:
         baselines = {sample.group_id: score.value for sample, score in scored[count:]}
         return [ScoredSample(sample, score, baselines.get(sample.group_id)) for sample, score in scored[:count]]
 
-    def validate(self, prompts: Sequence[Prompt]) -> list[ScoredSample]:
-        """Greedy answers to this rank's share of held-out prompts, with their verdicts."""
-        return greedy_answers(prompts, self.engine(), self.reward, self.layout())
+
+@dataclass(frozen=True, eq=False)
+class StoredSource:
+    """Whole groups of responses that were sampled earlier, in a seeded order; nothing is drawn and nothing judged.
+
+    Args:
+        table: the responses by group.
+        stream: order of the groups and how far it has been read; the same on every rank.
+        batch_size: groups of an iteration, over all ranks.
+        layout: gives this process's place once the strategy is set up.
+    """
+
+    is_judged: ClassVar[bool] = True
+    is_fresh: ClassVar[bool] = False
+
+    table: RolloutTable
+    stream: PromptStream
+    batch_size: int
+    layout: Callable[[], Layout]
+
+    def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
+        """Every group is read by one token rank; ids come from the stream's counter, so a new pass has new ones."""
+        scored: list[ScoredSample] = []
+        with watch.phase("read"):
+            for counter, group in share_of_rank(self.stream.take(self.batch_size), self.layout()):
+                responses = self.table.read(self.table.groups[group])
+                scored += [
+                    response.scored(counter * self.table.largest + i, counter) for i, response in enumerate(responses)
+                ]
+        return scored
+
+
+@dataclass(frozen=True, eq=False)
+class Examination:
+    """Greedy answers to held-out prompts, judged.
+
+    Args:
+        prompts: the same on every rank.
+        engine: gives the rollout engine once the strategy is set up.
+        reward: the judge.
+        layout: gives this process's place once the strategy is set up.
+    """
+
+    prompts: Sequence[Prompt]
+    engine: Callable[[], RolloutEngine]
+    reward: Reward
+    layout: Callable[[], Layout]
+
+    def __call__(self) -> list[ScoredSample]:
+        """This rank's share of the answers."""
+        mine = share_of_rank(list(enumerate(self.prompts)), self.layout())
+        requests = [
+            SampleRequest(prompt=i, sample_id=place, group_id=place, seed=VALIDATION_SEED, greedy=True)
+            for i, (place, _) in enumerate(mine)
+        ]
+        # Also without a share of its own: every rank takes part when a sharded model is made whole.
+        samples = self.engine().generate([prompt for _, prompt in mine], requests)
+        scores = self.reward(samples) if samples else []
+        return [ScoredSample(sample, score) for sample, score in zip(samples, scores, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class DemonstrationSource:
     """Fixed samples to imitate, in a seeded order."""
+
+    is_judged: ClassVar[bool] = False
+    is_fresh: ClassVar[bool] = False
 
     samples: Sequence[Sample]
     stream: PromptStream
@@ -114,16 +175,15 @@ class PreferenceSource:
         pairs: rows to draw from.
         stream: order of the rows and how far it has been read; the same on every rank.
         batch_size: pairs of an iteration, over all ranks.
-        engine: gives the rollout engine for held-out prompts, once the strategy is set up.
-        reward: judges the answers to them.
         layout: gives this process's place once the strategy is set up.
     """
+
+    is_judged: ClassVar[bool] = False  # the verdicts of pairs never change
+    is_fresh: ClassVar[bool] = False
 
     pairs: Sequence[Pair]
     stream: PromptStream
     batch_size: int
-    engine: Callable[[], RolloutEngine]
-    reward: Reward
     layout: Callable[[], Layout]
 
     def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
@@ -134,25 +194,6 @@ class PreferenceSource:
             for counter, row in drawn
             for place, (sample, value) in enumerate(((self.pairs[row].chosen, 1.0), (self.pairs[row].rejected, -1.0)))
         ]
-
-    def validate(self, prompts: Sequence[Prompt]) -> list[ScoredSample]:
-        """Greedy answers to this rank's share of held-out prompts, with their verdicts."""
-        return greedy_answers(prompts, self.engine(), self.reward, self.layout())
-
-
-def greedy_answers(
-    prompts: Sequence[Prompt], engine: RolloutEngine, reward: Reward, layout: Layout
-) -> list[ScoredSample]:
-    """This rank's share of the prompts answered without drawing, and judged; every rank calls it in step."""
-    mine = share_of_rank(list(enumerate(prompts)), layout)
-    requests = [
-        SampleRequest(prompt=i, sample_id=place, group_id=place, seed=VALIDATION_SEED, greedy=True)
-        for i, (place, _) in enumerate(mine)
-    ]
-    # Also without a share of its own: every rank takes part when a sharded model is made whole.
-    samples = engine.generate([prompt for _, prompt in mine], requests)
-    scores = reward(samples) if samples else []
-    return [ScoredSample(sample, score) for sample, score in zip(samples, scores, strict=True)]
 
 
 def _renamed(sample: Sample, sample_id: int, group_id: int) -> Sample:

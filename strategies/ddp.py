@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rlmodule.core.config import at_least
 from strategies.parts.processes import Degrees, ManyProcesses
-from strategies.registry import MODEL_TYPES, STRATEGIES
+from strategies.registry import STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class DDPOptions(Degrees):
         at_least("bucket_cap_mb", self.bucket_cap_mb, 1)
 
 
-@STRATEGIES.register(model_type=MODEL_TYPES, backend="ddp", device=["cpu", "cuda", "npu", "xpu"])
+@STRATEGIES.register(model_type="language_model", backend="ddp", device=["cpu", "cuda", "npu", "xpu"])
 class DDPStrategy(ManyProcesses):
     """DDP around each trainable inner model; frozen ones are left as they are."""
 
@@ -47,8 +48,15 @@ class DDPStrategy(ManyProcesses):
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
         )
 
-    def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
         """Gradients are exchanged once, with the last micro-batch's backward."""
-        wrapper = self._wrapped[name]
-        assert isinstance(wrapper, DistributedDataParallel), f"{name} does not train"
-        return nullcontext() if is_last else wrapper.no_sync()
+        wrappers: list[Any] = [m for m in self._wrapped.values() if isinstance(m, DistributedDataParallel)]
+        before = [w.require_backward_grad_sync for w in wrappers]
+        for wrapper in wrappers:
+            wrapper.require_backward_grad_sync = is_last
+        try:
+            yield
+        finally:
+            for wrapper, was in zip(wrappers, before, strict=True):
+                wrapper.require_backward_grad_sync = was

@@ -94,7 +94,7 @@ class WriteMetrics(L.Callback):
         assert iteration is not None, "an epoch has trained on an iteration"
         self.tally = self.tally.after(journal.iteration, iteration.facts)
         metrics = iteration_metrics(iteration, running.data.watch.seconds, journal.clock.read(), self.tally)
-        if running.rollouts is None:  # nobody judged demonstrations, and the verdicts of pairs never change
+        if not running.data.source.is_judged:
             metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
         journal.add(Record("iteration", running.step, journal.iteration, metrics))
         if self.context.is_first and self.settings.histograms and running.tensorboard is not None:

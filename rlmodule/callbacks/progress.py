@@ -76,7 +76,7 @@ class ShowProgress(L.Callback):
         if not self.context.is_first:
             return
         running = Running.of(trainer)
-        self.state.is_sampled = running.rollouts is not None
+        self.state.is_judged = running.data.source.is_judged
         self.state.collecting = lambda: running.data.watch.seconds
         self.context.journal.listen(self.on_record, self.on_phase)
         for label, words in self.context.describe.items():
@@ -135,7 +135,7 @@ class State:
 
     Args:
         max_iterations: of the whole run.
-        is_sampled: whether the policy makes the samples.
+        is_judged: whether samples have rewards to show.
         collecting: seconds by finished phase of the collecting that goes on.
         phase: of the run.
         iteration, done: iterations begun and finished, those before a resume included.
@@ -143,7 +143,7 @@ class State:
     """
 
     max_iterations: int
-    is_sampled: bool = True
+    is_judged: bool = True
     collecting: Callable[[], Mapping[str, float]] = dict
     phase: str = "start"
     iteration: int = 0
@@ -180,7 +180,7 @@ class State:
 
     def facts(self, shown: Iterable[tuple[str, str]]) -> list[str]:
         """The newest value of each of these metrics that was ever seen, in words."""
-        wanted = (REWARD if self.is_sampled else LOSS, *shown)
+        wanted = (REWARD if self.is_judged else LOSS, *shown)
         return [words.format(self.latest[name]) for name, words in wanted if name in self.latest]
 
     def iteration_line(self, record: Record) -> str:

@@ -64,9 +64,10 @@ class WriteSamples(L.Callback):
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Every rank gives its responses, the first writes them all."""
         running, iteration = Running.of(trainer), self.context.journal.iteration
-        if running.rollouts is None or iteration % self.settings.every_n_iterations:
+        if not running.data.source.is_fresh or iteration % self.settings.every_n_iterations:
             return
-        mine = [to_row(scored, iteration, self.context.tokenizer) for scored in running.data.collected]
+        context = self.context
+        mine = [to_row(x, iteration, context.tokenizer, context.sampling) for x in running.data.collected]
         everyone = running.strategy.collectives.gather_objects(mine)
         if self.context.is_first:
             rows = in_order(everyone)
@@ -81,11 +82,14 @@ class WriteSamples(L.Callback):
         self._shown = ()
 
 
-def to_row(scored: ScoredSample, iteration: int, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """One response as plain values.
+def to_row(
+    scored: ScoredSample, iteration: int, tokenizer: PreTrainedTokenizerBase, sampling: Mapping[str, float]
+) -> dict[str, Any]:
+    """One response as plain values; all that ``data.rollouts`` needs to train on it again.
 
-    ``logprobs`` are the sampler's, in nats, rounded to float32; ``loss_mask`` is there only where some token is not
-    trained on; ``reward`` is null where the response could not be scored.
+    ``logprobs`` are the sampler's, in nats, rounded to float32, and ``sampling`` says of which distribution;
+    ``loss_mask`` is there only where some token is not trained on; ``reward`` is null where the response could not be
+    scored.
     """
     sample, prompt = scored.sample, scored.sample.prompt
     row: dict[str, Any] = {
@@ -102,6 +106,7 @@ def to_row(scored: ScoredSample, iteration: int, tokenizer: PreTrainedTokenizerB
         "prompt_ids": list(prompt.ids),
         "response_ids": sample.response_ids.tolist(),
         "logprobs": None if sample.sampler_logprob is None else sample.sampler_logprob.float().tolist(),
+        "sampling": dict(sampling),
     }
     if not bool(sample.loss_mask.all()):
         row["loss_mask"] = sample.loss_mask.int().tolist()

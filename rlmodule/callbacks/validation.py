@@ -37,11 +37,11 @@ class ValidationSettings:
 
 
 class Validate(L.Callback):
-    """Validates where the policy answers prompts; demonstrations have nothing to validate.
+    """Validates where the run has an examination.
 
     Args:
         settings: when.
-        context: gives the prompts and takes the records.
+        context: takes the records.
     """
 
     def __init__(self, settings: ValidationSettings, context: RunContext) -> None:
@@ -72,11 +72,11 @@ class Validate(L.Callback):
             self._validate(running, self.context.journal.iteration)
 
     def _validate(self, running: Running, iteration: int) -> None:
-        examiner, prompts, journal = running.examiner, self.context.val_prompts, self.context.journal
-        if examiner is None or not prompts:
+        examine, journal = running.data.examine, self.context.journal
+        if examine is None:
             return
         with journal.phase(VALIDATE) as lap:
-            _, facts = gather_facts(lambda: examiner.validate(prompts), running.strategy.collectives)
+            _, facts = gather_facts(examine, running.strategy.collectives)
         record = Record("validation", running.step, iteration, validation_metrics(facts, lap))
         self.history.append(record)
         journal.add(record)

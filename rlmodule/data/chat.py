@@ -193,12 +193,12 @@ def check_messages(value: object) -> None:
         ChatError: says what is wrong with which turn.
     """
     if not isinstance(value, list | tuple) or not value:
-        raise ChatError(f"a prompt is a text or a list of turns, this is {_described(value)}")
+        raise ChatError(f"a prompt is a text or a list of turns, this is {described(value)}")
     for number, message in enumerate(value, start=1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ChatError(f"turn {number} must be a mapping with a role, this is {_described(message)}")
+            raise ChatError(f"turn {number} must be a mapping with a role, this is {described(message)}")
         if not isinstance(message.get("content", ""), str):
-            raise ChatError(f"turn {number} must have a text as content, this is {_described(message['content'])}")
+            raise ChatError(f"turn {number} must have a text as content, this is {described(message['content'])}")
 
 
 def _raw_text(prompt: Turns) -> str:
@@ -215,6 +215,7 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _described(value: object) -> str:
+def described(value: object) -> str:
+    """Type and value of what should not be there, for errors."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"

@@ -6,9 +6,11 @@ mean (``formats.py``) and everything that is not on a local disk.
 
 from __future__ import annotations
 
+import bisect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,41 @@ class ParquetTable(RowTable):
             self._cached = None  # let go of one before the next is read
             self._cached = group, self._file.read_row_group(group, use_threads=False)
         return self._cached[1]
+
+
+class TableChain:
+    """Tables end to end: rows are counted over all of them.
+
+    Args:
+        tables: one per file.
+    """
+
+    def __init__(self, tables: Sequence[RowTable]) -> None:
+        self.name = ", ".join(table.name for table in tables)
+        self.tables = tuple(tables)
+        self._ends = list(accumulate(len(table) for table in tables))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def place(self, row: int) -> str:
+        """``file:line`` of a row."""
+        table, inside = self._locate(row)
+        return self.tables[table].place(inside)
+
+    def select(self, rows: Sequence[int]) -> list[tuple[int, RawRow]]:
+        """(number of the table, row) of the rows asked for, in the order asked for; each file is visited once."""
+        located = [self._locate(row) for row in rows]
+        found: dict[int, RawRow] = {}
+        for index, table in enumerate(self.tables):
+            wanted = [position for position, (holder, _) in enumerate(located) if holder == index]
+            raw_rows = table.select([located[position][1] for position in wanted]) if wanted else []
+            found |= dict(zip(wanted, raw_rows, strict=True))
+        return [(located[position][0], found[position]) for position in range(len(rows))]
+
+    def _locate(self, row: int) -> tuple[int, int]:
+        table = bisect.bisect_right(self._ends, row)
+        return table, row - (self._ends[table - 1] if table else 0)
 
 
 def open_files(paths: Sequence[str], key: str) -> list[RowTable]:

@@ -6,10 +6,8 @@ lengths, not texts. Leaves out the order they come in (``stream.py``) and respon
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, overload
 
 import numpy as np
@@ -21,7 +19,7 @@ from rlmodule.core.contract import Task
 from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import Prompt
 from rlmodule.data.chat import ChatError, ChatFormat, Turns, prompt_text
-from rlmodule.data.files import MemoryTable, RowTable, open_files
+from rlmodule.data.files import MemoryTable, RowTable, TableChain, open_files
 from rlmodule.data.formats import FORMATS, ColumnKeys, Row, choose_columns, read_row, top_level
 
 SPLITS = ("train", "test")
@@ -35,6 +33,9 @@ class DataConfig:
     task_args: dict[str, Any] = field(default_factory=dict)  # the task's own keys
     train_files: list[str] = field(default_factory=list)  # local .jsonl, .json, .parquet files, or folders of them
     val_files: list[str] = field(default_factory=list)  # likewise; none: no evaluation
+    rollouts: str | None = (
+        None  # file or folder of stored responses to train from; prompts are then for validation only
+    )
     format: str = "auto"  # column names of: rlmodule, verl, trl, openrlhf, verifiers; auto judges file by file
     prompt_key: str = ""  # column of the prompt (a text or turns); empty: as the format says. a.b reaches into a
     answer_key: str = ""  # column of the ground truth
@@ -67,7 +68,7 @@ class DataConfig:
                 because="train_files is set too, and prompts come from one or the other",
                 fix="Use data.task=null, or data.train_files=[]",
             )
-        if self.task is None and not self.train_files:
+        if self.task is None and not self.train_files and self.rollouts is None:
             raise ConfigError(
                 key="train_files", got=[], because="there is no task either", fix="Name a file, or use data.task=sort"
             )
@@ -103,35 +104,27 @@ class RowSource:
     """
 
     def __init__(self, tables: Sequence[RowTable], format: str, keys: ColumnKeys, limit: int | None = None) -> None:
-        self.name = ", ".join(table.name for table in tables)
-        self._tables = tuple(tables)
+        self._chain = TableChain(tables)
+        self.name = self._chain.name
         self._columns = tuple(choose_columns(table, format, keys) for table in tables)
-        self._ends = list(accumulate(len(table) for table in tables))
-        self._size = min(self._ends[-1], limit or self._ends[-1])
+        self._size = min(len(self._chain), limit or len(self._chain))
 
     def __len__(self) -> int:
         return self._size
 
     def place(self, row: int) -> str:
         """``file:line`` of a row."""
-        table, inside = self._locate(row)
-        return self._tables[table].place(inside)
+        return self._chain.place(row)
 
     def select(self, rows: Sequence[int]) -> list[Row]:
         """The rows asked for, in the order asked for; each file is visited once."""
-        located = [self._locate(row) for row in rows]
-        found: dict[int, Row] = {}
-        for index, (table, columns) in enumerate(zip(self._tables, self._columns, strict=True)):
-            wanted = [position for position, (holder, _) in enumerate(located) if holder == index]
-            raw_rows = table.select([located[position][1] for position in wanted]) if wanted else []
-            for position, raw in zip(wanted, raw_rows, strict=True):
-                found[position] = read_row(raw, columns, table.place(located[position][1]))
-        return [found[position] for position in range(len(rows))]
+        found = zip(rows, self._chain.select(rows), strict=True)
+        return [read_row(raw, self._columns[table], self.place(row)) for row, (table, raw) in found]
 
     def prompts(self) -> Iterator[list[Turns]]:
         """The prompts of all rows in order, a batch at a time; reads no more columns than it must."""
         left = len(self)
-        for table, columns in zip(self._tables, self._columns, strict=True):
+        for table, columns in zip(self._chain.tables, self._columns, strict=True):
             inside = 0
             for batch in table.batches(sorted({top_level(column) for column in columns.required})):
                 kept = batch[:left]
@@ -140,10 +133,6 @@ class RowSource:
                 left -= len(kept)
                 if not left:
                     return
-
-    def _locate(self, row: int) -> tuple[int, int]:
-        table = bisect.bisect_right(self._ends, row)
-        return table, row - (self._ends[table - 1] if table else 0)
 
 
 def open_rows(config: DataConfig, split: str, task: Task | None = None) -> RowSource:

@@ -155,8 +155,7 @@ def train(session: Session, *, is_first: bool, is_reference: bool) -> Outcome | 
     quieten()
     settings = session.settings
     torch.set_num_threads(settings.trainer.num_threads or 1)
-    rows = [sample for samples in session.given_samples for sample in samples] or session.prompts
-    samples = make_samples(rows, settings.parity)
+    samples = make_samples(session.supply.examples(), settings.parity)
     objective = Objective(settings.loss, settings.algorithm)
     module, strategy = session.new_module(objective), session.new_strategy()
     data = RLDataModule(

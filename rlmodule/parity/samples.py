@@ -64,6 +64,9 @@ def _tokens_of(rows: Sequence[Prompt | Sample]) -> Iterator[int]:
 class FixedSource:
     """Hands out samples that are there already; a ``Source``."""
 
+    is_judged: ClassVar[bool] = True
+    is_fresh: ClassVar[bool] = False
+
     samples: Sequence[ScoredSample]
     layout: Callable[[], Layout]
 
@@ -78,7 +81,6 @@ class MadeUpAdvantage:
 
     needs_group: ClassVar[bool] = False
     needs_baseline: ClassVar[bool] = False
-    needs_value: ClassVar[bool] = False
     per_token: ClassVar[bool] = False
 
     def __call__(self, x: AdvantageInputs) -> Tensor:

@@ -35,7 +35,7 @@ def test_a_line_shows_what_was_ever_seen_and_nothing_else():
 
 
 def test_imitation_shows_its_loss():
-    state = State(max_iterations=10, is_sampled=False)
+    state = State(max_iterations=10, is_judged=False)
     state.take(Record("step", 1, 1, {"actor/loss": 1.5}))
     assert state.facts(()) == ["loss 1.5000"]
 

@@ -9,9 +9,11 @@ import torch
 from rlmodule.callbacks.samples import in_order, markdown_table, spread, to_row, write_rows
 from tests.callbacks.builders import TOKENIZER, scored
 
+SAMPLING = {"temperature": 0.5, "top_k": 0, "top_p": 1.0}
+
 
 def rows_of(*samples):
-    return [to_row(sample, 1, TOKENIZER) for sample in samples]
+    return [to_row(sample, 1, TOKENIZER, SAMPLING) for sample in samples]
 
 
 def test_the_file_does_not_depend_on_who_sampled_what(tmp_path):
@@ -26,19 +28,20 @@ def test_the_file_does_not_depend_on_who_sampled_what(tmp_path):
 
 
 def test_a_row_holds_ids_and_log_probabilities_as_sampled():
-    row = to_row(scored(3, "sort 21", "12", 1.0, format=0.5), 7, TOKENIZER)
+    row = to_row(scored(3, "sort 21", "12", 1.0, format=0.5), 7, TOKENIZER, SAMPLING)
     assert (row["iteration"], row["sample_id"], row["group_id"], row["source"]) == (7, 3, 1, "sort")
     assert TOKENIZER.decode(row["prompt_ids"]) == "sort 21"
     assert TOKENIZER.decode(row["response_ids"]) == "12"
     assert row["logprobs"] == [float(torch.tensor(-0.1))] * 2  # what float32 holds of -0.1
     assert (row["answer"], row["reward"], row["reward_parts"], row["finish"]) == ("12", 1.0, {"format": 0.5}, "stop")
+    assert row["sampling"] == SAMPLING
 
 
 def test_the_mask_is_written_only_where_a_token_is_not_trained_on():
     whole = scored(0, "a", "bc", 1.0)
     partial = replace(whole, sample=replace(whole.sample, loss_mask=torch.tensor([True, False])))
-    assert "loss_mask" not in to_row(whole, 1, TOKENIZER)
-    assert to_row(partial, 1, TOKENIZER)["loss_mask"] == [1, 0]
+    assert "loss_mask" not in to_row(whole, 1, TOKENIZER, SAMPLING)
+    assert to_row(partial, 1, TOKENIZER, SAMPLING)["loss_mask"] == [1, 0]
 
 
 @pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])

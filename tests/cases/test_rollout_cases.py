@@ -1,8 +1,9 @@
 """Shared bug cases of rollouts, ids in the tests' names: temperature in every pass, ids as sampled, cut answers.
 
-ROLL-04 (rollouts read from files) comes with offline data; its half that exists, a sampler without log-probabilities,
-is in ``test_experience.py``.
+The half of ROLL-04 that is about a sampler without log-probabilities is in ``test_experience.py``.
 """
+
+import json
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from rlmodule.advantages.grpo import GRPO
 from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.contract import SampleRequest
-from rlmodule.core.errors import ConfigError
+from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import ExperienceRow, Prompt, Sample, Score, ScoredSample, StepTotals
+from rlmodule.data.prompts import DataConfig
+from rlmodule.data.rollouts import load_rollouts
 from rlmodule.experience import ExperienceMaker, Stopwatch, gather_facts
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import PolicyModel
@@ -169,6 +172,37 @@ def test_roll_03_ids_survive_the_whole_way_into_the_rollouts_file(tmp_path):
     assert again != [row["response_ids"] for row in rows], (
         "bytes that are no UTF-8 do not come back, so ids must be kept"
     )
+
+
+def stored(tmp_path, tokenizer, **row):
+    """One stored response, read."""
+    (tmp_path / "rows.jsonl").write_text("\n" + json.dumps({"prompt_ids": [1], "reward": 1.0, **row}) + "\n")
+    table = load_rollouts(str(tmp_path / "rows.jsonl"), DataConfig(task="sort"), tokenizer, vocab_size=64)
+    return table.read([0])[0].scored(0, 0).sample
+
+
+def test_roll_03_ids_in_a_file_are_used_as_they_are(tmp_path):
+    item = stored(tmp_path, ab_tokenizer(), response="ab", response_ids=[0, 1], logprobs=[-1.0, -2.0])
+    assert item.response_ids.tolist() == [0, 1]
+    assert len(item.sampler_logprob) == 2
+
+
+# ---- ROLL-04
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "says"),
+    [
+        ([-1.0, -0.5, -2.0], "has 3 entries for 4 response tokens"),
+        ([-1.0, -0.5, -2.0, None], "holds None at position 3"),
+        ([-1.0, -0.5, -2.0, float("nan")], "holds nan at position 3"),
+        ([-1.0, -0.5, -2.0, 0.1], "holds 0.1 at position 3"),
+    ],
+)
+def test_roll_04_missing_log_probabilities_are_never_filled_up(tmp_path, logprobs, says):
+    with pytest.raises(DataError, match=says) as caught:
+        stored(tmp_path, ab_tokenizer(), response_ids=[5, 6, 7, 8], logprobs=logprobs)
+    assert caught.value.place == f"{tmp_path / 'rows.jsonl'}:2"
 
 
 # ---- ROLL-06

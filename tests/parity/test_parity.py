@@ -143,7 +143,7 @@ def test_the_reference_always_leads_and_unknown_names_are_refused() -> None:
 
 def test_the_rollouts_are_hard_to_cut(tmp_path: Path) -> None:
     config = ParityConfig()
-    samples = make_samples(session_in(tmp_path).prompts, config)
+    samples = make_samples(session_in(tmp_path).supply.examples(), config)
     assert len(samples) % config.samples_per_step == 1, "the last mini-batch has one sample: other ranks run dummies"
     lengths = [s.sample.meta.length for s in samples]
     assert min(lengths) <= 4

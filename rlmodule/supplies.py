@@ -1,0 +1,248 @@
+"""What a run learns from: rows that are read and checked before a weight is loaded, then the source made of them.
+
+One class per kind: prompts to answer, stored rollouts, demonstrations to imitate, pairs to tell apart. Leaves out what
+rows look like (``data/``) and how samples are collected (``sources.py``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from rlmodule.core.contract import Layout, RolloutEngine
+from rlmodule.core.types import Prompt, Sample
+from rlmodule.data.demonstrations import file_demonstrations, task_demonstrations
+from rlmodule.data.preferences import Pair, file_preferences, task_preferences
+from rlmodule.data.prompts import PromptTable, load_prompts
+from rlmodule.data.rollouts import RolloutTable, load_rollouts
+from rlmodule.data.stream import PromptStream
+from rlmodule.objective import DEMONSTRATIONS, PREFERENCES, ROLLOUTS
+from rlmodule.preflight import check_lengths, check_rollouts
+from rlmodule.settings import STORED, Settings
+from rlmodule.sources import DemonstrationSource, PreferenceSource, RolloutSource, Source, StoredSource
+
+MADE_UP_ROWS = 16384  # demonstrations or pairs drawn from a built-in task that is asked for some
+
+
+@dataclass(eq=False)
+class Supply(ABC):
+    """Rows in an order of their own; an iteration takes ``algorithm.train_batch_size`` of them."""
+
+    settings: Settings
+    tokenizer: PreTrainedTokenizerBase
+    hf_config: PreTrainedConfig
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Rows."""
+
+    @property
+    @abstractmethod
+    def samples_per_row(self) -> float:
+        """Samples that a row comes to, on average."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for the run's plan: what is there."""
+
+    @abstractmethod
+    def describe_iteration(self) -> str:
+        """One line for the run's plan: what an iteration takes of it."""
+
+    @abstractmethod
+    def check(self, layout: Layout) -> None:
+        """Read every row.
+
+        Raises:
+            RLModuleError: one cannot be used.
+        """
+
+    @abstractmethod
+    def examples(self) -> Sequence[Prompt | Sample]:
+        """Rows that lend their tokens to made-up samples."""
+
+    @abstractmethod
+    def source(self, stream: PromptStream, layout: Callable[[], Layout], engine: Callable[[], RolloutEngine]) -> Source:
+        """What gives the samples of each iteration."""
+
+
+class Prompts(Supply):
+    """Prompts that the policy answers."""
+
+    @cached_property
+    def table(self) -> PromptTable:
+        """The prompts; reading them checks them."""
+        return load_prompts(self.settings.data, self.tokenizer, "train", self.settings.task)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def samples_per_row(self) -> float:
+        """Every prompt is answered so often."""
+        return self.settings.group_size
+
+    def describe(self) -> str:
+        """Prompts and their lengths."""
+        return self.table.describe()
+
+    def describe_iteration(self) -> str:
+        """Prompts, responses, samples."""
+        prompts, n = self.settings.algorithm.train_batch_size, self.settings.rollout.n
+        return f"{prompts} prompts x {n} responses = {prompts * n} samples"
+
+    def check(self, layout: Layout) -> None:
+        """Lengths of samples follow from the settings, which were checked."""
+        _ = self.table
+
+    def examples(self) -> Sequence[Prompt | Sample]:
+        """The prompts."""
+        return self.table
+
+    def source(self, stream: PromptStream, layout: Callable[[], Layout], engine: Callable[[], RolloutEngine]) -> Source:
+        """Rollouts of the current policy."""
+        s = self.settings
+        assert s.reward is not None, "rollouts are judged"
+        return RolloutSource(
+            self.table,
+            stream,
+            s.algorithm.train_batch_size,
+            s.rollout.n,
+            engine,
+            s.reward,
+            layout,
+            s.run.seed,
+            greedy_baseline=s.advantage is not None and s.advantage.needs_baseline,
+        )
+
+
+class Written(Supply):
+    """Responses that somebody wrote, one row after the other."""
+
+    @property
+    @abstractmethod
+    def rows(self) -> Sequence[Sequence[Sample]]:
+        """The samples of each row; reading them checks them."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def samples_per_row(self) -> float:
+        """Every row has as many."""
+        return self.settings.group_size
+
+    def describe(self) -> str:
+        """How many."""
+        return f"{len(self)} {self.settings.algorithm.source}"
+
+    def describe_iteration(self) -> str:
+        """How many at a time."""
+        return f"{self.settings.algorithm.train_batch_size} {self.settings.algorithm.source}"
+
+    def check(self, layout: Layout) -> None:
+        """None is longer than a micro-batch."""
+        lengths = ((f"row {r[0].prompt.row + 1}", [sample.meta.length for sample in r]) for r in self.rows)
+        check_lengths(lengths, self.settings, layout)
+
+    def examples(self) -> Sequence[Prompt | Sample]:
+        """All of them."""
+        return [sample for samples in self.rows for sample in samples]
+
+
+class Demonstrations(Written):
+    """Samples to imitate."""
+
+    @cached_property
+    def samples(self) -> Sequence[Sample]:
+        """The demonstrations of a task or of files."""
+        s = self.settings
+        if s.task is not None:
+            return task_demonstrations(s.task, MADE_UP_ROWS, s.run.seed, s.data, self.tokenizer)
+        return file_demonstrations(s.data, self.tokenizer, "train")
+
+    @cached_property
+    def rows(self) -> Sequence[Sequence[Sample]]:
+        """Each by itself."""
+        return [(sample,) for sample in self.samples]
+
+    def source(self, stream: PromptStream, layout: Callable[[], Layout], engine: Callable[[], RolloutEngine]) -> Source:
+        """The same samples again and again."""
+        return DemonstrationSource(self.samples, stream, self.settings.algorithm.train_batch_size, layout)
+
+
+class Preferences(Written):
+    """Pairs of a better and a worse response."""
+
+    @cached_property
+    def pairs(self) -> Sequence[Pair]:
+        """The pairs of a task or of files."""
+        s = self.settings
+        if s.task is not None:
+            return task_preferences(s.task, MADE_UP_ROWS, s.run.seed, s.data, self.tokenizer)
+        return file_preferences(s.data, self.tokenizer)
+
+    @cached_property
+    def rows(self) -> Sequence[Sequence[Sample]]:
+        """Both of each pair."""
+        return [(pair.chosen, pair.rejected) for pair in self.pairs]
+
+    def source(self, stream: PromptStream, layout: Callable[[], Layout], engine: Callable[[], RolloutEngine]) -> Source:
+        """The same pairs again and again."""
+        return PreferenceSource(self.pairs, stream, self.settings.algorithm.train_batch_size, layout)
+
+
+class StoredRollouts(Supply):
+    """Responses that were sampled and judged earlier, by group."""
+
+    @cached_property
+    def table(self) -> RolloutTable:
+        """The responses; reading them checks them."""
+        data = self.settings.data
+        assert data.rollouts is not None, "somebody named them"
+        vocab_size = self.hf_config.get_text_config().vocab_size
+        return load_rollouts(data.rollouts, data, self.tokenizer, vocab_size)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def samples_per_row(self) -> float:
+        """Groups may differ in size."""
+        return len(self.table.lengths) / len(self.table)
+
+    def describe(self) -> str:
+        """Responses, groups, files."""
+        return self.table.describe()
+
+    def describe_iteration(self) -> str:
+        """Groups and about how many samples they come to."""
+        groups = self.settings.algorithm.train_batch_size
+        return (
+            f"{groups} groups x {self.samples_per_row:g} stored responses = {groups * self.samples_per_row:g} samples"
+        )
+
+    def check(self, layout: Layout) -> None:
+        """Every row has what the objective asks for, and fits."""
+        check_rollouts(self.table, self.settings, self.hf_config, layout)
+
+    def examples(self) -> Sequence[Prompt | Sample]:
+        """The responses of the first group."""
+        rows = self.table.read(self.table.groups[0])
+        return [row.scored(sample_id, 0).sample for sample_id, row in enumerate(rows)]
+
+    def source(self, stream: PromptStream, layout: Callable[[], Layout], engine: Callable[[], RolloutEngine]) -> Source:
+        """Groups in a seeded order."""
+        return StoredSource(self.table, stream, self.settings.algorithm.train_batch_size, layout)
+
+
+SUPPLIES: Mapping[str, type[Supply]] = {
+    ROLLOUTS: Prompts,
+    STORED: StoredRollouts,
+    DEMONSTRATIONS: Demonstrations,
+    PREFERENCES: Preferences,
+}
