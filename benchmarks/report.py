@@ -175,6 +175,13 @@ SECTIONS: dict[str, tuple[Callable[[Numbers], str], Callable[[Numbers, plt.Axes]
 }
 
 
+def fill(page: str, name: str, text: str) -> str:
+    """The page with ``text`` between the two marks of ``name``."""
+    before, rest = page.split(START.format(name))
+    _, after = rest.split(END.format(name))
+    return f"{before}{START.format(name)}\n{text}\n{END.format(name)}{after}"
+
+
 def measured_on(machine: Numbers) -> str:
     """The line under a table."""
     return (
@@ -200,10 +207,7 @@ def main() -> None:
         draw(numbers, axes)
         figure.savefig(path.with_suffix(".png"), dpi=80)
         plt.close(figure)
-        before, rest = page.split(START.format(name))
-        _, after = rest.split(END.format(name))
-        text = f"\n{make_table(numbers)}\n{measured_on(numbers['machine'])}\n"
-        page = f"{before}{START.format(name)}{text}{END.format(name)}{after}"
+        page = fill(page, name, f"{make_table(numbers)}\n{measured_on(numbers['machine'])}")
     (args.out or args.page).write_text(page)
 
 

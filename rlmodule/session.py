@@ -296,7 +296,7 @@ class Session:
 
     def fit_warm_start(self) -> None:
         """Imitate demonstrations with the random model, on one process whatever the layout of the run."""
-        inner = RunDirectory(self.run_dir.warm_start)
+        inner = RunDirectory(self._warm_start_dir)
         inner.root.mkdir(parents=True, exist_ok=True)
         print(
             f"warm start: {self.settings.warm_start.steps} steps of imitation, so that there is something to reinforce"
@@ -310,13 +310,18 @@ class Session:
 
     @property
     def _warm_start_stamp(self) -> Path:
-        return self.run_dir.warm_start / "made_from.sha256"
+        return self._warm_start_dir / "made_from.sha256"
+
+    @property
+    def _warm_start_dir(self) -> Path:
+        shared = self.settings.warm_start.shared
+        return self.run_dir.warm_start if shared is None else Path(shared).absolute() / self._warm_start_key[:16]
 
     @property
     def _warm_start_key(self) -> str:
         s = self.settings
         warm = s.for_warm_start()  # without what says nothing of the demonstrations
-        parts = [asdict(s.model), asdict(warm.data), asdict(s.warm_start), s.run.seed]
+        parts = [asdict(s.model), asdict(warm.data), asdict(replace(s.warm_start, shared=None)), s.run.seed]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
     # ---- the run
@@ -327,7 +332,7 @@ class Session:
         settings = self.settings
         if settings.needs_warm_start:
             warm = Session(
-                settings.starting_from(str(self.run_dir.warm_start / "policy")),
+                settings.starting_from(str(self._warm_start_dir / "policy")),
                 self.run_dir,
                 self.menu,
                 self.strategy_node,

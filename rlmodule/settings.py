@@ -70,6 +70,9 @@ class WarmStartConfig:
     steps: int = 0  # optimizer steps; 0 for none
     batch_size: int = 64  # demonstrations of one step
     lr: float = 2e-3  # peak learning rate, cosine to a tenth of it
+    shared: str | None = (
+        None  # folder that keeps the weights for every run with this model, data and seed; one at a time
+    )
 
     def __post_init__(self) -> None:
         at_least("steps", self.steps, 0)

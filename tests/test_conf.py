@@ -143,15 +143,16 @@ def test_every_strategy_and_every_callback_has_a_file_of_its_name():
     assert set(CALLBACKS.names()) | {"default", "none"} == set(train.menu("callbacks"))
 
 
-@pytest.mark.parametrize("sweep", train.menu("sweep"))
+@pytest.mark.parametrize("sweep", ["experiment=compare", *(f"sweep={name}" for name in train.menu("sweep"))])
 def test_a_sweep_names_keys_that_exist_and_values_that_convert(sweep):
     with hydra.initialize_config_dir(str(train.CONF), version_base="1.3"):
-        params = hydra.compose("train", [f"sweep={sweep}"], return_hydra_config=True).hydra.sweeper.params
+        params = hydra.compose("train", [sweep], return_hydra_config=True).hydra.sweeper.params
     assert params
     assert set(params) <= set(train.known_keys())
     for key, values in params.items():
-        first = str(values).replace("range(", "").split(",")[0].strip("()")
-        Settings.read(compose(f"{key}={first}"))
+        words = str(values).replace("range(", "").strip("()").replace(" ", "").split(",")
+        assert key not in COMPONENTS | SECTIONS or set(words) <= set(train.menu(key))
+        Settings.read(compose(f"{key}={words[0]}"))
 
 
 def test_conf_says_what_the_code_says():
