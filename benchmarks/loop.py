@@ -32,7 +32,7 @@ from rlmodule.module import RLModule
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig
 from rlmodule.session import quieten
-from rlmodule.update import update
+from rlmodule.update import Trainable, update
 from strategies.single import SingleOptions, SingleStrategy
 
 WARM_UP = 1  # steps that are not counted
@@ -52,11 +52,10 @@ class Compare(L.Callback):
         start = process_time()
         update(
             batch,
+            pl_module.trainables[0],
             strategy=trainer.strategy,
-            objective=pl_module.objective,
             optimizer=trainer.optimizers[0],
             schedule=pl_module.lr_schedulers(),
-            max_grad_norm=pl_module.optimizer_config.max_grad_norm,
             backward=lambda loss: loss.backward(),
         )
         self.mark = process_time()
@@ -68,8 +67,8 @@ def fit(rows: list[ExperienceRow], sizes: Sizes, steps: int) -> Compare:
     quieten()
     policy = PolicyModel(sizes.model())
     objective = Objective(PPOClip(), AlgorithmConfig())
-    settings = OptimizerConfig(warmup_steps=0)
-    module = RLModule({"policy": policy}, objective, settings, run_steps=2 * steps, max_skipped_in_a_row=1)
+    trainable = Trainable("policy", objective, OptimizerConfig(warmup_steps=0), run_steps=2 * steps)
+    module = RLModule({"policy": policy}, [trainable], max_skipped_in_a_row=1)
     config = BatchingConfig(mini_batch_size=len(rows), max_token_len_per_gpu=TOKEN_BUDGET)
     metas = [row.sample.meta for row in rows]
     sampler = BalancedSampler(metas, config, Layout(), seed=0, iteration=0, epochs=steps)

@@ -43,7 +43,7 @@ from rlmodule.models.policy import PolicyModel, shape_of
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.ops.attention import SegmentBuckets
 from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
-from rlmodule.update import update
+from rlmodule.update import Trainable, update
 from strategies.single import SingleOptions, SingleStrategy
 
 MAX_GRAD_NORM = 1.0
@@ -86,20 +86,20 @@ class Ours:
         self.policy = PolicyModel(model)
         self.strategy = SingleStrategy(SingleOptions(), device="cpu", num_processes=1, num_nodes=1)
         self.strategy.shard({"policy": self.policy})
-        settings = OptimizerConfig(warmup_steps=0)
+        settings = OptimizerConfig(warmup_steps=0, max_grad_norm=MAX_GRAD_NORM)
         self.optimizer = build_optimizer(settings, self.policy)
         self.schedule = build_schedule(settings, self.optimizer, run_steps=1)
-        self.objective = Objective(PPOClip(), AlgorithmConfig())
+        objective = Objective(PPOClip(), AlgorithmConfig())
+        self.trainable = Trainable("policy", objective, settings, run_steps=1)
 
     def step(self) -> float:
         """One optimizer step; the gradient norm."""
         return update(
             self.mini_batch,
+            self.trainable,
             strategy=self.strategy,
-            objective=self.objective,
             optimizer=self.optimizer,
             schedule=self.schedule,
-            max_grad_norm=MAX_GRAD_NORM,
             backward=lambda loss: loss.backward(),
         ).grad_norm
 

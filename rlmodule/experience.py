@@ -20,13 +20,23 @@ from torch.utils.data import Dataset
 
 from rlmodule.batching.collate import DynamicCollator, filler_row
 from rlmodule.batching.sampler import BalancedSampler, RankShare
-from rlmodule.core.contract import Advantage, Collectives, Layout, Strategy
+from rlmodule.core.contract import Advantage, Collectives, Layout, Strategy, ValueAdvantage
 from rlmodule.core.errors import RLModuleError, TrainingError
-from rlmodule.core.types import AdvantageInputs, ExperienceRow, Sample, SampleMeta, ScoredSample
+from rlmodule.core.types import (
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    AdvantageInputs,
+    ExperienceRow,
+    Sample,
+    SampleMeta,
+    ScoredSample,
+)
 from rlmodule.objective import Objective
 from rlmodule.ops.kl import kl_per_token
 from rlmodule.rollout_correction import correction_weights, mismatch_metrics, mismatch_sums
 from rlmodule.shaping import KLController, first_groups, informative, overlong_charge
+from rlmodule.token_facts import ResponseTokens, gather_tokens, one_token_on, value_metrics
 
 T = TypeVar("T")
 
@@ -111,6 +121,23 @@ class Iteration:
 
 
 @dataclass(frozen=True)
+class ScoringPass:
+    """One pass of one model over the samples of an iteration.
+
+    Args:
+        phase: under which its seconds are logged.
+        model: who is asked.
+        fields: field of ExperienceRow -> output of the model that fills it.
+        options: keywords of the model's forward.
+    """
+
+    phase: str
+    model: str
+    fields: Mapping[str, str]
+    options: Mapping[str, bool] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class ExperienceMaker:
     """Turns the responses of all ranks into an Iteration.
 
@@ -123,6 +150,7 @@ class ExperienceMaker:
         device: where forward passes run.
         reference_in_policy: the reference is the policy without its adapter, and no model of its own.
         kl_controller: the price of KL in the reward, or None where it is not in the reward.
+        value_model: name of the model that says values, or None where none does.
     """
 
     strategy: Strategy
@@ -133,29 +161,36 @@ class ExperienceMaker:
     device: torch.device
     reference_in_policy: bool = False
     kl_controller: KLController | None = None
+    value_model: str | None = None
 
     def __call__(self, collect: Callable[[], list[ScoredSample]], watch: Stopwatch) -> Iteration:
         """Run every stage; ``collect`` gives this rank's responses and may fail, which then every rank learns."""
         collectives, layout = self.strategy.collectives, self.strategy.layout
         mine, facts, metrics = self._collect(collect)
-        per_response = None if self.kl_controller is not None else self._advantages(facts, {}, metrics)
+        # Values and KL come from passes over the plan; without them advantages are known before it is made.
+        needs_scores = self.kl_controller is not None or self.value_model is not None
+        inputs = None if needs_scores else self._inputs(facts, {}, metrics)
+        per_response = self._advantages(inputs)
         with watch.phase("plan"):
             sampler = self.make_sampler(self._metas(facts, per_response))
         position = {f.meta.sample_id: i for i, f in enumerate(facts)}
         with watch.phase("exchange"):
-            first = sampler.owners(sampler.first_epoch)
+            first = sampler.owners(sampler.first_pass)
             held = _move({position[s.sample_id]: s for s in mine}, first, layout, collectives)
         rows = self._rows(held, sampler, watch)
         rows = self._corrected(rows, metrics)
-        if self.kl_controller is not None:
-            per_response = self._advantages(facts, rows, metrics)
+        if needs_scores:
+            inputs = self._inputs(facts, rows, metrics)
+            per_response = self._advantages(inputs)
         advantages = None
+        if inputs is not None and inputs.tokens is not None:
+            rows = self._with_returns(rows, inputs, metrics)
         if per_response is not None:
             advantages = torch.cat(
                 [a.mean()[None] if len(a) else a.new_zeros(1) for a in per_response] or [_numbers([])]
             )
-            rows = {p: _with_advantage(row, per_response[p]) for p, row in rows.items()}
-        if len(sampler.plans) > len(sampler.first_epoch):
+            rows = {p: replace(row, advantage=_spread(row.sample, per_response[p])) for p, row in rows.items()}
+        if len(sampler.plans) > len(sampler.first_pass):
             with watch.phase("exchange"):
                 everyone = sampler.owners(sampler.plans)
                 rows = _move(rows, everyone, layout, collectives)
@@ -234,62 +269,97 @@ class ExperienceMaker:
                     )
         return scored
 
-    def _shaped_rewards(
+    def _inputs(
         self, facts: Sequence[SampleFacts], rows: Mapping[int, ExperienceRow], metrics: dict[str, float]
-    ) -> Tensor:
-        """[B] float64, what advantages are made of: verdicts minus the charges for length and KL."""
-        settings = self.objective.settings
-        reward = _rewards(facts)
-        is_scored = torch.isfinite(reward)
-        if settings.overlong_buffer.enable:
-            charge = overlong_charge(torch.tensor([f.meta.response_len for f in facts]), settings.overlong_buffer)
-            reward = reward - charge
-            metrics["reward/overlong_charge"] = _mean_over(charge, is_scored)
-        if self.kl_controller is not None:
-            kl = self._kl_per_response(len(facts), rows)
-            reward = reward - self.kl_controller.coef * kl
-            metrics["reward/kl"] = _mean_over(kl, is_scored)
-            metrics["reward/kl_coef"] = self.kl_controller.coef
-            self.kl_controller.update(_mean_over(kl, is_scored), int(is_scored.sum()))
-        return reward
-
-    def _kl_per_response(self, count: int, rows: Mapping[int, ExperienceRow]) -> Tensor:
-        """[B] float64: sum over the loss tokens of each response; one exchange of one number per response."""
-        estimator = self.objective.settings.kl_in_reward.estimator
-        mine = {}
-        for position, row in rows.items():
-            assert row.old_logprob is not None, "KL in the reward needs both scores"
-            assert row.ref_logprob is not None, "KL in the reward needs both scores"
-            mask = row.sample.loss_mask
-            old, ref = row.old_logprob[mask].double(), row.ref_logprob[mask].double()
-            mine[position] = float(kl_per_token(old, ref, estimator).sum())
-        kl = torch.zeros(count, dtype=torch.float64)
-        for part in self.strategy.collectives.gather_objects(mine):
-            for position, value in part.items():
-                kl[position] = value
-        return kl
-
-    def _advantages(
-        self, facts: Sequence[SampleFacts], rows: Mapping[int, ExperienceRow], metrics: dict[str, float]
-    ) -> list[Tensor] | None:
-        """Of each response: [1], or one per loss token; None where the loss needs none. Adds to ``metrics``."""
+    ) -> AdvantageInputs | None:
+        """What advantages are made of; None where the loss needs none. Adds to ``metrics``."""
         if not self.objective.needs("advantage"):
             return None
         assert self.advantage is not None, "this loss needs an advantage estimator"
         loss_tokens = [f.meta.loss_tokens for f in facts]
-        advantages = self.advantage(
-            AdvantageInputs(
-                reward=self._shaped_rewards(facts, rows, metrics),
-                group=torch.tensor([f.meta.group_id for f in facts]),
-                loss_tokens=torch.tensor(loss_tokens),
-                parts={
-                    name: _numbers([f.parts.get(name) for f in facts])
-                    for name in sorted({name for f in facts for name in f.parts})
-                },
-                baseline=_numbers([f.baseline for f in facts]) if self.advantage.needs_baseline else None,
-            )
+        reward, kl_coef = self._shaped_rewards(facts, metrics), 0.0
+        if self.kl_controller is not None:
+            kl_coef = self.kl_controller.coef
+            kl = self._kl_per_response(len(facts), rows, metrics, torch.isfinite(reward))
+            if not self.advantage.needs_value:  # which is charged token by token
+                reward = reward - kl_coef * kl
+        tokens = None
+        if self.advantage.needs_value:
+            mine = {p: self._tokens(row, kl_coef) for p, row in rows.items()}
+            tokens = gather_tokens(mine, loss_tokens, self.strategy.collectives)
+        return AdvantageInputs(
+            reward=reward,
+            group=torch.tensor([f.meta.group_id for f in facts]),
+            loss_tokens=torch.tensor(loss_tokens),
+            parts={
+                name: _numbers([f.parts.get(name) for f in facts])
+                for name in sorted({name for f in facts for name in f.parts})
+            },
+            baseline=_numbers([f.baseline for f in facts]) if self.advantage.needs_baseline else None,
+            tokens=tokens,
         )
-        return list(advantages.split(loss_tokens if self.advantage.per_token else [1] * len(facts)))
+
+    def _shaped_rewards(self, facts: Sequence[SampleFacts], metrics: dict[str, float]) -> Tensor:
+        """[B] float64: verdicts minus the charge for length."""
+        settings = self.objective.settings
+        reward = _rewards(facts)
+        if settings.overlong_buffer.enable:
+            charge = overlong_charge(torch.tensor([f.meta.response_len for f in facts]), settings.overlong_buffer)
+            metrics["reward/overlong_charge"] = _mean_over(charge, torch.isfinite(reward))
+            reward = reward - charge
+        return reward
+
+    def _kl_per_response(
+        self, count: int, rows: Mapping[int, ExperienceRow], metrics: dict[str, float], is_scored: Tensor
+    ) -> Tensor:
+        """[B] float64: sum over the loss tokens of each response; one exchange of one number per response.
+
+        Logs it with its price, which the controller then sets anew for the next iteration.
+        """
+        assert self.kl_controller is not None, "KL has a price"
+        mine = {position: float(self._kl(row).sum()) for position, row in rows.items()}
+        kl = torch.zeros(count, dtype=torch.float64)
+        for part in self.strategy.collectives.gather_objects(mine):
+            for position, value in part.items():
+                kl[position] = value
+        metrics["reward/kl"] = _mean_over(kl, is_scored)
+        metrics["reward/kl_coef"] = self.kl_controller.coef
+        self.kl_controller.update(_mean_over(kl, is_scored), int(is_scored.sum()))
+        return kl
+
+    def _kl(self, row: ExperienceRow) -> Tensor:
+        """[n] float64 KL to the reference at each loss token of a row."""
+        assert row.old_logprob is not None, "KL in the reward needs both scores"
+        assert row.ref_logprob is not None, "KL in the reward needs both scores"
+        mask = row.sample.loss_mask
+        old, ref = row.old_logprob[mask].double(), row.ref_logprob[mask].double()
+        return kl_per_token(old, ref, self.objective.settings.kl_in_reward.estimator)
+
+    def _tokens(self, row: ExperienceRow, kl_coef: float) -> ResponseTokens:
+        assert row.old_value is not None, "this advantage needs values"
+        value = row.old_value[row.sample.loss_mask].double()
+        charge = kl_coef * self._kl(row) if self.kl_controller is not None else torch.zeros_like(value)
+        return ResponseTokens(value, charge, row.next_value)
+
+    def _advantages(self, inputs: AdvantageInputs | None) -> list[Tensor] | None:
+        """Of each response: [1], or one per loss token; None where there is nothing to make them of."""
+        if inputs is None:
+            return None
+        assert self.advantage is not None, "inputs are made for an estimator"
+        count = len(inputs.reward)
+        sizes = inputs.loss_tokens.tolist() if self.advantage.per_token else [1] * count
+        return list(self.advantage(inputs).split(sizes))
+
+    def _with_returns(
+        self, rows: Mapping[int, ExperienceRow], inputs: AdvantageInputs, metrics: dict[str, float]
+    ) -> dict[int, ExperienceRow]:
+        """Rows with what the value function is to say; adds to ``metrics`` what it said."""
+        assert isinstance(self.advantage, ValueAdvantage), "an estimator that needs values says what they should be"
+        assert inputs.tokens is not None, "values were gathered"
+        returns = self.advantage.returns(inputs)
+        metrics |= value_metrics(inputs.tokens, returns)
+        by_response = returns.split(inputs.loss_tokens.tolist())
+        return {p: replace(row, returns=_spread(row.sample, by_response[p])) for p, row in rows.items()}
 
     def _corrected(self, rows: dict[int, ExperienceRow], metrics: dict[str, float]) -> dict[int, ExperienceRow]:
         """Rows with a weight for what the sampler and the trainer disagree on; adds to ``metrics`` how much they do."""
@@ -324,53 +394,92 @@ class ExperienceMaker:
         self, samples: Mapping[int, Sample], sampler: BalancedSampler, watch: Stopwatch
     ) -> dict[int, ExperienceRow]:
         rows = {p: ExperienceRow(sample) for p, sample in samples.items()}
-        if self.objective.needs_old_logprob:
-            with watch.phase("old_logprob"):
-                scores = self._old_logprobs(samples, sampler)
-                rows = {p: replace(row, old_logprob=scores[p]) for p, row in rows.items()}
-        if self.objective.needs_reference:
-            with watch.phase("ref_logprob"):
-                if self.reference_in_policy:
-                    scores = self.score("policy", samples, sampler, with_adapter=False)
-                else:
-                    scores = self.score("reference", samples, sampler)
-                rows = {p: replace(row, ref_logprob=scores[p]) for p, row in rows.items()}
+        as_sampled = self._as_sampled(samples)
+        for asked in self._passes(must_score=self._must_score(samples, as_sampled)):
+            with watch.phase(asked.phase):
+                scores = self.score(asked, samples, sampler)
+            rows = {
+                p: replace(row, **{field: scores[said][p] for field, said in asked.fields.items()})  # type: ignore[arg-type]
+                for p, row in rows.items()
+            }
+        rows |= {p: replace(rows[p], old_logprob=logprob) for p, logprob in as_sampled.items()}
+        if isinstance(self.advantage, ValueAdvantage) and self.advantage.bootstrap_truncated:
+            with watch.phase("value"):
+                rows = self._with_next_values(rows, sampler)
         return rows
 
-    def _old_logprobs(self, samples: Mapping[int, Sample], sampler: BalancedSampler) -> dict[int, Tensor]:
+    def _as_sampled(self, samples: Mapping[int, Sample]) -> dict[int, Tensor]:
+        """Old log-probabilities that need no pass: those that samples were drawn with, where settings take them."""
+        if not (self.objective.needs_old_logprob and self.objective.settings.reads_sampler):
+            return {}
+        return {p: s.sampler_logprob for p, s in samples.items() if s.sampler_logprob is not None}
+
+    def _must_score(self, samples: Mapping[int, Sample], as_sampled: Mapping[int, Tensor]) -> bool:
+        """Whether the policy has to say old log-probabilities; a pass is made by all ranks or by none."""
         wanted = self.objective.settings.old_logprob
-        drawn = {p: s.sampler_logprob for p, s in samples.items() if s.sampler_logprob is not None}
-        if wanted == "sampler":
-            return drawn
+        if not self.objective.needs_old_logprob or wanted == "sampler":
+            return False
         if wanted == "available":
-            # A pass is made by all ranks or by none.
-            if all(self.strategy.collectives.gather_objects(len(drawn) == len(samples))):
-                return drawn
-            return self.score("policy", samples, sampler) | drawn
-        return self.score("policy", samples, sampler)
+            return not all(self.strategy.collectives.gather_objects(len(as_sampled) == len(samples)))
+        return True
+
+    def _passes(self, *, must_score: bool) -> list[ScoringPass]:
+        """What is asked of which model; what one model says it says in one pass."""
+        passes, of_policy = [], {}
+        if must_score:
+            of_policy["old_logprob"] = "logprob"
+        if self.value_model == POLICY:
+            of_policy["old_value"] = "value"
+        if of_policy:
+            passes.append(ScoringPass("old_logprob", POLICY, of_policy))
+        if self.value_model == CRITIC:
+            passes.append(ScoringPass("value", CRITIC, {"old_value": "value"}))
+        if self.objective.needs_reference:
+            model, options = (POLICY, {"with_adapter": False}) if self.reference_in_policy else (REFERENCE, {})
+            passes.append(ScoringPass("ref_logprob", model, {"ref_logprob": "logprob"}, options))
+        return passes
+
+    def _with_next_values(self, rows: dict[int, ExperienceRow], sampler: BalancedSampler) -> dict[int, ExperienceRow]:
+        """Rows of responses that were cut, with what is expected of what would have come; a pass over those alone."""
+        assert self.value_model is not None, "somebody says values"
+        cut = {p: one_token_on(row.sample) for p, row in rows.items() if row.sample.finish == "length"}
+        said = self.score(ScoringPass("value", self.value_model, {"next_value": "value"}), cut, sampler)["value"]
+        return rows | {p: replace(rows[p], next_value=float(value[-1])) for p, value in said.items()}
 
     def score(
-        self, model: str, samples: Mapping[int, Sample], sampler: BalancedSampler, *, with_adapter: bool = True
-    ) -> dict[int, Tensor]:
-        """Log-probabilities [R] of every sample held here, over the micro-batches the first update will run.
+        self, asked: ScoringPass, samples: Mapping[int, Sample], sampler: BalancedSampler
+    ) -> dict[str, dict[int, Tensor]]:
+        """Output of the model -> position -> [R] of every sample given, over the micro-batches of the first update.
 
         The same micro-batches give the same rounding, so the first ratio of an update is exactly 1. Tokens without loss
-        keep 0. Where rows are cut over ranks, each gets the scores of whole samples.
+        keep 0. Where rows are cut over ranks, each gets the scores of whole samples. Every rank takes part, also one
+        that gives no samples: in a micro-batch without any it runs a dummy.
         """
         unscored = Experience(
             {p: ExperienceRow(s) for p, s in samples.items()}, self.collator.pad_token_id, len(sampler.metas)
         )
-        sequence, forward = self.strategy.sequence, self.strategy.wrapped(model)
-        parts: list[Tensor] = []
+        sequence, forward = self.strategy.sequence, self.strategy.wrapped(asked.model)
+        parts: dict[str, list[Tensor]] = {said: [] for said in asked.fields.values()}
         places: list[Sequence[int]] = []
-        with self.strategy.eval_mode(model):
-            for share in sampler.shares(sampler.first_epoch):
-                mini_batch = self.collator(unscored.__getitems__(share))
-                for micro_batch, positions in zip(mini_batch.micro_batches, share.micro_batches, strict=True):
-                    parts.append(forward(micro_batch.to(self.device), with_adapter=with_adapter).logprob.cpu())
+        with self.strategy.eval_mode(asked.model):
+            for share in sampler.shares(sampler.first_pass):
+                given = tuple(
+                    tuple(p for p in step if p in samples or p >= len(sampler.metas)) for step in share.micro_batches
+                )
+                mini_batch = self.collator(unscored.__getitems__(replace(share, micro_batches=given)))
+                for micro_batch, positions in zip(mini_batch.micro_batches, given, strict=True):
+                    outputs = forward(micro_batch.to(self.device), **asked.options)
+                    for said, so_far in parts.items():
+                        so_far.append(getattr(outputs, said).cpu())
                     places.append(positions)
-        rows = parts if sequence is None else sequence.gather_slices(parts)
-        return {p: r for row, at in zip(rows, places, strict=True) for p, r in _by_sample(row, at, samples).items()}
+        return {
+            said: {
+                p: r
+                for row, at in zip(rows if sequence is None else sequence.gather_slices(rows), places, strict=True)
+                for p, r in _by_sample(row, at, samples).items()
+            }
+            for said, rows in parts.items()
+        }
 
 
 def _rewards(facts: Sequence[SampleFacts]) -> Tensor:
@@ -386,12 +495,12 @@ def _mean_over(values: Tensor, mask: Tensor) -> float:
     return float(values[mask].mean()) if bool(mask.any()) else math.nan
 
 
-def _with_advantage(row: ExperienceRow, advantage: Tensor) -> ExperienceRow:
-    """[1], or one per loss token -> [R]; tokens without loss get 0 where loss tokens have their own."""
-    mask = row.sample.loss_mask
-    if len(advantage) == 1:
-        return replace(row, advantage=torch.full((len(mask),), float(advantage)))
-    return replace(row, advantage=torch.zeros(len(mask)).masked_scatter_(mask, advantage.float()))
+def _spread(sample: Sample, values: Tensor) -> Tensor:
+    """[1], or one per loss token -> [R] float32; tokens without loss get 0 where loss tokens have their own."""
+    mask = sample.loss_mask
+    if len(values) == 1:
+        return torch.full((len(mask),), float(values))
+    return torch.zeros(len(mask)).masked_scatter_(mask, values.float())
 
 
 def gather_facts(

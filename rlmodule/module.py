@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,10 @@ from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.metrics import How, Metric
 from rlmodule.core.types import MiniBatch
-from rlmodule.objective import Objective
-from rlmodule.optimizer import OptimizerConfig, build_schedule, matrices_of, optimizer_over
+from rlmodule.optimizer import build_schedule, matrices_of, optimizer_over
 from rlmodule.preemption import StopRequests
 from rlmodule.reduction import reduce_metrics
-from rlmodule.update import StepResult, update
+from rlmodule.update import StepResult, Trainable, update
 
 STOP = "train/stop"  # travels with the metrics of a step, and is none
 
@@ -62,31 +61,25 @@ class StepReport:
 
 
 class RLModule(L.LightningModule):
-    """Trains ``policy`` on mini-batches.
+    """Trains models on mini-batches, each by an optimizer of its own.
 
     Args:
-        models: name -> inner model; ``policy`` trains, ``reference`` is frozen.
-        objective: what is minimised.
-        optimizer: AdamW and schedule settings.
-        run_steps: optimizer steps of the whole run, for the schedule.
+        models: name -> inner model; those that do not train are frozen.
+        trainables: the models that train, in the order of ``models``.
         max_skipped_in_a_row: give up after that many skipped steps.
     """
 
     def __init__(
         self,
         models: Mapping[str, nn.Module],
-        objective: Objective,
-        optimizer: OptimizerConfig,
+        trainables: Sequence[Trainable],
         *,
-        run_steps: int,
         max_skipped_in_a_row: int,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.models = nn.ModuleDict(models)
-        self.objective = objective
-        self.optimizer_config = optimizer
-        self.run_steps = run_steps
+        self.trainables = tuple(trainables)
         self.max_skipped_in_a_row = max_skipped_in_a_row
         self.matrices = {name: matrices_of(model) for name, model in models.items()}
         self.counters = Counters()
@@ -104,22 +97,33 @@ class RLModule(L.LightningModule):
         return dict(self.models.items())
 
     def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
-        """One optimizer for the policy, and its schedule."""
-        optimizer = optimizer_over(
-            self.optimizer_config, self.strategy.named_parameters("policy"), self.matrices["policy"]
-        )
-        return [optimizer], [build_schedule(self.optimizer_config, optimizer, self.run_steps)]
+        """One optimizer for each model that trains, and its schedule."""
+        optimizers: list[Optimizer] = [
+            optimizer_over(t.optimizer, self.strategy.named_parameters(t.name), self.matrices[t.name])
+            for t in self.trainables
+        ]
+        schedules: list[LRScheduler] = [
+            build_schedule(t.optimizer, optimizer, t.run_steps)
+            for t, optimizer in zip(self.trainables, optimizers, strict=True)
+        ]
+        return optimizers, schedules
 
     def training_step(self, mini_batch: MiniBatch, batch_idx: int) -> None:
-        """One optimizer step."""
-        result = update(
-            mini_batch,
-            strategy=self.strategy,
-            objective=self.objective,
-            optimizer=self.optimizers(),  # type: ignore[arg-type]  # there is one
-            schedule=self.lr_schedulers(),  # type: ignore[arg-type]
-            max_grad_norm=self.optimizer_config.max_grad_norm,
-            backward=self.manual_backward,
+        """One optimizer step of every model that trains on this mini-batch."""
+        made = zip(self.trainables, _listed(self.optimizers()), _listed(self.lr_schedulers()), strict=True)
+        result = StepResult.of_all(
+            [
+                update(
+                    mini_batch,
+                    trainable,
+                    strategy=self.strategy,
+                    optimizer=optimizer,
+                    schedule=schedule,
+                    backward=self.manual_backward,
+                )
+                for trainable, optimizer, schedule in made
+                if trainable.name in mini_batch.trains
+            ]
         )
         self.counters.count(result)
         asked = Metric(float(self.stop_requests.asked_by is not None), 1.0, How.MAX)
@@ -159,3 +163,8 @@ class RLModule(L.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Bring the counters back."""
         self.counters = Counters(**checkpoint["rlmodule_counters"])
+
+
+def _listed(one_or_many: Any) -> list[Any]:
+    """Lightning hands out a single optimizer or schedule without a list around it."""
+    return one_or_many if isinstance(one_or_many, list) else [one_or_many]

@@ -7,6 +7,7 @@ Leaves out the losses themselves (``losses/``) and who runs forward and backward
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -105,6 +106,17 @@ class AlgorithmConfig:
         is_open = self.old_logprob == "auto" and self.is_sampled and not self.rollout_correction.is_on
         return replace(self, old_logprob="available") if is_open else self
 
+    def weights(self, batch: MicroBatch, totals: StepTotals) -> Tensor:
+        """[N] what each loss token of a micro-batch counts for in the loss of the whole step."""
+        return token_weights(
+            self.loss_agg_mode,
+            sequence=batch.sequence,
+            loss_tokens=batch.loss_tokens,
+            group_tokens=batch.group_tokens,
+            totals=totals,
+            loss_scale_factor=self.loss_scale_factor,
+        )
+
     def _refuse_without_rollouts(self) -> None:
         for name, is_on, because in (
             ("use_kl_loss", self.use_kl_loss, "the KL is estimated on tokens that the policy drew"),
@@ -126,6 +138,8 @@ class AlgorithmConfig:
 @dataclass(frozen=True)
 class Objective:
     """The loss of the menu with its additions; the same for every micro-batch."""
+
+    label: ClassVar[str] = "actor"
 
     loss: Loss
     settings: AlgorithmConfig
@@ -175,15 +189,7 @@ class Objective:
 
         Where ``sequence`` ranks cut a row, each has the tokens of its own slice: shares and metrics add up over them.
         """
-        weight = token_weights(
-            self.settings.loss_agg_mode,
-            sequence=batch.sequence,
-            loss_tokens=batch.loss_tokens,
-            group_tokens=batch.group_tokens,
-            totals=totals,
-            loss_scale_factor=self.settings.loss_scale_factor,
-        )  # [N]
-        return MicroBatchObjective(self, batch, totals, weight, sequence)
+        return MicroBatchObjective(self, batch, totals, self.settings.weights(batch, totals), sequence)
 
 
 class MicroBatchObjective:

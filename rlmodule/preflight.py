@@ -11,9 +11,11 @@ from rlmodule.batching.workload import Workload
 from rlmodule.callbacks.export import ADAPTER, ExportSettings
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError, DataError
+from rlmodule.core.types import CRITIC, POLICY
+from rlmodule.critic import CriticConfig
 from rlmodule.data.rollouts import RolloutTable
 from rlmodule.models.lora import check_installed, is_adapter
-from rlmodule.models.policy import shape_of
+from rlmodule.models.policy import NO_VALUE, SEPARATE, SHARED, shape_of
 from rlmodule.objective import ROLLOUTS
 from rlmodule.settings import PARITY, STORED, Settings
 
@@ -31,6 +33,7 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     _check_kept_groups(settings)
     _check_selection(settings, layout)
     _check_positions(settings, hf_config)
+    _check_value(settings)
     _check_old_logprob(settings)
     _check_stored(settings)
     if settings.rollout.temperature != 1.0 and not settings.algorithm.is_sampled:
@@ -258,16 +261,19 @@ def _check_selection(settings: Settings, layout: Layout) -> None:
         )
 
 
+SIZE_KEYS = {POLICY: "batching.mini_batch_size", CRITIC: "critic.mini_batch_size"}  # of each model's mini-batches
+
+
 def _check_equal_counts(settings: Settings, layout: Layout) -> None:
-    batching = settings.batching
-    if batching.equal_counts and batching.mini_batch_size % layout.dp_size:
-        raise ConfigError(
-            key="batching.mini_batch_size",
-            got=batching.mini_batch_size,
-            because=f"equal counts on {layout.dp_size} data ranks need a multiple of {layout.dp_size}",
-            fix=f"Use batching.mini_batch_size={-(-batching.mini_batch_size // layout.dp_size) * layout.dp_size}, "
-            "or batching.equal_counts=false",
-        )
+    for name, size in settings.mini_batch_sizes.items():
+        if settings.batching.equal_counts and size % layout.dp_size:
+            raise ConfigError(
+                key=SIZE_KEYS[name],
+                got=size,
+                because=f"equal counts on {layout.dp_size} data ranks need a multiple of {layout.dp_size}",
+                fix=f"Use {SIZE_KEYS[name]}={-(-size // layout.dp_size) * layout.dp_size}, "
+                "or batching.equal_counts=false",
+            )
 
 
 def _check_kept_groups(settings: Settings) -> None:
@@ -276,14 +282,14 @@ def _check_kept_groups(settings: Settings) -> None:
     if not batching.keep_groups:
         return
     because = f"batching.keep_groups keeps the {size} samples of a group together"
-    if batching.mini_batch_size % size:
-        raise ConfigError(
-            key="batching.mini_batch_size",
-            got=batching.mini_batch_size,
-            because=f"{because}, and it is no multiple of {size}",
-            fix=f"Use batching.mini_batch_size={-(-batching.mini_batch_size // size) * size}, "
-            "or batching.keep_groups=false",
-        )
+    for name, of_step in settings.mini_batch_sizes.items():
+        if of_step % size:
+            raise ConfigError(
+                key=SIZE_KEYS[name],
+                got=of_step,
+                because=f"{because}, and it is no multiple of {size}",
+                fix=f"Use {SIZE_KEYS[name]}={-(-of_step // size) * size}, or batching.keep_groups=false",
+            )
     per_micro_batch = batching.micro_batch_size_per_gpu
     if not batching.use_dynamic_bsz and per_micro_batch is not None and per_micro_batch < size:
         raise ConfigError(
@@ -292,6 +298,79 @@ def _check_kept_groups(settings: Settings) -> None:
             because=because,
             fix=f"Use {size} or more, or batching.keep_groups=false",
         )
+
+
+def _check_value(settings: Settings) -> None:
+    """Values are made for an advantage that reads them, and by a model that can."""
+    kind, critic, advantage = settings.model.value, settings.critic, settings.advantage
+    reads = advantage is not None and advantage.needs_value
+    if reads and kind == NO_VALUE:
+        raise ConfigError(
+            key="model.value",
+            got=kind,
+            because=f"advantage {type(advantage).__name__} is made of values",
+            fix="Use model.value=shared or model.value=separate, or another advantage",
+        )
+    if kind != NO_VALUE and not reads:
+        raise ConfigError(
+            key="model.value",
+            got=kind,
+            because="nothing reads values here: no advantage of this run is made of them",
+            fix="Use algorithm=ppo or advantage=gae, or model.value=none",
+        )
+    if kind == SHARED:
+        _refuse_for_shared(critic)
+    if kind == SEPARATE and critic.warmup_iterations >= settings.trainer.max_epochs:
+        raise ConfigError(
+            key="critic.warmup_iterations",
+            got=critic.warmup_iterations,
+            because=f"the run has trainer.max_epochs={settings.trainer.max_epochs} iterations, and the policy would "
+            "not train in any",
+            fix="Use fewer, or more iterations",
+        )
+    if kind == SEPARATE and critic.path is None and not critic.architecture and is_adapter(settings.model.path):
+        raise ConfigError(
+            key="critic.path",
+            got=None,
+            because=f"the policy starts from the adapter {settings.model.path}, and a value model needs whole weights",
+            fix="Give critic.path, or use model.value=shared",
+        )
+
+
+def _refuse_for_shared(critic: CriticConfig) -> None:
+    """A head on the policy's trunk cannot have what a model of its own has."""
+    same = "the head is a part of the policy"
+    for name, because in (
+        ("path", f"{same}, and starts with it"),
+        ("architecture", f"{same}, and starts with it"),
+        ("mini_batch_size", f"{same}, and takes its steps"),
+        ("warmup_iterations", f"{same}: training its trunk would change the policy"),
+    ):
+        if getattr(critic, name) not in (None, {}, 0):
+            raise ConfigError(
+                key=f"critic.{name}",
+                got=getattr(critic, name),
+                because=f"with model.value=shared {because}",
+                fix="Leave it out, or use model.value=separate",
+            )
+
+
+def check_value_model(settings: Settings, policy: PreTrainedConfig, critic: PreTrainedConfig, layout: Layout) -> None:
+    """Refuse a value model that cannot read what the policy reads, or cannot have this layout.
+
+    Raises:
+        ConfigError: names the numbers and what works.
+    """
+    vocab, needed = critic.get_text_config().vocab_size, policy.get_text_config().vocab_size
+    if vocab < needed:
+        raise ConfigError(
+            key="critic.path" if settings.critic.path else "critic.architecture",
+            got=settings.critic.path or settings.critic.architecture,
+            because=f"its vocabulary of {vocab} does not hold the policy's {needed} tokens",
+            fix="Choose a value model with the policy's tokenizer",
+        )
+    _check_positions(settings, critic)
+    _check_sequence_ranks(critic, layout)
 
 
 def _check_old_logprob(settings: Settings) -> None:
@@ -353,11 +432,21 @@ class RunPlan:
     samples: str
     samples_per_row: float
 
+    def _value_model(self) -> dict[str, str]:
+        s = self.settings
+        if s.model.value == NO_VALUE:
+            return {}
+        if s.model.value == SHARED:
+            return {"value": f"a head on the policy's trunk, value loss x {s.critic.coef:g}"}
+        own = s.critic.path or s.critic.architecture.get("model_type")
+        start = f"{own}" if own else "as the policy starts"
+        return {"value": f"a model of its own ({start}), lr {s.critic.optimizer.lr:g}"}
+
     def lines(self) -> dict[str, str]:
         """Label -> text, in reading order."""
         s = self.settings
         run_steps = s.run_steps(self.samples_per_row)
-        steps = s.mini_batches_per_iteration(self.samples_per_row)
+        steps = s.steps_per_iteration(self.samples_per_row)
         micro = (
             f"{s.batching.max_token_len_per_gpu:,} tokens per micro-batch and device ({s.batching.planner} planner)"
             if s.batching.use_dynamic_bsz
@@ -367,6 +456,7 @@ class RunPlan:
             "model": f"{self.model.name}, {self.model.num_parameters:,} parameters, {s.model.precision}"
             + (f", LoRA r={s.model.lora.r}" if s.model.lora.is_on else "")
             + (f"; {self.model.loading}" if self.model.loading else ""),
+            **self._value_model(),
             "data": self.rows,
             "objective": f"{type(s.loss).__name__}, {s.algorithm.loss_agg_mode}"
             + ("" if s.advantage is None else f", advantage {type(s.advantage).__name__}")

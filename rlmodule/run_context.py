@@ -16,10 +16,11 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.contract import Strategy
-from rlmodule.core.types import Prompt
+from rlmodule.core.types import CRITIC, POLICY, Prompt
 from rlmodule.datamodule import RLDataModule
 from rlmodule.journal import Journal
 from rlmodule.models.policy import PolicyModel
+from rlmodule.models.value import ValueModel
 from rlmodule.module import RLModule
 
 
@@ -78,9 +79,16 @@ class Running:
     @property
     def policy(self) -> PolicyModel:
         """The model being trained, unwrapped."""
-        policy = self.module.models["policy"]
+        policy = self.module.models[POLICY]
         assert isinstance(policy, PolicyModel)
         return policy
+
+    @property
+    def critic(self) -> ValueModel | None:
+        """The value model being trained, unwrapped; None where the policy is its own or there is none."""
+        critic = self.module.inner_models().get(CRITIC)
+        assert critic is None or isinstance(critic, ValueModel)
+        return critic
 
     @property
     def strategy(self) -> Strategy:

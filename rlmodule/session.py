@@ -33,29 +33,47 @@ from rlmodule.batching.sampler import BalancedSampler
 from rlmodule.callbacks.metrics import purge_step
 from rlmodule.checkpoint.state import STATE_FILE, newest_whole, verify
 from rlmodule.core.config import convert
-from rlmodule.core.contract import Layout, RolloutEngine
+from rlmodule.core.contract import Layout, ModelObjective, RolloutEngine
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import Prompt, SampleMeta
+from rlmodule.core.types import CRITIC, POLICY, REFERENCE, Prompt, SampleMeta
+from rlmodule.critic import CriticObjective, JointObjective
 from rlmodule.data.prompts import load_prompts
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.experience import ExperienceMaker
 from rlmodule.launch import launched_from_outside
 from rlmodule.models.compiled import check_compiler
-from rlmodule.models.policy import load_model_config, load_tokenizer, outline_policy, parameter_count
+from rlmodule.models.policy import (
+    NO_VALUE,
+    SEPARATE,
+    SHARED,
+    ModelConfig,
+    load_model_config,
+    load_tokenizer,
+    outline_policy,
+    parameter_count,
+)
 from rlmodule.models.recompute import SELECTIVE
+from rlmodule.models.value import build_value_model, value_config, with_value_head
 from rlmodule.module import RLModule
 from rlmodule.objective import Objective
-from rlmodule.preflight import ModelFacts, RunPlan, check, check_layout, workload_of
+from rlmodule.optimizer import OptimizerConfig
+from rlmodule.preflight import ModelFacts, RunPlan, check, check_layout, check_value_model, workload_of
 from rlmodule.run_context import RunContext
 from rlmodule.run_directory import RunDirectory
 from rlmodule.settings import Settings
 from rlmodule.shaping import KLController
 from rlmodule.sources import Examination
 from rlmodule.supplies import SUPPLIES, Supply
+from rlmodule.update import Trainable
 
 AUTO_BACKEND = "auto"
-MODEL_TYPE = "language_model"
+# What a strategy must be able to spread, by model.value.
+MODEL_TYPES = {
+    NO_VALUE: ("language_model",),
+    SHARED: ("policy_value",),
+    SEPARATE: ("language_model", "value_model"),
+}
 
 
 class StrategyMenu(Protocol):
@@ -142,9 +160,12 @@ class Session:
     @cached_property
     def strategy_class(self) -> Any:
         """The strategy chosen by name, for this machine."""
-        return self.menu.lookup(
-            MODEL_TYPE, self.settings.backend, device=os.environ.get("RLMODULE_DEVICE", self.device)
-        )
+        found = [
+            self.menu.lookup(kind, self.settings.backend, device=os.environ.get("RLMODULE_DEVICE", self.device))
+            for kind in MODEL_TYPES[self.settings.model.value]
+        ]
+        assert len(set(found)) == 1, f"one strategy spreads all models of a run, got {found}"
+        return found[0]
 
     @cached_property
     def strategy_options(self) -> Any:
@@ -225,6 +246,8 @@ class Session:
         self.check_strategy()
         layout = self.layout
         check(self.settings, self.hf_config, layout)
+        if self.settings.model.value == SEPARATE:
+            check_value_model(self.settings, self.hf_config, load_model_config(self.critic_model, "critic"), layout)
         if self.settings.model.compile:
             check_compiler(self.device)
         self.supply.check(layout)
@@ -363,19 +386,32 @@ class Session:
         return None if value is None else float(value)
 
     def new_module(self, objective: Objective) -> RLModule:
-        """The policy and, where the objective wants one, its frozen reference, with what trains them."""
-        settings = self.settings
-        policy = outline_policy(settings.model, seed=settings.run.seed, temperature=settings.rollout.temperature)
-        models: dict[str, nn.Module] = {"policy": policy}
+        """The policy and what stands beside it (a frozen reference, a value model), with what trains them."""
+        settings, seed = self.settings, self.settings.run.seed
+        of_values = CriticObjective(settings.critic, settings.algorithm)
+        policy = outline_policy(settings.model, seed=seed, temperature=settings.rollout.temperature)
+        if settings.model.value == SHARED:
+            policy = with_value_head(policy, settings.model.path)
+        models: dict[str, nn.Module] = {POLICY: policy}
         if objective.needs_reference and policy.lora is None:
-            models["reference"] = frozen_copy(policy)
-        return RLModule(
-            models,
-            objective,
-            settings.optimizer,
-            run_steps=settings.run_steps(self.supply.samples_per_row),
-            max_skipped_in_a_row=settings.trainer.max_skipped_in_a_row,
-        )
+            models[REFERENCE] = frozen_copy(policy)
+        minimised: dict[str, tuple[ModelObjective, OptimizerConfig]] = {POLICY: (objective, settings.optimizer)}
+        if settings.model.value == SHARED:
+            minimised[POLICY] = (JointObjective(objective, of_values), settings.optimizer)
+        if settings.model.value == SEPARATE:
+            models[CRITIC] = build_value_model(self.critic_model, seed=seed)
+            minimised[CRITIC] = (of_values, settings.critic.optimizer)
+        trainables = [
+            Trainable(name, objective, optimizer, settings.run_steps(self.supply.samples_per_row, name))
+            for name, (objective, optimizer) in minimised.items()
+        ]
+        return RLModule(models, trainables, max_skipped_in_a_row=settings.trainer.max_skipped_in_a_row)
+
+    @property
+    def critic_model(self) -> ModelConfig:
+        """What a value model of its own is."""
+        critic = self.settings.critic
+        return value_config(self.settings.model, critic.path, critic.architecture)
 
     def trainer(self, strategy: Any, callbacks: list[L.Callback], resumed_step: int | None) -> L.Trainer:
         """Lightning's trainer, set up for this run."""
@@ -482,6 +518,7 @@ class Session:
                 iteration=iteration,
                 epochs=s.algorithm.ppo_epochs,
                 cost=cost,
+                trains=s.trains_in(iteration),
             )
 
         collator = DynamicCollator(
@@ -496,6 +533,7 @@ class Session:
             strategy.root_device,
             reference_in_policy=s.model.lora.is_on,
             kl_controller=kl_controller,
+            value_model=s.value_model,
         )
 
 

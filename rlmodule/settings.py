@@ -19,11 +19,13 @@ from rlmodule.core.config import at_least, convert, more_than, one_of
 from rlmodule.core.contract import Advantage, Loss, Reward, Task
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.registry import Registry
+from rlmodule.core.types import CRITIC, POLICY
+from rlmodule.critic import CriticConfig
 from rlmodule.data.prompts import DataConfig
 from rlmodule.losses import LOSSES
 from rlmodule.losses.sft import SFT
 from rlmodule.models.lora import LoraSettings
-from rlmodule.models.policy import ModelConfig
+from rlmodule.models.policy import NO_VALUE, SEPARATE, SHARED, ModelConfig
 from rlmodule.objective import DEMONSTRATIONS, PREFERENCES, AlgorithmConfig
 from rlmodule.optimizer import OptimizerConfig
 from rlmodule.rewards import REWARDS
@@ -129,6 +131,7 @@ class Settings:
     trainer: TrainerConfig
     backend: str
     parity: ParityConfig = field(default_factory=ParityConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     task: Task | None = None
     advantage: Advantage | None = None
     reward: Reward | None = None
@@ -164,6 +167,10 @@ class Settings:
             trainer=convert(TrainerConfig, node.trainer, "trainer"),
             backend=str(node.strategy.get("name")),
             parity=convert(ParityConfig, node.parity, "parity"),
+            critic=replace(
+                convert(CriticConfig, node.critic, "critic", ignore=("optimizer",)),
+                optimizer=convert(OptimizerConfig, node.critic.optimizer, "critic.optimizer"),
+            ),
             task=None
             if data.task is None
             else convert(TASKS.get(data.task, "data.task"), data.task_args, "data.task_args"),
@@ -205,7 +212,7 @@ class Settings:
         )
         return replace(
             self,
-            model=replace(self.model, lora=LoraSettings(), compile=False),
+            model=replace(self.model, lora=LoraSettings(), compile=False, value=NO_VALUE),
             data=replace(self.data, rollouts=None),
             algorithm=AlgorithmConfig(
                 source=DEMONSTRATIONS, train_batch_size=warm.batch_size * steps_per_iteration, log_entropy=False
@@ -239,14 +246,34 @@ class Settings:
         """Samples that come of one row of the data."""
         return {DEMONSTRATIONS: 1, PREFERENCES: 2}.get(self.algorithm.source, self.rollout.n)
 
-    def mini_batches_per_iteration(self, samples_per_row: float) -> int:
-        """Optimizer steps of one iteration, whose rows come to so many samples each."""
-        samples = self.algorithm.train_batch_size * samples_per_row
-        return math.ceil(samples / self.batching.mini_batch_size) * self.algorithm.ppo_epochs
+    @property
+    def value_model(self) -> str | None:
+        """Name of the model that says values, if any does."""
+        return {NO_VALUE: None, SHARED: POLICY, SEPARATE: CRITIC}[self.model.value]
 
-    def run_steps(self, samples_per_row: float) -> int:
-        """Optimizer steps of the whole run, none skipped."""
-        return self.mini_batches_per_iteration(samples_per_row) * self.trainer.max_epochs
+    @property
+    def mini_batch_sizes(self) -> dict[str, int]:
+        """Name of each model that trains -> samples of one of its optimizer steps."""
+        size = self.batching.mini_batch_size
+        sizes = {POLICY: size}
+        return sizes | {CRITIC: self.critic.mini_batch_size or size} if self.model.value == SEPARATE else sizes
+
+    def trains_in(self, iteration: int) -> dict[str, int]:
+        """The same for one iteration: while the critic warms up it trains alone."""
+        sizes = self.mini_batch_sizes
+        if CRITIC in sizes and iteration < self.critic.warmup_iterations:
+            del sizes[POLICY]
+        return sizes
+
+    def steps_per_iteration(self, samples_per_row: float, name: str = POLICY) -> int:
+        """Optimizer steps of a model in an iteration in which it trains, whose rows come to so many samples each."""
+        samples = self.algorithm.train_batch_size * samples_per_row
+        return math.ceil(samples / self.mini_batch_sizes[name]) * self.algorithm.ppo_epochs
+
+    def run_steps(self, samples_per_row: float, name: str = POLICY) -> int:
+        """Optimizer steps of a model in the whole run, none skipped."""
+        trained = sum(name in self.trains_in(iteration) for iteration in range(self.trainer.max_epochs))
+        return self.steps_per_iteration(samples_per_row, name) * trained
 
 
 def component(registry: Registry[Any], node: DictConfig) -> Any:

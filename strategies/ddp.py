@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rlmodule.core.config import at_least
 from strategies.parts.processes import Degrees, ManyProcesses
-from strategies.registry import STRATEGIES
+from strategies.registry import MODEL_TYPES, STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class DDPOptions(Degrees):
         at_least("bucket_cap_mb", self.bucket_cap_mb, 1)
 
 
-@STRATEGIES.register(model_type="language_model", backend="ddp", device=["cpu", "cuda", "npu", "xpu"])
+@STRATEGIES.register(model_type=MODEL_TYPES, backend="ddp", device=["cpu", "cuda", "npu", "xpu"])
 class DDPStrategy(ManyProcesses):
     """DDP around each trainable inner model; frozen ones are left as they are."""
 
@@ -48,15 +47,8 @@ class DDPStrategy(ManyProcesses):
             gradient_as_bucket_view=self._options.gradient_as_bucket_view,
         )
 
-    @contextmanager
-    def micro_batch(self, is_last: bool) -> Iterator[None]:
+    def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
         """Gradients are exchanged once, with the last micro-batch's backward."""
-        wrappers: list[Any] = [m for m in self._wrapped.values() if isinstance(m, DistributedDataParallel)]
-        before = [w.require_backward_grad_sync for w in wrappers]
-        for wrapper in wrappers:
-            wrapper.require_backward_grad_sync = is_last
-        try:
-            yield
-        finally:
-            for wrapper, was in zip(wrappers, before, strict=True):
-                wrapper.require_backward_grad_sync = was
+        wrapper = self._wrapped[name]
+        assert isinstance(wrapper, DistributedDataParallel), f"{name} does not train"
+        return nullcontext() if is_last else wrapper.no_sync()

@@ -29,7 +29,7 @@ from strategies.parts.loading import load
 from strategies.parts.processes import Degrees
 from strategies.parts.saved_state import MOMENT
 from strategies.parts.sharded import ShardedModels
-from strategies.registry import STRATEGIES
+from strategies.registry import MODEL_TYPES, STRATEGIES
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -113,7 +113,7 @@ class FromTuple(nn.Module):
         return outputs[0] if kind is None else kind(*outputs)
 
 
-@STRATEGIES.register(model_type="language_model", backend="deepspeed", device=["cpu", "cuda", "npu"])
+@STRATEGIES.register(model_type=MODEL_TYPES, backend="deepspeed", device=["cpu", "cuda", "npu"])
 class DeepSpeedStrategy(ShardedModels):
     """One engine per trainable model; at stage 3 one without an optimizer per frozen model."""
 
@@ -125,6 +125,7 @@ class DeepSpeedStrategy(ShardedModels):
         super().setup_distributed()
         self._deepspeed = load_deepspeed(self.root_device.type)
         self._engines: dict[str, Any] = {}
+        self._training: Any = None  # engine of the model whose micro-batch is under way
 
     @property
     def works_inside_blocks(self) -> bool:
@@ -170,7 +171,8 @@ class DeepSpeedStrategy(ShardedModels):
             buffer.data = constants[name].to(buffer.device)
         if self.cuts_parameters:
             # Log-probabilities are made from the head's weight outside of the head's own forward.
-            for parameter in lm_of(model).get_output_embeddings().parameters():
+            head = lm_of(model).get_output_embeddings()
+            for parameter in () if head is None else head.parameters():
                 self._deepspeed.zero.register_external_parameter(outermost, parameter)
         return engine
 
@@ -202,19 +204,17 @@ class DeepSpeedStrategy(ShardedModels):
         }
 
     @contextmanager
-    def micro_batch(self, is_last: bool) -> Iterator[None]:
+    def micro_batch(self, name: str, is_last: bool) -> Iterator[None]:
         """Gradients are complete after the last micro-batch; stages 2 and 3 reduce each one's as it comes."""
-        for engine in self._trained():
-            engine.set_gradient_accumulation_boundary(is_last)
+        self._training = self._engines[name]
+        self._training.set_gradient_accumulation_boundary(is_last)
         yield
-
-    def _trained(self) -> list[Any]:
-        return [self._engines[name] for name, _ in self.models_and_optimizers()]
+        self._training = None
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Through the engine of the model that made the loss."""
-        (engine,) = self._trained()
-        engine.backward(closure_loss, scale_wrt_gas=False)
+        assert self._training is not None, "backward belongs into micro_batch()"
+        self._training.backward(closure_loss, scale_wrt_gas=False)
         return closure_loss
 
     def clip_and_step(self, optimizer: Optimizer | LightningOptimizer, max_norm: float) -> float:
@@ -294,13 +294,26 @@ class DeepSpeedStrategy(ShardedModels):
             self._link_moments(name)
         for key, parameter, _ in self._trainable(name):
             value = parts[f"{name}.{key}"].to(self.root_device)
-            self._deepspeed.utils.safe_set_full_fp32_param(parameter, value)
+            self._put_whole(parameter, value)
             with self._written(parameter):
                 parameter.data.copy_(value)
             if steps:
                 for m in MOMENTS:
-                    moment = parts[f"{name}.{key}{MOMENT}{m}"].to(self.root_device)
-                    self._deepspeed.utils.safe_set_full_optimizer_state(parameter, moment, m)
+                    self._put_whole(parameter, parts[f"{name}.{key}{MOMENT}{m}"].to(self.root_device), m)
+
+    def _put_whole(self, parameter: nn.Parameter, value: Tensor, *moment: str) -> None:
+        """Take this process's piece of a whole tensor for the fp32 master, or for a moment of that name."""
+        utils = self._deepspeed.utils
+        if not self.cuts_parameters:
+            setter = utils.safe_set_full_optimizer_state if moment else utils.safe_set_full_fp32_param
+            setter(parameter, value, *moment)
+            return
+        # Stage 3 cuts flat tensors into equal pieces, zeros after the last element; given a whole tensor it forgets
+        # the zeros and fails where the processes do not divide its elements.
+        size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
+        flat = torch.nn.functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
+        setter = utils.safe_set_local_optimizer_state if moment else utils.safe_set_local_fp32_param
+        setter(parameter, flat[size * dist.get_rank() :][:size], *moment)
 
     def _trainable(self, name: str) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
         """(name, parameter, whole fp32 master) of each parameter that trains, one at a time."""

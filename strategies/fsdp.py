@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,7 +31,7 @@ from strategies.parts.loading import load
 from strategies.parts.processes import Degrees
 from strategies.parts.saved_state import MOMENT
 from strategies.parts.sharded import ShardedModels, whole
-from strategies.registry import STRATEGIES
+from strategies.registry import MODEL_TYPES, STRATEGIES
 
 SHARDING = {
     "full": ShardingStrategy.FULL_SHARD,
@@ -76,7 +76,7 @@ class FSDPOptions(Degrees):
         return {"sp_size": self.sp_size, "replicas": self.dp_replicate}
 
 
-@STRATEGIES.register(model_type="language_model", backend="fsdp", device=["cpu", "cuda", "npu"])
+@STRATEGIES.register(model_type=MODEL_TYPES, backend="fsdp", device=["cpu", "cuda", "npu"])
 class FSDPStrategy(ShardedModels):
     """One FSDP unit per block, one for what is left; parameters keep their names and their own hyperparameters."""
 
@@ -112,15 +112,10 @@ class FSDPStrategy(ShardedModels):
         load(model, model, self.root_device)
         return FullyShardedDataParallel(model, **how)
 
-    @contextmanager
-    def micro_batch(self, is_last: bool) -> Iterator[None]:
+    def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
         """Reduce now, or leave whole gradients until the last micro-batch."""
-        with ExitStack() as stack:
-            if not (is_last or self._options.reduce_every_micro_batch):
-                wrappers: list[Any] = list(self._wrapped.values())
-                for wrapper in wrappers:
-                    stack.enter_context(wrapper.no_sync())
-            yield
+        wrapper: Any = self._wrapped[name]
+        return nullcontext() if is_last or self._options.reduce_every_micro_batch else wrapper.no_sync()
 
     def named_parameters(self, name: str) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's flat piece of each parameter, which may be empty."""

@@ -18,7 +18,7 @@ from strategies.parts.loading import load
 from strategies.parts.processes import Degrees
 from strategies.parts.sharded import ShardedModels, whole
 from strategies.parts.tensor_parallel import cut_matrices
-from strategies.registry import STRATEGIES
+from strategies.registry import MODEL_TYPES, STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class FSDP2Options(Degrees):
         return {"sp_size": self.sp_size, "tp_size": self.tp_size, "replicas": self.dp_replicate}
 
 
-@STRATEGIES.register(model_type="language_model", backend="fsdp2", device=["cpu", "cuda", "npu", "xpu"])
+@STRATEGIES.register(model_type=MODEL_TYPES, backend="fsdp2", device=["cpu", "cuda", "npu", "xpu"])
 class FSDP2Strategy(ShardedModels):
     """fully_shard over each block, then over what is left."""
 
@@ -73,13 +73,12 @@ class FSDP2Strategy(ShardedModels):
         return model
 
     @contextmanager
-    def micro_batch(self, is_last: bool) -> Iterator[None]:
+    def micro_batch(self, name: str, is_last: bool) -> Iterator[None]:
         """Reduce now, or leave whole gradients until the last micro-batch."""
-        reduces = is_last or self._options.reduce_every_micro_batch
-        for wrapper in self._wrapped.values():
-            assert isinstance(wrapper, FSDPModule)
-            wrapper.set_requires_gradient_sync(reduces)
-            wrapper.set_is_last_backward(is_last)
+        wrapper = self._wrapped[name]
+        assert isinstance(wrapper, FSDPModule)
+        wrapper.set_requires_gradient_sync(is_last or self._options.reduce_every_micro_batch)
+        wrapper.set_is_last_backward(is_last)
         yield
 
     def whole_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:

@@ -11,7 +11,7 @@ from torch import nn
 
 from rlmodule.core.errors import ConfigError
 from strategies.parts.inner_models import InnerModels, inner_models_of
-from strategies.registry import STRATEGIES
+from strategies.registry import MODEL_TYPES, STRATEGIES
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class SingleOptions:
     """Nothing to set."""
 
 
-@STRATEGIES.register(model_type="language_model", backend="single", device=["cpu", "cuda", "npu", "xpu", "mps"])
+@STRATEGIES.register(model_type=MODEL_TYPES, backend="single", device=["cpu", "cuda", "npu", "xpu", "mps"])
 class SingleStrategy(InnerModels, SingleDeviceStrategy):
     """The reference every other strategy is measured against."""
 

@@ -18,6 +18,7 @@ from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError, RLModuleError
+from rlmodule.critic import CriticConfig
 from rlmodule.data.prompts import DataConfig
 from rlmodule.losses import LOSSES
 from rlmodule.models.policy import ModelConfig, load_model_config
@@ -39,6 +40,7 @@ SECTIONS = {
     "algorithm": AlgorithmConfig,
     "batching": BatchingConfig,
     "optimizer": OptimizerConfig,
+    "critic": CriticConfig,
     "warm_start": WarmStartConfig,
     "trainer": TrainerConfig,
 }
@@ -187,6 +189,7 @@ def test_conf_says_what_the_code_says():
             value = tuple(given[field.name]) if isinstance(default, tuple) else given[field.name]
             if isinstance(default, dict):  # a section within a section
                 value = value | {k: default[k] for k in purpose.get(field.name, ())}
+                value = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
             assert value == default, f"{group}.{field.name}"
 
 
@@ -209,6 +212,11 @@ def refusal_of(tmp_path, *overrides):
     except HydraException as error:
         return train.explained(error)
     return caught.value
+
+
+SHARED = ("algorithm=ppo", "model.value=shared")
+SMALL_VOCABULARY = ("+critic.architecture.model_type=llama", "+critic.architecture.vocab_size=9")
+EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
 
 
 @pytest.mark.parametrize(
@@ -273,6 +281,20 @@ def refusal_of(tmp_path, *overrides):
         (["algorithm.old_logprob=sampler", "rollout.top_p=0.9"], "algorithm.old_logprob", "sampler", "rollout.top_p=1"),
         (["algorithm.old_logprob=old"], "algorithm.old_logprob", "old", "Known: auto, available, recompute, sampler"),
         (["algorithm=sft", "rollout.temperature=0.5"], "rollout.temperature", 0.5, "Use 1.0"),
+        (["algorithm=ppo", "critic.optimizer.lr=-1"], "critic.optimizer.lr", -1.0, "must be at least 0"),
+        (["algorithm=ppo", "critic.coef=-1"], "critic.coef", -1.0, "must be at least 0"),
+        (["model.value=both"], "model.value", "both", "Known: none, separate, shared"),
+        (["algorithm=ppo", "model.value=none"], "model.value", "none", "Use model.value=shared"),
+        (["model.value=shared"], "model.value", "shared", "advantage=gae"),
+        (["algorithm=sft", "model.value=separate"], "model.value", "separate", "model.value=none"),
+        (["algorithm=ppo", "critic.warmup_iterations=70"], "critic.warmup_iterations", 70, "trainer.max_epochs=70"),
+        ([*SHARED, "critic.warmup_iterations=1"], "critic.warmup_iterations", 1, "would change the policy"),
+        ([*SHARED, "critic.mini_batch_size=64"], "critic.mini_batch_size", 64, "model.value=separate"),
+        ([*SHARED, "critic.path=folder"], "critic.path", "folder", "model.value=separate"),
+        (["algorithm=ppo", "critic.path=/nowhere"], "critic.path", "/nowhere", "Give a folder that holds config.json"),
+        (["algorithm=ppo", *SMALL_VOCABULARY], "critic.architecture", {"model_type": "llama", "vocab_size": 9}, "260"),
+        (["algorithm=ppo", *EQUAL, "critic.mini_batch_size=9"], "critic.mini_batch_size", 9, "critic.mini_batch_size=10"),
+        (["algorithm=ppo", "batching.keep_groups=true", "critic.mini_batch_size=9"], "critic.mini_batch_size", 9, "=16"),
         (["callbacks.checkpoint.keep=0"], "callbacks.checkpoint.keep", 0, "must be at least 1"),
     ],
 )  # fmt: skip

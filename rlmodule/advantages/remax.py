@@ -22,6 +22,7 @@ class ReMax:
 
     needs_group: ClassVar[bool] = False
     needs_baseline: ClassVar[bool] = True
+    needs_value: ClassVar[bool] = False
     per_token: ClassVar[bool] = False
 
     def __call__(self, x: AdvantageInputs) -> Tensor:

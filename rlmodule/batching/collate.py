@@ -24,6 +24,9 @@ from rlmodule.core.types import ExperienceRow, MicroBatch, MiniBatch, Prompt, Sa
 
 IGNORED_LABEL = -100  # what torch's cross entropy ignores by default
 
+# Fields of an ExperienceRow, [R], that a MicroBatch holds of its loss tokens, [N].
+OF_LOSS_TOKENS = ("old_logprob", "ref_logprob", "advantage", "rollout_weight", "old_value", "returns")
+
 
 @dataclass(frozen=True)
 class DynamicCollator:
@@ -47,7 +50,7 @@ class DynamicCollator:
         micro_batches = [
             self.pack(part, share.totals, positions) for part, positions in zip(rows, share.micro_batches, strict=True)
         ]
-        return MiniBatch(tuple(micro_batches), share.totals, share.metrics)
+        return MiniBatch(tuple(micro_batches), share.totals, share.metrics, share.trains)
 
     def pack(self, rows: Sequence[ExperienceRow], totals: StepTotals, positions: tuple[int, ...] = ()) -> MicroBatch:
         """Lay ``rows`` end to end; no rows give a dummy: two tokens, no loss."""
@@ -90,14 +93,11 @@ def pack_rows(
         sequence=torch.arange(len(rows)).repeat_interleave(loss_tokens),
         loss_tokens=loss_tokens,
         group_tokens=torch.tensor([totals.group_tokens.get(s.group_id, 0) for s in samples]),
-        old_logprob=_loss_tokens_of([row.old_logprob for row in rows], masks),
-        ref_logprob=_loss_tokens_of([row.ref_logprob for row in rows], masks),
-        advantage=_loss_tokens_of([row.advantage for row in rows], masks),
-        rollout_weight=_loss_tokens_of([row.rollout_weight for row in rows], masks),
         max_length=int(lengths.max()),
         prefix=torch.tensor([s.prefix for s in segments]) if len(segments) > len(samples) else None,
         sample_id=torch.tensor([s.sample_id for s in samples]),
         positions=positions,
+        **{name: _loss_tokens_of([getattr(row, name) for row in rows], masks) for name in OF_LOSS_TOKENS},  # type: ignore[arg-type]
     )
 
 
@@ -185,6 +185,7 @@ def cut_for_rank(batch: MicroBatch, sp_rank: int, sp_size: int) -> MicroBatch:
     assert rest == 0, f"{len(batch.input_ids)} positions do not split over {sp_size} sequence ranks"
     first = sp_rank * width
     mine = (batch.loss_positions >= first) & (batch.loss_positions < first + width)
+    values: dict[str, Tensor | None] = {name: getattr(batch, name) for name in OF_LOSS_TOKENS}
     return replace(
         batch,
         input_ids=batch.input_ids[first : first + width],
@@ -192,10 +193,7 @@ def cut_for_rank(batch: MicroBatch, sp_rank: int, sp_size: int) -> MicroBatch:
         loss_positions=batch.loss_positions[mine] - first,
         labels=batch.labels[mine],
         sequence=batch.sequence[mine],
-        old_logprob=None if batch.old_logprob is None else batch.old_logprob[mine],
-        ref_logprob=None if batch.ref_logprob is None else batch.ref_logprob[mine],
-        advantage=None if batch.advantage is None else batch.advantage[mine],
-        rollout_weight=None if batch.rollout_weight is None else batch.rollout_weight[mine],
+        **{name: None if value is None else value[mine] for name, value in values.items()},  # type: ignore[arg-type]
     )
 
 

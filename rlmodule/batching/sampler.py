@@ -16,7 +16,7 @@ from rlmodule.batching.workload import Workload
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import SampleMeta, StepTotals
+from rlmodule.core.types import POLICY, SampleMeta, StepTotals
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,28 @@ class RankShare:
         micro_batches: positions into the experience; an empty tuple is a zero-weight dummy.
         totals: counts of the whole mini-batch.
         metrics: facts of the plan, the same on every rank.
+        trains: names of the models that take a step on it.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
     totals: StepTotals
     metrics: Mapping[str, float]
+    trains: tuple[str, ...] = (POLICY,)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One walk over all samples of an iteration.
+
+    Args:
+        epoch: keys the order; passes of one epoch walk in the same order.
+        mini_batch_size: samples of one optimizer step, over all ranks.
+        trains: names of the models that take a step on each mini-batch.
+    """
+
+    epoch: int
+    mini_batch_size: int
+    trains: tuple[str, ...]
 
 
 class BalancedSampler(Sampler[RankShare]):
@@ -83,8 +100,10 @@ class BalancedSampler(Sampler[RankShare]):
         config: sizes and planner.
         layout: where this process sits.
         seed, iteration: key the order.
-        epochs: passes over the samples.
+        epochs: how often each model sees the samples.
         cost: cost model; None for the default of a 7B model.
+        trains: name of each model that trains -> samples of its mini-batches; None for the policy alone. Models with
+            mini-batches of one size share them; the others see the samples in mini-batches of their own.
     """
 
     def __init__(
@@ -97,6 +116,7 @@ class BalancedSampler(Sampler[RankShare]):
         iteration: int,
         epochs: int = 1,
         cost: Workload | None = None,
+        trains: Mapping[str, int] | None = None,
     ) -> None:
         self.metas = list(metas)
         self.config = config
@@ -104,21 +124,23 @@ class BalancedSampler(Sampler[RankShare]):
         self.seed = seed
         self.iteration = iteration
         self.consumed = 0  # mini-batches handed out, over all epochs
-        self._plans = tuple(self._plan(epoch, cost) for epoch in range(epochs))
+        self._passes = passes_over(trains or {POLICY: config.mini_batch_size}, epochs)
+        self._plans = tuple(self._plan(one, cost) for one in self._passes)
 
-    def _plan(self, epoch: int, cost: Workload | None) -> tuple[MiniBatchPlan, ...]:
+    def _plan(self, one: Pass, cost: Workload | None) -> tuple[MiniBatchPlan, ...]:
         config, layout = self.config, self.layout
-        order = sample_order(len(self.metas), self.seed, self.iteration, epoch, shuffle=config.shuffle)
+        order = sample_order(len(self.metas), self.seed, self.iteration, one.epoch, shuffle=config.shuffle)
         metas = [self.metas[i] for i in order]
         places = order
         if config.equal_counts:
             metas = [replace(meta, is_left_out=False) for meta in metas]
-            metas = top_up(metas, required_multiple(layout.dp_size, config.mini_batch_size), config.mini_batch_size)
+            multiple = required_multiple(layout.dp_size, *(p.mini_batch_size for p in self._passes))
+            metas = top_up(metas, multiple, one.mini_batch_size)
             real, filler = iter(order), iter(range(len(order), len(metas)))
             places = [next(filler) if meta.is_padding else next(real) for meta in metas]
         plans = plan_batch(
             metas,
-            mini_batch_size=config.mini_batch_size,
+            mini_batch_size=one.mini_batch_size,
             dp_size=layout.dp_size,
             token_budget=config.max_token_len_per_gpu * layout.sp_size,
             cost=cost,
@@ -134,11 +156,11 @@ class BalancedSampler(Sampler[RankShare]):
 
     @property
     def plans(self) -> tuple[MiniBatchPlan, ...]:
-        """Every mini-batch of every epoch, in the order they run."""
-        return tuple(plan for epoch in self._plans for plan in epoch)
+        """Every mini-batch of every pass, in the order they run."""
+        return tuple(plan for one in self._plans for plan in one)
 
     @property
-    def first_epoch(self) -> tuple[MiniBatchPlan, ...]:
+    def first_pass(self) -> tuple[MiniBatchPlan, ...]:
         """Plans of the first pass; inference over them gives the same forward shapes as the first update."""
         return self._plans[0]
 
@@ -161,9 +183,10 @@ class BalancedSampler(Sampler[RankShare]):
     def __iter__(self) -> Iterator[RankShare]:
         if self.consumed >= len(self):
             self.consumed = 0
-        for share in self.shares(self.plans)[self.consumed :]:
+        trains = [one.trains for one, plans in zip(self._passes, self._plans, strict=True) for _ in plans]
+        for share, names in list(zip(self.shares(self.plans), trains, strict=True))[self.consumed :]:
             self.consumed += 1
-            yield share
+            yield replace(share, trains=names)
 
     def state_dict(self) -> dict[str, int]:
         """Iteration and mini-batches handed out so far."""
@@ -173,6 +196,16 @@ class BalancedSampler(Sampler[RankShare]):
         """Go on after the mini-batches that ``state`` had handed out of the same iteration."""
         assert state["iteration"] == self.iteration, f"state of iteration {state['iteration']}, not {self.iteration}"
         self.consumed = state["consumed"]
+
+
+def passes_over(trains: Mapping[str, int], epochs: int) -> tuple[Pass, ...]:
+    """``epochs`` times a pass for each distinct size of mini-batches, in the order of ``trains`` (name -> size)."""
+    sizes = dict.fromkeys(trains.values())
+    return tuple(
+        Pass(epoch, size, tuple(name for name, wanted in trains.items() if wanted == size))
+        for epoch in range(epochs)
+        for size in sizes
+    )
 
 
 def _renumber(

@@ -1,8 +1,10 @@
-"""Writes the trained policy as a Hugging Face folder, from the strategy's stream of whole weights."""
+"""Writes the trained models as Hugging Face folders, from the strategy's stream of whole weights."""
 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +15,10 @@ from torch import Tensor
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.core.config import one_of
 from rlmodule.core.contract import Strategy
+from rlmodule.core.types import CRITIC, POLICY
 from rlmodule.models.lora import adapter_only, merged, save_adapter
 from rlmodule.models.policy import PolicyModel, save_pretrained
+from rlmodule.models.value import save_head, without_head
 from rlmodule.run_context import RunContext, Running
 
 MERGED, ADAPTER = "merged", "adapter"
@@ -39,7 +43,11 @@ class ExportSettings:
 
 
 class ExportPolicy(L.Callback):
-    """``<run_dir>/policy`` loads with ``AutoModelForCausalLM.from_pretrained``; an adapter with peft, over its base."""
+    """``<run_dir>/policy`` loads with ``AutoModelForCausalLM.from_pretrained``; an adapter with peft, over its base.
+
+    A value head on the policy's trunk lies beside it in a file of its own. A value model of its own is
+    ``<run_dir>/critic`` and loads with ``AutoModelForTokenClassification.from_pretrained``.
+    """
 
     def __init__(self, context: RunContext, dtype: torch.dtype, lora: str = MERGED) -> None:
         self.context = context
@@ -51,28 +59,37 @@ class ExportPolicy(L.Callback):
         running = Running.of(trainer)
         if running.data.next_iteration < self.context.max_iterations:
             return
-        policy = running.policy
-        weights = self._weights(running.strategy, policy)
+        policy, critic = running.policy, running.critic
+        weights, head = self._weights(running.strategy, policy)
+        of_critic = {} if critic is None else dict(running.strategy.full_weights(CRITIC, self.dtype))
         if trainer.is_global_zero:
-            folder = self.context.run_dir / "policy"
-            aside = folder.with_name("policy.writing")
-            shutil.rmtree(aside, ignore_errors=True)
-            if policy.lora is not None and self.lora == ADAPTER:
-                save_adapter(aside, policy.lm, weights.items())
-                self.context.tokenizer.save_pretrained(aside)
-            else:
-                save_pretrained(aside, policy.lm, self.context.tokenizer, weights)
-            _put_in_place(aside, folder)
+            with _in_place_of(self.context.run_dir / POLICY) as folder:
+                if policy.lora is not None and self.lora == ADAPTER:
+                    save_adapter(folder, policy.lm, weights.items())
+                    self.context.tokenizer.save_pretrained(folder)
+                else:
+                    save_pretrained(folder, policy.lm, self.context.tokenizer, weights)
+                save_head(folder, head)
+            if critic is not None:
+                with _in_place_of(self.context.run_dir / CRITIC) as folder:
+                    save_pretrained(folder, critic.lm, self.context.tokenizer, of_critic)
         trainer.strategy.barrier("export")
 
-    def _weights(self, strategy: Strategy, policy: PolicyModel) -> dict[str, Tensor]:
+    def _weights(self, strategy: Strategy, policy: PolicyModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(the policy's weights, those of its value head), as they go to disk."""
+        head: dict[str, Tensor] = {}
         if policy.lora is None:
-            return dict(strategy.full_weights("policy", self.dtype))
-        whole = strategy.full_weights("policy")  # merged in full precision, rounded once
+            return dict(without_head(strategy.full_weights(POLICY, self.dtype), head)), head
+        whole = without_head(strategy.full_weights(POLICY), head)  # merged in full precision, rounded once
         stream = merged(whole, policy.lora.scaling) if self.lora == MERGED else adapter_only(whole)
-        return {name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor for name, tensor in stream}
+        return {name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor for name, tensor in stream}, head
 
 
-def _put_in_place(aside: Path, folder: Path) -> None:
+@contextmanager
+def _in_place_of(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which then takes the place of ``folder``."""
+    aside = folder.with_name(f"{folder.name}.writing")
+    shutil.rmtree(aside, ignore_errors=True)
+    yield aside
     shutil.rmtree(folder, ignore_errors=True)
     aside.rename(folder)

@@ -127,6 +127,16 @@ def at_least(field: str, got: float, least: float) -> None:
         raise ConfigError(key=field, got=got, because=f"must be at least {least}", fix=f"Use {field}={least} or more")
 
 
+def at_most(field: str, got: float, most: float) -> None:
+    """Refuse a number above ``most``.
+
+    Raises:
+        ConfigError: names the field, the value and the limit.
+    """
+    if not got <= most:
+        raise ConfigError(key=field, got=got, because=f"must be at most {most}", fix=f"Use {field}={most} or less")
+
+
 def more_than(field: str, got: float, limit: float) -> None:
     """Refuse a number that is not above ``limit``.
 

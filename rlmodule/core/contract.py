@@ -15,7 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlmodule.core.types import AdvantageInputs, LossInputs, Prompt, Sample, Score, TokenLoss, TokenMeans
+from rlmodule.core.metrics import Metric
+from rlmodule.core.types import (
+    AdvantageInputs,
+    LossInputs,
+    MicroBatch,
+    Prompt,
+    Sample,
+    Score,
+    StepTotals,
+    TokenLoss,
+    TokenMeans,
+)
 
 Item = TypeVar("Item")
 
@@ -194,8 +205,11 @@ class Strategy(Protocol):
     def named_parameters(self, name: str) -> Iterator[tuple[str, nn.Parameter]]:
         """(name as before sharding, what this process holds of it) of model ``name``, tied ones once."""
 
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Encloses forward AND backward of one micro-batch; gradients need to be in sync only after the last."""
+    def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
+        """Encloses forward AND backward of model ``name`` on one micro-batch.
+
+        Gradients need to be in sync only after the last.
+        """
 
     def clip_and_step(self, optimizer: Optimizer, max_norm: float) -> float:
         """Clip by the global norm and step; returns the norm before clipping.
@@ -267,16 +281,50 @@ class TokenObjective(Protocol):
         """[C] log-probabilities and entropies of the tokens ``part`` -> scalar with gradient."""
 
 
+class ValueObjective(Protocol):
+    """Turns values of a micro-batch's loss tokens into a scalar."""
+
+    def of_values(self, value: Tensor) -> Tensor:
+        """[N] values -> scalar with gradient."""
+
+
+class JointObjective(TokenObjective, ValueObjective, Protocol):
+    """Both, for a model with two heads."""
+
+
+class MicroBatchShare(Protocol):
+    """The share of one micro-batch in what a model minimises: handed to the model's forward as its objective."""
+
+    @property
+    def metrics(self) -> dict[str, Metric]:
+        """What the micro-batch says, once its loss was made."""
+
+
+class ModelObjective(Protocol):
+    """What a model minimises. Its metrics are logged under ``label``."""
+
+    label: ClassVar[str]
+
+    @property
+    def selects(self) -> SelectingLoss | None:
+        """The loss in it that picks tokens out of the whole mini-batch, if there is one."""
+
+    def over(self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None) -> MicroBatchShare:
+        """Its share of one micro-batch; ``sequence`` are the ranks that share the row, None where it is not cut."""
+
+
 class Advantage(Protocol):
     """An advantage estimator. Frozen dataclass whose fields are its config keys.
 
     ``needs_group``: it compares the responses of a prompt, and one response has nothing to be compared with.
     ``needs_baseline``: it reads ``baseline``, so every prompt is answered greedily once more.
+    ``needs_value``: it reads ``tokens``, so there is a value function, which it also says what to learn.
     ``per_token``: it gives one number per loss token instead of one per response.
     """
 
     needs_group: ClassVar[bool]
     needs_baseline: ClassVar[bool]
+    needs_value: ClassVar[bool]
     per_token: ClassVar[bool]
 
     def __call__(self, x: AdvantageInputs) -> Tensor:
@@ -284,6 +332,16 @@ class Advantage(Protocol):
 
         [B]; for ``per_token`` one entry per loss token, responses end to end.
         """
+
+
+@runtime_checkable
+class ValueAdvantage(Advantage, Protocol):
+    """An estimator with ``needs_value``: it gives one advantage per loss token."""
+
+    bootstrap_truncated: bool
+
+    def returns(self, x: AdvantageInputs) -> Tensor:
+        """[N] float64, what the value function is to say at each loss token."""
 
 
 class Reward(Protocol):

@@ -20,6 +20,9 @@ from torch import Tensor
 
 M = TypeVar("M")
 
+# Names of the models of a run.
+POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -150,6 +153,9 @@ class ExperienceRow:
         old_logprob: [R] float32 under the policy that starts the update, or None.
         ref_logprob: [R] float32 under the frozen reference, or None.
         rollout_weight: [R] float32 factor of each token's policy loss, or None for 1.
+        old_value: [R] float32 under the value function that starts the update, or None where there is none.
+        returns: [R] float32, what the value function is to say, or None where there is none.
+        next_value: what it expects after the last token of a response that was cut; 0 where that ended the episode.
     """
 
     sample: Sample
@@ -157,6 +163,9 @@ class ExperienceRow:
     old_logprob: Tensor | None = None
     ref_logprob: Tensor | None = None
     rollout_weight: Tensor | None = None
+    old_value: Tensor | None = None
+    returns: Tensor | None = None
+    next_value: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -207,6 +216,7 @@ class MicroBatch:
         group_tokens: [B] int64, loss tokens of the sample's whole group in the mini-batch.
         old_logprob, ref_logprob, advantage: [N] float32, None where the algorithm does not need them.
         rollout_weight: [N] float32 factor of each token's policy loss, None for 1.
+        old_value, returns: [N] float32 of the value function, None where there is none.
         max_length: tokens of the longest segment.
         prefix: [S] int64, segment that each segment goes on from, -1 for none; stays on the host. None where none does.
         sample_id: [B] int64, -1 for fillers and padding segments.
@@ -228,6 +238,8 @@ class MicroBatch:
     advantage: Tensor | None = None
     rollout_weight: Tensor | None = None
     prefix: Tensor | None = None
+    old_value: Tensor | None = None
+    returns: Tensor | None = None
     sample_id: Tensor | None = None
     selected: Tensor | None = None
     positions: tuple[int, ...] = ()
@@ -249,11 +261,13 @@ class MiniBatch:
         micro_batches: in the order they run; every data rank has the same number.
         totals: counts of the whole mini-batch over all data ranks.
         metrics: facts of the plan to log with the step (``global_seqlen/*``, ``balance/*``), the same on every rank.
+        trains: names of the models that take a step on it.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     totals: StepTotals
     metrics: Mapping[str, float] = field(default_factory=dict)
+    trains: tuple[str, ...] = (POLICY,)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MiniBatch:
         """The same mini-batch with every tensor on ``device``."""
@@ -330,6 +344,21 @@ class TokenLoss:
 
 
 @dataclass(frozen=True, eq=False)
+class TokenFacts:
+    """What an estimator with a value function may look at: the loss tokens of all responses, end to end.
+
+    Args:
+        value: [N] float64, what the value function expects from each token on, the token included.
+        charge: [N] float64 taken off the reward of each token (KL to the reference).
+        next_value: [B] float64, what it expects after the last token of a response that was cut; 0 for one that ended.
+    """
+
+    value: Tensor
+    charge: Tensor
+    next_value: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class AdvantageInputs:
     """What an advantage estimator may look at: one entry per response of the iteration, over all ranks.
 
@@ -339,6 +368,7 @@ class AdvantageInputs:
         loss_tokens: [B] int64.
         parts: name -> [B] float64, the components of the reward, NaN where a response lacks one.
         baseline: [B] float64 reward of the greedy response to the same prompt, or None where nobody asked for it.
+        tokens: what is known of each loss token, or None where nobody asked for it.
     """
 
     reward: Tensor
@@ -346,6 +376,7 @@ class AdvantageInputs:
     loss_tokens: Tensor
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     baseline: Tensor | None = None
+    tokens: TokenFacts | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -355,10 +386,23 @@ class TokenOutputs:
     Args:
         logprob: [N] float32.
         entropy: [N] float32 entropy of the distribution each token was drawn from, or None when not asked for.
+        value: [N] float32 from the head of a policy that has one, else None.
     """
 
     logprob: Tensor
     entropy: Tensor | None = None
+    value: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class ValueOutputs:
+    """What one forward pass of a value model says about the loss tokens of a micro-batch.
+
+    Args:
+        value: [N] float32, read at the position before each token.
+    """
+
+    value: Tensor
 
 
 def _tensors(batch: object) -> dict[str, Tensor]:

@@ -38,6 +38,8 @@ from rlmodule.ops.attention import SegmentBuckets
 from rlmodule.ops.head import linear_logprobs, linear_loss
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16}
+NO_VALUE, SHARED, SEPARATE = "none", "shared", "separate"
+VALUES = (NO_VALUE, SHARED, SEPARATE)
 PACKED_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers that can be told where a sample ends
 
 
@@ -53,9 +55,11 @@ class ModelConfig:
     activation_checkpointing: str = NONE  # none, full or selective: activations made again in backward instead of kept
     compile: bool = False  # compile the blocks; for long runs on an accelerator
     lora: LoraSettings = field(default_factory=LoraSettings)  # low-rank adapters instead of every weight
+    value: str = NO_VALUE  # none, shared (a head on the policy's trunk) or separate (a model of its own); PPO needs one
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)
+        one_of("value", self.value, VALUES)
         one_of("activation_checkpointing", self.activation_checkpointing, RECOMPUTE_MODES)
         if self.compile and self.activation_checkpointing != NONE:
             raise ConfigError(
@@ -90,13 +94,15 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         raise ConfigError(
             key="model.tokenizer" if config.tokenizer else "model.path",
             got=place,
-            because=f"no tokenizer can be read there ({_first_line(error)})",
+            because=f"no tokenizer can be read there ({first_line(error)})",
             fix="Give a folder that holds tokenizer.json, or a name the hub cache knows",
         ) from error
 
 
-def load_model_config(config: ModelConfig) -> PreTrainedConfig:
+def load_model_config(config: ModelConfig, section: str = "model") -> PreTrainedConfig:
     """The model's own description, read without its weights; for checks before anything big is loaded.
+
+    ``section`` of the configuration it is named in, for errors.
 
     Raises:
         ConfigError: nothing there, or an unknown architecture.
@@ -106,9 +112,9 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
             return AutoConfig.from_pretrained(base_of(config.path), trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                key="model.path",
+                key=f"{section}.path",
                 got=config.path,
-                because=f"no model configuration can be read there ({_first_line(error)})",
+                because=f"no model configuration can be read there ({first_line(error)})",
                 fix="Give a folder that holds config.json and safetensors files, or a name the hub cache knows",
             ) from error
     values = dict(config.architecture)
@@ -119,7 +125,7 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         raise ConfigError(
-            key="model.architecture.model_type",
+            key=f"{section}.architecture.model_type",
             got=model_type,
             because="transformers knows no such model",
             fix=did_you_mean(model_type, CONFIG_MAPPING),
@@ -127,7 +133,7 @@ def load_model_config(config: ModelConfig) -> PreTrainedConfig:
     unknown = [name for name in values if not hasattr(type(made)(), name)]
     if unknown:
         raise ConfigError(
-            key=f"model.architecture.{unknown[0]}",
+            key=f"{section}.architecture.{unknown[0]}",
             got=values[unknown[0]],
             because=f"{model_type} has no such setting",
             fix=did_you_mean(unknown[0], type(made)().to_dict()),
@@ -164,22 +170,27 @@ def _outlined_lm(config: ModelConfig) -> tuple[PreTrainedModel, StoredWeights]:
     if is_adapter(config.path):
         raise NotByNameError("an adapter is merged into it")
     hf_config = load_model_config(config)
-    with _said_of(config):
-        return outline(config.path, lambda: AutoModelForCausalLM.from_config(hf_config, **_lm_options(config)))
+    with said_of(config):
+        return outline(config.path, lambda: AutoModelForCausalLM.from_config(hf_config, **lm_options(config)))
 
 
 def _whole_lm(config: ModelConfig, seed: int) -> PreTrainedModel:
-    hf_config = load_model_config(config)
-    with _said_of(config):
+    with said_of(config):
         if config.path is None:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                return AutoModelForCausalLM.from_config(hf_config, **_lm_options(config))
-        lm = AutoModelForCausalLM.from_pretrained(base_of(config.path), **_lm_options(config))
+            return random_lm(AutoModelForCausalLM, load_model_config(config), config, seed)
+        lm = AutoModelForCausalLM.from_pretrained(base_of(config.path), **lm_options(config))
     return merge_start(lm, config.path) if is_adapter(config.path) else lm
 
 
-def _lm_options(config: ModelConfig) -> dict[str, Any]:
+def random_lm(auto: Any, hf_config: PreTrainedConfig, config: ModelConfig, seed: int) -> PreTrainedModel:
+    """A model of transformers' class ``auto`` with random weights; the global random state is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return auto.from_config(hf_config, **lm_options(config))
+
+
+def lm_options(config: ModelConfig) -> dict[str, Any]:
+    """How every transformers model of a run is made: fp32 weights, our attention."""
     return {
         "attn_implementation": ATTENTION,
         "dtype": torch.float32,
@@ -188,22 +199,22 @@ def _lm_options(config: ModelConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def _said_of(config: ModelConfig) -> Iterator[None]:
-    """Inside, what transformers cannot build or find is the user's error."""
+def said_of(config: ModelConfig, section: str = "model") -> Iterator[None]:
+    """Inside, what transformers cannot build or find is the user's error; ``section`` names the model."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         raise ConfigError(
-            key="model.path" if config.path else "model.architecture",
+            key=f"{section}.path" if config.path else f"{section}.architecture",
             got=config.path or config.architecture.get("model_type"),
-            because=f"the model cannot be built ({_first_line(error)})",
+            because=f"the model cannot be built ({first_line(error)})",
             fix="Choose a causal LM whose attention goes through transformers' attention interface",
         ) from error
 
 
 def _policy_around(lm: PreTrainedModel, config: ModelConfig, seed: int, temperature: float) -> PolicyModel:
     """Put in what the configuration asks for, and a policy around it."""
-    _refuse_leaks(lm, config)
+    refuse_leaks(lm, config)
     recompute_activations(lm, config.activation_checkpointing)
     if config.lora.is_on:
         base = (
@@ -221,7 +232,7 @@ def _policy_around(lm: PreTrainedModel, config: ModelConfig, seed: int, temperat
     )
 
 
-def _refuse_leaks(lm: PreTrainedModel, config: ModelConfig) -> None:
+def refuse_leaks(lm: PreTrainedModel, config: ModelConfig) -> None:
     """Refuse a model in which packed samples would see each other: attention of its own, or a state that runs along."""
     foreign = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS
     if lm._supports_attention_backend and not lm._is_stateful and not foreign:
@@ -322,12 +333,15 @@ class PolicyModel(nn.Module):
             return self._prefill(batch) if isinstance(batch, PrefillBatch) else self._decode(batch)
 
     def _score(self, batch: MicroBatch, objective: TokenObjective | None, with_entropy: bool) -> Tensor | TokenOutputs:
-        segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens, batch.input_ids.device, batch.prefix)
-        hidden = self._hidden(
-            batch.input_ids[None], batch.position_ids[None], segments=segments, sequence=self.sequence
-        )[0]
+        hidden = packed_hidden(self.lm, batch, self.sequence)[batch.loss_positions]
+        return self.answer(hidden, batch.labels, objective, with_entropy)
+
+    def answer(
+        self, hidden: Tensor, labels: Tensor, objective: TokenObjective | None, with_entropy: bool
+    ) -> Tensor | TokenOutputs:
+        """[N, H] hidden states at the positions that predict ``labels`` [N] -> the objective, or what it is made of."""
         head = self.lm.get_output_embeddings()
-        inputs = (hidden[batch.loss_positions] * self.head.scale, head.weight, batch.labels)
+        inputs = (hidden * self.head.scale, head.weight, labels)
         options = {"bias": head.bias, "temperature": self.temperature, "softcap": self.head.softcap}
         if objective is None:
             return TokenOutputs(*linear_logprobs(*inputs, **options, with_entropy=with_entropy))
@@ -344,25 +358,29 @@ class PolicyModel(nn.Module):
         lengths = batch.cu_seqlens.diff()
         rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         batch.cache.writing = Rows(row=rows, place=batch.position_ids)
-        hidden = self._hidden(
-            batch.input_ids[None], batch.position_ids[None], segments=segments, cache=batch.cache, use_cache=True
+        hidden = hidden_states(
+            self.lm,
+            batch.input_ids[None],
+            batch.position_ids[None],
+            segments=segments,
+            cache=batch.cache,
+            use_cache=True,
         )
         batch.cache.writing = None
         return self._logits(hidden[0, batch.last])
 
     def _decode(self, batch: DecodeBatch) -> Tensor:
         cache = batch.cache
-        hidden = self._hidden(
-            batch.input_ids[:, None], cache.lengths[:, None], key_lengths=cache.lengths + 1, cache=cache, use_cache=True
+        hidden = hidden_states(
+            self.lm,
+            batch.input_ids[:, None],
+            cache.lengths[:, None],
+            key_lengths=cache.lengths + 1,
+            cache=cache,
+            use_cache=True,
         )
         cache.advance()
         return self._logits(hidden[:, 0])
-
-    def _hidden(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool = False, **kwargs: Any) -> Tensor:
-        # use_cache must be said: left out, transformers makes a cache and packed samples attend to each other.
-        return self.lm.base_model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, **kwargs
-        ).last_hidden_state
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[B, H] -> [B, V] fp32 logits, temperature applied."""
@@ -370,6 +388,22 @@ class PolicyModel(nn.Module):
         if self.head.softcap is not None:
             logits = self.head.softcap * torch.tanh(logits / self.head.softcap)
         return logits / self.temperature
+
+
+def packed_hidden(lm: PreTrainedModel, batch: MicroBatch, sequence: SequenceRanks | None) -> Tensor:
+    """[T, H] last hidden states of a packed row, of which ``sequence`` ranks each hold a slice."""
+    segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens, batch.input_ids.device, batch.prefix)
+    return hidden_states(lm, batch.input_ids[None], batch.position_ids[None], segments=segments, sequence=sequence)[0]
+
+
+def hidden_states(
+    lm: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, use_cache: bool = False, **kwargs: Any
+) -> Tensor:
+    """[B, T] ids -> [B, T, H] last hidden states; further keywords reach the attention."""
+    # use_cache must be said: left out, transformers makes a cache and packed samples attend to each other.
+    return lm.base_model(  # type: ignore[no-any-return]
+        input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, **kwargs
+    ).last_hidden_state
 
 
 @dataclass(frozen=True)
@@ -447,5 +481,6 @@ def save_pretrained(
     tokenizer.save_pretrained(folder)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -21,7 +21,7 @@ from strategies.parts.collectives import LocalCollectives
 from strategies.parts.loading import load
 from strategies.parts.saved_state import SavedState
 
-HF_PREFIX = "lm."  # a model's causal LM sits at ``lm``; what comes after it is the Hugging Face name
+HF_PREFIX = "lm."  # the transformers model sits at ``lm``; what comes after it is the Hugging Face name
 
 
 class InnerModels(SavedState):
@@ -72,7 +72,7 @@ class InnerModels(SavedState):
         """(name as before sharding, what this process holds of it), tied ones once."""
         yield from self._models[name].named_parameters()
 
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+    def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
         """Nothing to put off where gradients are not exchanged."""
         return nullcontext()
 
@@ -102,12 +102,14 @@ class InnerModels(SavedState):
             yield names, parameter.detach()
 
     def full_weights(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor), one at a time; tied tensors under each of their names."""
+        """(Hugging Face name, whole tensor), one at a time; tied tensors under each of their names.
+
+        What lies outside of the transformers model (a value head beside it) goes by its own name.
+        """
         for names, tensor in self.whole_parameters(name):
             tensor = tensor.to(dtype=dtype if tensor.is_floating_point() else None)
             for full_name in names:
-                if full_name.startswith(HF_PREFIX):
-                    yield full_name.removeprefix(HF_PREFIX), tensor
+                yield full_name.removeprefix(HF_PREFIX), tensor
         for key, buffer in persistent_buffers(self._models[name]):
             if key.startswith(HF_PREFIX):
                 yield key.removeprefix(HF_PREFIX), buffer.to(dtype=dtype if buffer.is_floating_point() else None)

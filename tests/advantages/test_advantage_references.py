@@ -3,16 +3,18 @@
 import math
 import random
 from collections import defaultdict
+from itertools import chain
 from statistics import mean, stdev
 
 import pytest
 import torch
 
 from rlmodule.advantages import ADVANTAGES
+from rlmodule.advantages.gae import GAE
 from rlmodule.advantages.gdpo import GDPO
 from rlmodule.advantages.grpo import GRPO
 from rlmodule.advantages.reinforce_pp import ReinforcePP
-from rlmodule.core.types import AdvantageInputs
+from rlmodule.core.types import AdvantageInputs, TokenFacts
 
 
 class Told:
@@ -27,11 +29,13 @@ class Told:
         self.length = [rng.randint(1, 6) for _ in range(count)]
         self.format = [rng.choice([0.0, 1.0, math.nan]) for _ in range(count)]
         self.baseline = [rng.choice([0.0, 0.25]) for _ in range(count)]
+        self.value, self.charge = ([[rng.gauss(0, 1) for _ in range(n)] for n in self.length] for _ in range(2))
+        self.next_value = [rng.choice([0.0, 0.5]) for _ in range(count)]
 
     @property
     def inputs(self):
         def of(values):
-            return torch.tensor(values, dtype=torch.float64)
+            return torch.tensor(list(values), dtype=torch.float64)
 
         return AdvantageInputs(
             reward=of(self.reward),
@@ -39,6 +43,7 @@ class Told:
             loss_tokens=torch.tensor(self.length),
             parts={"answer": of(self.reward), "format": of(self.format)},
             baseline=of(self.baseline),
+            tokens=TokenFacts(of(chain(*self.value)), of(chain(*self.charge)), of(self.next_value)),
         )
 
     def scored(self):
@@ -123,7 +128,32 @@ def remax(told):
     return [0.0 if math.isnan(r) else r - b for r, b in zip(told.reward, told.baseline, strict=True)]
 
 
+def surprises(told, i, gamma, bootstrap):
+    """delta of each token of response i: what it earned and what is expected next, less what was expected."""
+    value = told.value[i]
+    earned = [-c for c in told.charge[i]]
+    earned[-1] += told.reward[i]
+    after = [*value[1:], told.next_value[i] if bootstrap else 0.0]
+    return [r + gamma * n - v for r, n, v in zip(earned, after, value, strict=True)]
+
+
+def unwhitened_gae(told, i, gamma=1.0, lam=0.95, bootstrap=False):
+    delta = surprises(told, i, gamma, bootstrap)
+    return [sum((gamma * lam) ** k * d for k, d in enumerate(delta[t:])) for t in range(len(delta))]
+
+
+def gae(told, **settings):
+    tokens = [a for i in told.scored() for a in unwhitened_gae(told, i, **settings)]
+    scale = math.sqrt(stdev(tokens) ** 2 + 1e-8)
+    out = []
+    for i, n in enumerate(told.length):
+        scored = not math.isnan(told.reward[i])
+        out += [(a - mean(tokens)) / scale for a in unwhitened_gae(told, i, **settings)] if scored else [0.0] * n
+    return out
+
+
 REFERENCES = {
+    "gae": gae,
     "grpo": by_group(lambda r, n, i: (r[i] - mean(r)) / (stdev(r) + 1e-6)),
     "grpo_passk": by_group(passk),
     "rloo": by_group(lambda r, n, i: r[i] - mean(r[:i] + r[i + 1 :])),
@@ -136,6 +166,8 @@ REFERENCES = {
     "remax": remax,
 }
 VARIANTS = {
+    "gae discounted": (GAE(gamma=0.9, lam=0.5), lambda told: gae(told, gamma=0.9, lam=0.5)),
+    "gae bootstrapped": (GAE(bootstrap_truncated=True), lambda told: gae(told, bootstrap=True)),
     "grpo by batch": (GRPO(std_over="batch"), batch_std),
     "dr_grpo": (GRPO(normalize_by_std=False), by_group(lambda r, n, i: r[i] - mean(r))),
     "reinforce_pp discounted": (ReinforcePP(gamma=0.5), lambda told: reinforce_pp(told, 0.5)),
@@ -153,3 +185,13 @@ def test_an_estimator_is_its_reference(name):
     for seed in range(8):
         told = Told(seed)
         assert estimator(told.inputs).tolist() == pytest.approx(reference(told), rel=1e-9, abs=1e-12)
+
+
+def test_returns_are_values_plus_advantages_before_whitening():
+    told = Told(0)
+    expected = []
+    for i, values in enumerate(told.value):
+        scored = not math.isnan(told.reward[i])
+        expected += [v + a if scored else 0.0 for v, a in zip(values, unwhitened_gae(told, i), strict=True)]
+    assert GAE().returns(told.inputs).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert GAE(whiten=False).returns(told.inputs).tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)

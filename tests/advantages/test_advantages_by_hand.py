@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rlmodule.advantages import ADVANTAGES
+from rlmodule.advantages.gae import GAE
 from rlmodule.advantages.gdpo import GDPO
 from rlmodule.advantages.gpg import GPG
 from rlmodule.advantages.grpo import GRPO
@@ -18,6 +19,7 @@ from rlmodule.advantages.reinforce_pp_baseline import ReinforcePPBaseline
 from rlmodule.advantages.remax import ReMax
 from rlmodule.core.config import convert
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.types import TokenFacts
 from tests.helpers.laws import scored
 
 
@@ -70,6 +72,18 @@ def test_gdpo_names_a_component_that_is_not_there():
         GDPO(weights={"formt": 1})(replace(scored([1, 0], [0, 0]), parts={"format": torch.tensor([1.0, 0.0])}))
 
 
+def test_gae_on_two_tokens():
+    """Reward 1 at the end; values 1/2 and 1/4, lambda 1/2, a charge of 1/8 on the first token.
+
+    delta is -1/8 + 1/4 - 1/2 = -3/8 and 1 - 1/4 = 3/4; so -3/8 + 3/4 / 2 = 0 and 3/4. Returns: 1/2 and 1.
+    """
+    tokens = TokenFacts(torch.tensor([0.5, 0.25]), torch.tensor([0.125, 0.0]), torch.tensor([0.0]))
+    x = replace(scored([1.0], [0], [2]), tokens=tokens)
+    estimator = GAE(lam=0.5, whiten=False)
+    assert estimator(x).tolist() == [0, 0.75]
+    assert estimator.returns(x).tolist() == [0.5, 1.0]
+
+
 def test_remax_needs_no_group():
     x = replace(scored([1.0, 0.0, 1.0], [0, 1, 2]), baseline=torch.tensor([1.0, 1.0, math.nan]))
     assert ReMax()(x).tolist() == [0, -1, 0]
@@ -92,6 +106,10 @@ def test_the_deviation_of_the_batch():
         ("maxrl", "eps", -1),
         ("gdpo", "eps", -1),
         ("reinforce_pp", "gamma", 1.5),
+        ("gae", "gamma", 0),
+        ("gae", "gamma", 1.5),
+        ("gae", "lam", -0.1),
+        ("gae", "lam", 1.5),
     ],
 )
 def test_settings_that_cannot_work_are_refused_with_their_key(name, key, value):

@@ -56,7 +56,7 @@ def test_every_epoch_holds_every_sample_once_in_a_new_order():
     for plans in epochs:
         assert sorted(p for plan in plans for p in plan.positions) == list(range(30))
     assert len({tuple(members(plan) for plan in plans) for plans in epochs}) == 3
-    assert sampler.first_epoch == tuple(epochs[0])
+    assert sampler.first_pass == tuple(epochs[0])
 
 
 def test_without_a_shuffle_samples_come_as_they_were():
@@ -82,7 +82,7 @@ def test_owners_say_who_runs_what():
     for rank in range(3):
         mine = {p for plan in sampler.plans for step in plan.micro_batches[rank] for p in step}
         assert mine == {p for p, ranks in owners.items() if rank in ranks}
-    assert all(len(ranks) == 1 for ranks in sampler.owners(sampler.first_epoch).values())
+    assert all(len(ranks) == 1 for ranks in sampler.owners(sampler.first_pass).values())
 
 
 def test_a_saved_state_goes_on_after_what_was_handed_out():

@@ -29,6 +29,7 @@ from rlmodule.optimizer import OptimizerConfig
 from rlmodule.rollout.hf import HFRollout
 from rlmodule.run_context import RunContext
 from rlmodule.sources import DemonstrationSource, Examination, RolloutSource, Source
+from rlmodule.update import Trainable
 from strategies.ddp import DDPOptions, DDPStrategy
 from strategies.single import SingleOptions, SingleStrategy
 from tests.callbacks.builders import TOKENIZER, scored
@@ -133,9 +134,8 @@ class SmallRun:
         layout = lambda: strategy.layout  # noqa: E731
         examine = None if self.imitates else Examination(PROMPTS[:3], lambda: engine, self.reward, layout)
         data = RLDataModule(source, stream, make, examine=examine, start=context.journal.begin_iteration)
-        module = RLModule(
-            {"policy": policy}, objective, OptimizerConfig(lr=1e-2, warmup_steps=0), run_steps=8, max_skipped_in_a_row=3
-        )
+        trainable = Trainable("policy", objective, OptimizerConfig(lr=1e-2, warmup_steps=0), run_steps=8)
+        module = RLModule({"policy": policy}, [trainable], max_skipped_in_a_row=3)
         callbacks = [CALLBACKS.get(name)(**kwargs).connect(context) for name, kwargs in self.settings.items()]
         self._trainer(strategy, [*callbacks, *self.extra]).fit(
             module, datamodule=data, ckpt_path=checkpoint, weights_only=True

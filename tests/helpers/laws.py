@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlmodule.core.contract import Advantage, Loss
-from rlmodule.core.types import AdvantageInputs, LossInputs, StepTotals
+from rlmodule.core.types import AdvantageInputs, LossInputs, StepTotals, TokenFacts
 from rlmodule.ops.aggregate import MODES, aggregate, token_weights
 from rlmodule.ops.masked import select
 
@@ -248,13 +248,24 @@ def scored(
         group=torch.tensor(groups, dtype=torch.int64),
         loss_tokens=torch.tensor(loss_tokens or range(1, len(rewards) + 1), dtype=torch.int64),
         baseline=torch.full((len(rewards),), 0.3, dtype=torch.float64),
+        tokens=_token_facts(sum(loss_tokens or range(1, len(rewards) + 1)), len(rewards)),
     )
+
+
+def _token_facts(num_tokens: int, num_responses: int) -> TokenFacts:
+    """Made-up values, charges and values after the end."""
+    place = torch.arange(num_tokens, dtype=torch.float64)
+    return TokenFacts(place.cos(), 0.1 * place.sin(), 0.1 * torch.arange(num_responses, dtype=torch.float64))
 
 
 def _rows(x: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
     assert x.baseline is not None
+    assert x.tokens is not None
     parts = {name: value[rows] for name, value in x.parts.items()}
-    return AdvantageInputs(x.reward[rows], x.group[rows], x.loss_tokens[rows], parts, x.baseline[rows])
+    places = torch.arange(len(x.tokens.value)).split(x.loss_tokens.tolist())
+    picked = torch.cat([places[i] for i in rows.tolist()])
+    tokens = TokenFacts(x.tokens.value[picked], x.tokens.charge[picked], x.tokens.next_value[rows])
+    return AdvantageInputs(x.reward[rows], x.group[rows], x.loss_tokens[rows], parts, x.baseline[rows], tokens)
 
 
 def by_response(advantage: Advantage, x: AdvantageInputs) -> list[Tensor]:

@@ -32,7 +32,7 @@ from rlmodule.models.policy import ModelConfig, PolicyModel, build_policy
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig, build_schedule, matrices_of, optimizer_over
 from rlmodule.reduction import reduce_metrics
-from rlmodule.update import StepResult, update
+from rlmodule.update import StepResult, Trainable, update
 from strategies.ddp import DDPOptions, DDPStrategy
 from strategies.parts.collectives import GroupCollectives
 from strategies.parts.mesh import current_layout
@@ -140,6 +140,16 @@ def row(item: Sample, *, seed: int = 0) -> ExperienceRow:
         old_logprob=-4.0 + torch.randn(length, generator=rng) * 0.5,
         ref_logprob=-4.0 + torch.randn(length, generator=rng) * 0.5,
     )
+
+
+def with_values(rows: Sequence[ExperienceRow]) -> list[ExperienceRow]:
+    """The rows with made-up values and returns, keyed by the sample's id."""
+    made = []
+    for one in rows:
+        rng = torch.Generator().manual_seed(104_729 + one.sample.sample_id)
+        value, returns = (torch.randn(len(one.sample.response_ids), generator=rng) * 0.5 for _ in range(2))
+        made.append(replace(one, old_value=value, returns=returns))
+    return made
 
 
 # Prompt and response lengths of one mini-batch, and which response tokens count where not all do: the fourth has none.
@@ -274,11 +284,10 @@ class Stepper:
         """One optimizer step."""
         return update(
             mini_batch,
+            Trainable("policy", self.objective, self.config, run_steps=100),
             strategy=self.strategy,
-            objective=self.objective,
             optimizer=self.optimizer,
             schedule=self.schedule,
-            max_grad_norm=self.config.max_grad_norm,
             backward=self._backward,
         )
 

@@ -20,6 +20,7 @@ from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.module import RLModule
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.session import quieten
+from rlmodule.update import Trainable
 from strategies.parts.mesh import current_layout
 from strategies.registry import STRATEGIES
 from tests.helpers.tiny import SMOOTH, tiny_policy
@@ -91,11 +92,10 @@ def fit(
     models = {"policy": tiny_policy()}
     if use_kl_loss:
         models["reference"] = tiny_policy(seed=1).requires_grad_(False).eval()
+    objective = Objective(PPOClip(), AlgorithmConfig(use_kl_loss=use_kl_loss, entropy_coeff=0.01))
     module = RLModule(
         models,
-        Objective(PPOClip(), AlgorithmConfig(use_kl_loss=use_kl_loss, entropy_coeff=0.01)),
-        SMOOTH,
-        run_steps=8,
+        [Trainable("policy", objective, SMOOTH, run_steps=8)],
         max_skipped_in_a_row=max_skipped_in_a_row,
     )
     reports = KeepReports()

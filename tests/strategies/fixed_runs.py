@@ -23,6 +23,7 @@ from rlmodule.module import RLModule
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig
 from rlmodule.session import frozen_copy
+from rlmodule.update import Trainable
 from strategies.registry import STRATEGIES
 
 ARCHITECTURE: dict[str, Any] = {
@@ -138,11 +139,10 @@ class FixedRun:
         policy = self.policy or outline_policy(config, seed=self.seed, temperature=1.0)
         if self.prepare is not None:
             self.prepare(strategy)
+        run_steps = -(-len(self.lengths) // self.mini_batch_size) * self.epochs
         module = RLModule(
             {"policy": policy, **({"reference": frozen_copy(policy)} if self.with_reference else {})},
-            Objective(PPOClip(), AlgorithmConfig()),
-            self.optimizer,
-            run_steps=-(-len(self.lengths) // self.mini_batch_size) * self.epochs,
+            [Trainable("policy", Objective(PPOClip(), AlgorithmConfig()), self.optimizer, run_steps)],
             max_skipped_in_a_row=3,
         )
         record = Record()

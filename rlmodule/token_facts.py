@@ -1,0 +1,70 @@
+"""What every rank gets to know of every loss token of an iteration, where the advantage comes from a value function.
+
+Values and charges are made where a row is; returns of one response need nobody else, but whitening needs all of them.
+Leaves out who says them (``experience.py``) and what they mean (``ops/value.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rlmodule.core.contract import Collectives
+from rlmodule.core.types import Sample, TokenFacts
+from rlmodule.ops.value import explained_variance
+
+
+@dataclass(frozen=True, eq=False)
+class ResponseTokens:
+    """One response's part of TokenFacts: ``value`` and ``charge`` [n] float64, ``next_value`` as there."""
+
+    value: Tensor
+    charge: Tensor
+    next_value: float = 0.0
+
+
+NOTHING = ResponseTokens(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
+
+
+def gather_tokens(
+    mine: Mapping[int, ResponseTokens], loss_tokens: Sequence[int], collectives: Collectives
+) -> TokenFacts:
+    """Position -> this rank's responses, one exchange -> all of them; a response nobody has has no loss tokens.
+
+    Args:
+        mine: position in the iteration -> its tokens.
+        loss_tokens: of every response of the iteration.
+        collectives: of the token ranks.
+    """
+    everyone = {p: tokens for part in collectives.gather_objects(dict(mine)) for p, tokens in part.items()}
+    responses = [everyone.get(position, NOTHING) for position in range(len(loss_tokens))]
+    assert [len(r.value) for r in responses] == list(loss_tokens), "one value per loss token"
+    return TokenFacts(
+        value=torch.cat([NOTHING.value, *(r.value for r in responses)]),
+        charge=torch.cat([NOTHING.charge, *(r.charge for r in responses)]),
+        next_value=torch.tensor([r.next_value for r in responses], dtype=torch.float64),
+    )
+
+
+def one_token_on(sample: Sample) -> Sample:
+    """The sample with one more token, which alone counts: its value is what is expected after the last one."""
+    mask = torch.zeros(len(sample.loss_mask) + 1, dtype=torch.bool)
+    mask[-1] = True
+    ids = torch.cat([sample.response_ids, sample.response_ids[-1:]])  # nobody reads which token it is
+    return replace(sample, response_ids=ids, loss_mask=mask, sampler_logprob=None)
+
+
+def value_metrics(tokens: TokenFacts, returns: Tensor) -> dict[str, float]:
+    """What the value function said before the update, and what it should have said; over [N] tokens of all ranks."""
+    if len(returns) == 0:
+        return {}
+    return {
+        "critic/explained_variance": explained_variance(tokens.value, returns),
+        "critic/values/mean": float(tokens.value.mean()),
+        "critic/values/min": float(tokens.value.min()),
+        "critic/values/max": float(tokens.value.max()),
+        "critic/returns/mean": float(returns.mean()),
+    }
