@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rlmodule.core.config import at_least
-from strategies.parts.processes import Degrees, ManyProcesses
+from strategies.parts.processes import ManyProcesses, OffloadingDegrees
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
 
 @dataclass(frozen=True)
-class DDPOptions(Degrees):
+class DDPOptions(OffloadingDegrees):
     """Knobs of the gradient exchange."""
 
     bucket_cap_mb: int = 25  # megabytes of gradients per all-reduce

@@ -28,7 +28,8 @@ from rlmodule.core.parameters import tied
 from strategies.parts.blocks import DTYPES, blocks_of
 from strategies.parts.inner_models import persistent_buffers
 from strategies.parts.loading import load
-from strategies.parts.processes import Degrees
+from strategies.parts.offload import refuse_twice
+from strategies.parts.processes import OffloadingDegrees
 from strategies.parts.saved_state import MOMENT
 from strategies.parts.sharded import ShardedModels, whole
 from strategies.registry import MODEL_TYPES, STRATEGIES
@@ -41,7 +42,7 @@ SHARDING = {
 
 
 @dataclass(frozen=True)
-class FSDPOptions(Degrees):
+class FSDPOptions(OffloadingDegrees):
     """What is kept whole, and in which type it travels."""
 
     sharding: str = "full"  # full; grad_op keeps weights whole from forward to backward; hybrid shards within a copy
@@ -54,6 +55,7 @@ class FSDPOptions(Degrees):
         super().__post_init__()
         one_of("sharding", self.sharding, SHARDING)
         one_of("param_dtype", self.param_dtype, DTYPES)
+        refuse_twice(self.cpu_offload, self)
         at_least("dp_replicate", self.dp_replicate, 1)
         if (self.dp_replicate > 1) != (self.sharding == "hybrid"):
             raise ConfigError(

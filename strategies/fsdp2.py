@@ -15,14 +15,15 @@ from rlmodule.core.config import at_least, one_of
 from rlmodule.core.parameters import tied
 from strategies.parts.blocks import DTYPES, blocks_of, lm_of
 from strategies.parts.loading import load
-from strategies.parts.processes import Degrees
+from strategies.parts.offload import refuse_twice
+from strategies.parts.processes import OffloadingDegrees
 from strategies.parts.sharded import ShardedModels, whole
 from strategies.parts.tensor_parallel import cut_matrices
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
 
 @dataclass(frozen=True)
-class FSDP2Options(Degrees):
+class FSDP2Options(OffloadingDegrees):
     """What is kept whole, for how long, and in which type it travels."""
 
     tp_size: int = 1  # processes that share every matrix (tensor parallelism, from the model's own plan)
@@ -37,6 +38,7 @@ class FSDP2Options(Degrees):
         at_least("tp_size", self.tp_size, 1)
         at_least("dp_replicate", self.dp_replicate, 1)
         one_of("param_dtype", self.param_dtype, DTYPES)
+        refuse_twice(self.cpu_offload, self)
 
     @property
     def grid(self) -> dict[str, int]:
@@ -80,6 +82,13 @@ class FSDP2Strategy(ShardedModels):
         wrapper.set_requires_gradient_sync(is_last or self._options.reduce_every_micro_batch)
         wrapper.set_is_last_backward(is_last)
         yield
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """Pieces alone: what was left whole for a backward that did not come is dropped."""
+        for module in self._models[name].modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return super().pieces(name)
 
     def whole_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """Gather one tensor at a time."""

@@ -11,12 +11,13 @@ from torch import nn
 
 from rlmodule.core.errors import ConfigError
 from strategies.parts.inner_models import InnerModels, inner_models_of
+from strategies.parts.offload import OffloadOptions
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
 
 @dataclass(frozen=True)
-class SingleOptions:
-    """Nothing to set."""
+class SingleOptions(OffloadOptions):
+    """Where tensors wait."""
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="single", device=["cpu", "cuda", "npu", "xpu", "mps"])
@@ -33,6 +34,7 @@ class SingleStrategy(InnerModels, SingleDeviceStrategy):
                 because=f"strategy=single runs one process, not {num_processes * num_nodes}",
                 fix="Use strategy=ddp, or trainer.devices=1",
             )
+        self.offload = options
         super().__init__(device=torch.device(device, 0) if device != "cpu" else torch.device("cpu"))
 
     def model_to_device(self) -> None:

@@ -231,10 +231,13 @@ class Strategy(Protocol):
         """
 
     def train_mode(self, name: str) -> AbstractContextManager[None]:
-        """Parameters and optimizer state on the device, module in train mode; undone on exit, also on error."""
+        """Parameters on the device, module in train mode; undone on exit, also on error. May nest.
+
+        Optimizer state that waits in host memory comes for ``clip_and_step`` alone.
+        """
 
     def eval_mode(self, name: str) -> AbstractContextManager[None]:
-        """Parameters on the device, module in eval mode, no gradients; undone on exit, also on error."""
+        """Parameters on the device, module in eval mode, no gradients; undone on exit, also on error. May nest."""
 
 
 class Loss(Protocol):

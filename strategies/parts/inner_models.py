@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from rlmodule.core.contract import Collectives, Layout, SequenceRanks
 from rlmodule.core.parameters import tied
 from strategies.parts.collectives import LocalCollectives
 from strategies.parts.loading import load
+from strategies.parts.offload import Offloaded, OffloadOptions
 from strategies.parts.saved_state import SavedState
 
 HF_PREFIX = "lm."  # the transformers model sits at ``lm``; what comes after it is the Hugging Face name
@@ -31,8 +33,11 @@ class InnerModels(SavedState):
     collectives: Collectives = LocalCollectives()
     sequence: SequenceRanks | None = None
     root_device: torch.device
+    offload: OffloadOptions = OffloadOptions()
     _models: Mapping[str, nn.Module] = {}
     _wrapped: Mapping[str, nn.Module] = {}
+    _offloaded: Mapping[str, Offloaded] = {}  # parameters of each model
+    _moments: Mapping[Optimizer, Offloaded] = {}  # states of each optimizer
 
     @property
     def works_inside_blocks(self) -> bool:
@@ -52,6 +57,10 @@ class InnerModels(SavedState):
         for model in models.values():
             model.sequence = self.sequence  # type: ignore[assignment]
         self._wrapped = {name: self.wrap(name, model) for name, model in models.items()}
+        if self.offload.offload_params:
+            self._offloaded = {name: Offloaded(partial(self.pieces, name)) for name in models}
+            for offloaded in self._offloaded.values():
+                offloaded.put_away()
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """The module to call in place of ``model``."""
@@ -86,7 +95,8 @@ class InnerModels(SavedState):
         if math.isfinite(norm):
             if max_norm > 0:
                 scale_gradients(parameters, min(1.0, max_norm / (norm + 1e-6)))
-            optimizer.step()
+            with self.moments_at_hand(optimizer, changes=True):
+                optimizer.step()
         optimizer.zero_grad()
         return norm
 
@@ -106,10 +116,11 @@ class InnerModels(SavedState):
 
         What lies outside of the transformers model (a value head beside it) goes by its own name.
         """
-        for names, tensor in self.whole_parameters(name):
-            tensor = tensor.to(dtype=dtype if tensor.is_floating_point() else None)
-            for full_name in names:
-                yield full_name.removeprefix(HF_PREFIX), tensor
+        with self.parameters_at_hand(name):
+            for names, tensor in self.whole_parameters(name):
+                tensor = tensor.to(dtype=dtype if tensor.is_floating_point() else None)
+                for full_name in names:
+                    yield full_name.removeprefix(HF_PREFIX), tensor
         for key, buffer in persistent_buffers(self._models[name]):
             if key.startswith(HF_PREFIX):
                 yield key.removeprefix(HF_PREFIX), buffer.to(dtype=dtype if buffer.is_floating_point() else None)
@@ -122,19 +133,58 @@ class InnerModels(SavedState):
         """Whole weights of model ``name`` at hand inside; ranks may then run it a different number of times each."""
         return self.eval_mode(name)
 
-    # ---- modes
+    # ---- modes, and where tensors are meanwhile
 
     @contextmanager
     def train_mode(self, name: str) -> Iterator[None]:
-        """Train mode inside, the mode before it afterwards, also on error."""
-        with _mode(self._wrapped[name], training=True):
+        """Train mode and parameters at hand inside, as it was before afterwards, also on error.
+
+        Moments come to the device for the step alone, in ``clip_and_step``.
+        """
+        with self.parameters_at_hand(name, changes=True), _mode(self._wrapped[name], training=True):
             yield
 
     @contextmanager
     def eval_mode(self, name: str) -> Iterator[None]:
-        """Eval mode without gradients inside, the mode before it afterwards, also on error."""
-        with _mode(self._wrapped[name], training=False), torch.no_grad():
+        """Eval mode without gradients and parameters at hand inside, as it was before afterwards, also on error."""
+        with self.parameters_at_hand(name), _mode(self._wrapped[name], training=False), torch.no_grad():
             yield
+
+    def parameters_at_hand(self, name: str, *, changes: bool = False) -> AbstractContextManager[None]:
+        """What this process keeps of a model is on the device inside, also where it waits in host memory otherwise."""
+        offloaded = self._offloaded.get(name)
+        return nullcontext() if offloaded is None else offloaded.at_hand(changes=changes)
+
+    def moments_at_hand(
+        self, optimizer: Optimizer | LightningOptimizer, *, changes: bool
+    ) -> AbstractContextManager[None]:
+        """The same of an optimizer's states, which may be made inside."""
+        made = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if not self.offload.offload_optimizer:
+            return nullcontext()
+        if made not in self._moments:
+            self._moments = {**self._moments, made: Offloaded(partial(states_of, made))}
+        return self._moments[made].at_hand(changes=changes)
+
+    @contextmanager
+    def everything_at_hand(self, *, changes: bool) -> Iterator[None]:
+        """What a checkpoint holds is on the device inside."""
+        with ExitStack() as stack:
+            for name, optimizer in self.models_and_optimizers():
+                stack.enter_context(self.parameters_at_hand(name, changes=changes))
+                stack.enter_context(self.moments_at_hand(optimizer, changes=changes))
+            yield
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """What this process keeps of each parameter of a model between passes, as plain tensors."""
+        return (local(parameter.detach()) for _, parameter in self.named_parameters(name))
+
+    def teardown(self) -> None:
+        """Lightning moves everything to host memory: what waits there has to be on the device for that."""
+        for offloaded in (*self._offloaded.values(), *self._moments.values()):
+            offloaded.bring()
+        self._offloaded, self._moments = {}, {}
+        super().teardown()  # type: ignore[misc]  # Lightning's, which this is mixed into
 
     # ---- what a checkpoint holds; see SavedState
 
@@ -174,6 +224,11 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def states_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Everything an optimizer keeps of this process's parameters, as plain tensors."""
+    return (local(value) for state in optimizer.state.values() for value in state.values())
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> float:

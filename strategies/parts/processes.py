@@ -17,6 +17,7 @@ from rlmodule.core.contract import Layout
 from strategies.parts.collectives import GroupCollectives
 from strategies.parts.inner_models import InnerModels, inner_models_of
 from strategies.parts.mesh import Mesh, check_degrees
+from strategies.parts.offload import OffloadOptions
 from strategies.parts.saved_state import first_problem
 from strategies.parts.ulysses import Ulysses
 
@@ -35,6 +36,21 @@ class Degrees:
         """Keywords of ``Mesh.of_running``."""
         return {"sp_size": self.sp_size}
 
+    @property
+    def offload(self) -> OffloadOptions:
+        """What waits in host memory between uses: nothing, where a backend has means of its own."""
+        return OffloadOptions()
+
+
+@dataclass(frozen=True)
+class OffloadingDegrees(Degrees, OffloadOptions):
+    """The same, of a backend whose weights and moments may wait in host memory."""
+
+    @property
+    def offload(self) -> OffloadOptions:
+        """Its own keys."""
+        return self
+
 
 class ManyProcesses(InnerModels, LightningDDPStrategy):
     """Base of the backends of several processes."""
@@ -46,6 +62,7 @@ class ManyProcesses(InnerModels, LightningDDPStrategy):
         check_degrees(num_processes * num_nodes, **options.grid)
         super().__init__()
         self._options = options
+        self.offload = options.offload
 
     @classmethod
     def layout_of(cls, options: Any, world_size: int) -> Layout:

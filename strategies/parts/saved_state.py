@@ -10,8 +10,10 @@ from __future__ import annotations
 import io
 import warnings
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,10 @@ class SavedState:
     def put_loaded(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
         """Take over parts that have been filled."""
 
+    @abstractmethod
+    def everything_at_hand(self, *, changes: bool) -> AbstractContextManager[None]:
+        """Models and optimizer states are where they can be read inside, and written where that is said."""
+
     def snapshot(self, state: Mapping[str, Any], *, copied: bool) -> SavedSnapshot:
         """What this process holds, ready to be written; every process calls it.
 
@@ -60,15 +66,15 @@ class SavedState:
         """
         expect_to_be_alone()
         parts: dict[str, Tensor] = {}
-        for name, optimizer in self.models_and_optimizers():
-            parts |= self.saved_parts(name, optimizer)
-        if not copied:
-            return SavedSnapshot(parts, pickled(state))
+        with self.everything_at_hand(changes=False):
+            for name, optimizer in self.models_and_optimizers():
+                parts |= self.saved_parts(name, optimizer)
+            if not copied:
+                return SavedSnapshot(parts, pickled(state), at_hand=partial(self.everything_at_hand, changes=False))
+            parts = {key: tensor.to("cpu", copy=True) for key, tensor in parts.items()}
         if self._writers is None and dist.is_initialized():
             self._writers = dist.new_group(backend="gloo")
-        return SavedSnapshot(
-            {key: tensor.to("cpu", copy=True) for key, tensor in parts.items()}, pickled(state), self._writers
-        )
+        return SavedSnapshot(parts, pickled(state), self._writers)
 
     def load_shards(self, folder: Path) -> None:
         """Read what this process holds from ``folder``; every process calls it.
@@ -77,6 +83,10 @@ class SavedState:
             CheckpointError: the checkpoint is of another model.
         """
         expect_to_be_alone()
+        with self.everything_at_hand(changes=True):
+            self._load(folder)
+
+    def _load(self, folder: Path) -> None:
         place = folder / SHARDS
         known = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
         for name, optimizer in self.models_and_optimizers():
@@ -140,11 +150,13 @@ class SavedSnapshot:
         parts: tensors by names that know no strategy.
         state: Lightning's own, pickled; the first process writes it.
         group: of the threads that write, apart from the exchanges of training; None for the world, in training's turn.
+        at_hand: the tensors can be read inside of it.
     """
 
     parts: Mapping[str, Tensor]
     state: bytes
     group: dist.ProcessGroup | None = None
+    at_hand: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def write(self, path: Path) -> None:
         """Tensors into ``shards/`` beside ``path``, the state into it.
@@ -154,12 +166,13 @@ class SavedSnapshot:
                 the state.
         """
         try:
-            dcp.save(
-                dict(self.parts),
-                checkpoint_id=path.parent / SHARDS,
-                process_group=self.group,
-                no_dist=not dist.is_initialized(),
-            )
+            with self.at_hand():
+                dcp.save(
+                    dict(self.parts),
+                    checkpoint_id=path.parent / SHARDS,
+                    process_group=self.group,
+                    no_dist=not dist.is_initialized(),
+                )
         except CheckpointException as error:  # no Exception, and it says more than anybody wants to read
             failed = next(iter(error.failures.values()))
             raise OSError(str(failed[0] if isinstance(failed, tuple) else failed)) from None

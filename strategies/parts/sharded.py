@@ -67,10 +67,11 @@ class ShardedModels(ManyProcesses):
     def _whole_copy(self, name: str) -> Iterator[None]:
         copied = self._skeletons[name]
         if self._depth[name] == 0:
-            for names, tensor in self.whole_parameters(name):
-                weight = nn.Parameter(tensor.detach().to(self.root_device), requires_grad=False)
-                for full_name in names:
-                    put(copied, full_name, weight)
+            with self.parameters_at_hand(name):
+                for names, tensor in self.whole_parameters(name):
+                    weight = nn.Parameter(tensor.detach().to(self.root_device), requires_grad=False)
+                    for full_name in names:
+                        put(copied, full_name, weight)
         self._depth[name] += 1
         try:
             with torch.no_grad():
