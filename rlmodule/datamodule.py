@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import lightning as L
-from torch.utils.data import DataLoader
+import torch
 
+from rlmodule.batching.prefetch import PackedAhead
 from rlmodule.core.types import MiniBatch, ScoredSample
 from rlmodule.data.stream import PromptStream
 from rlmodule.experience import ExperienceMaker, Iteration, Stopwatch
@@ -49,11 +51,11 @@ class RLDataModule(L.LightningDataModule):
         self.watch = Stopwatch()
         self.collected: list[ScoredSample] = []  # this rank's samples of the iteration, as sampled
         self.iteration: Iteration | None = None
-        self._loader: DataLoader[MiniBatch] | None = None
+        self._loader: PackedAhead | None = None
         self._begun_at = 0  # mini-batches of the iteration that were trained on before this run
         self._put_down: list[Any] = []  # what the ranks of the saved run held of an iteration that was not finished
 
-    def train_dataloader(self) -> DataLoader[MiniBatch]:
+    def train_dataloader(self) -> PackedAhead:
         """Samples of the next iteration, planned and scored.
 
         Lightning asks twice after a resume; an iteration of which nothing was trained yet is handed out again.
@@ -71,12 +73,12 @@ class RLDataModule(L.LightningDataModule):
             self.iteration = maker(lambda: self._collect(number), self.watch)
         self.next_iteration = number + 1
         self._begun_at = self.iteration.sampler.consumed
-        self._loader = DataLoader(
-            self.iteration.experience,  # type: ignore[arg-type]  # rows become mini-batches on the way
-            batch_sampler=self.iteration.sampler,  # type: ignore[arg-type]  # shares, see Experience.__getitems__
-            collate_fn=maker.collator,  # type: ignore[arg-type]
-        )
+        self._loader = PackedAhead(self.iteration.sampler, partial(maker.packed, self.iteration.experience))
         return self._loader
+
+    def transfer_batch_to_device(self, batch: MiniBatch, device: torch.device, dataloader_idx: int) -> MiniBatch:
+        """Copies from page-locked memory run beside the step before; elsewhere they are waited for."""
+        return batch.to(device, non_blocking=device.type == "cuda")
 
     def _collect(self, number: int) -> list[ScoredSample]:
         """The next batch of samples; asked again where flat groups are replaced."""

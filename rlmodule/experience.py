@@ -28,6 +28,7 @@ from rlmodule.core.types import (
     REFERENCE,
     AdvantageInputs,
     ExperienceRow,
+    MiniBatch,
     Sample,
     SampleMeta,
     ScoredSample,
@@ -446,6 +447,14 @@ class ExperienceMaker:
         said = self.score(ScoringPass("value", self.value_model, {"next_value": "value"}), cut, sampler)["value"]
         return rows | {p: replace(rows[p], next_value=float(value[-1])) for p, value in said.items()}
 
+    def packed(self, experience: Experience, share: RankShare) -> MiniBatch:
+        """One mini-batch on the host, where copies to a CUDA device do not wait for it."""
+        mini_batch = self.collator(experience.__getitems__(share))
+        if self.device.type != "cuda":
+            return mini_batch
+        with torch.cuda.device(self.device):  # page-locked memory belongs to a device, threads start with the first
+            return mini_batch.pin_memory()
+
     def score(
         self, asked: ScoringPass, samples: Mapping[int, Sample], sampler: BalancedSampler
     ) -> dict[str, dict[int, Tensor]]:
@@ -470,15 +479,17 @@ class ExperienceMaker:
                 for micro_batch, positions in zip(mini_batch.micro_batches, given, strict=True):
                     outputs = forward(micro_batch.to(self.device), **asked.options)
                     for said, so_far in parts.items():
-                        so_far.append(getattr(outputs, said).cpu())
+                        so_far.append(getattr(outputs, said))
                     places.append(positions)
+        # After the last pass: reading a result off a device waits for it.
+        on_host = {said: [row.cpu() for row in rows] for said, rows in parts.items()}
         return {
             said: {
                 p: r
                 for row, at in zip(rows if sequence is None else sequence.gather_slices(rows), places, strict=True)
                 for p, r in _by_sample(row, at, samples).items()
             }
-            for said, rows in parts.items()
+            for said, rows in on_host.items()
         }
 
 

@@ -582,7 +582,6 @@ def quieten() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
     for advice in (
-        ".*does not have many workers.*",  # batches are built in microseconds
         ".*module.s. in eval mode at the start.*",  # a reference model is meant to be
         ".*is_gradient_checkpointing. is deprecated.*",  # peft 0.21 on transformers 5.24
         ".*isinstance.treespec, LeafSpec.*",  # Lightning 2.6 on torch 2.13

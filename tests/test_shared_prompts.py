@@ -85,3 +85,11 @@ def test_ranks_change_nothing():
     expected = train_on(0, ROWS, PLAIN, algorithm=EVERYTHING)
     for got in run_on_ranks(2, partial(train_on, rows=ROWS, config=shared("budget 60"), algorithm=EVERYTHING)):
         assert_same_training(got, expected)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="half precision on CUDA takes another way through attention")
+@torch.no_grad()
+def test_on_cuda_log_probabilities_are_the_same():
+    policy = tiny_policy(precision="bf16-mixed").eval().cuda()
+    plain, less = (policy(pack_rows(ROWS, TOTALS, share_prompts=s).to("cuda")) for s in (False, True))
+    torch.testing.assert_close(less.logprob, plain.logprob, rtol=0, atol=0.1)

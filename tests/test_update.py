@@ -12,8 +12,9 @@ import torch
 
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.types import MiniBatch
+from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
-from rlmodule.objective import AlgorithmConfig
+from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import (
@@ -171,3 +172,21 @@ def test_update_leaves_the_mode_of_the_model_as_it_was():
     stepper(mini_batch)
     assert not stepper.policy.training
     assert all(p.grad is None for p in stepper.policy.parameters()), "gradients are gone before the next iteration"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a device can be waited for")
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_no_micro_step_waits_for_the_device(share_prompts):
+    """Forward, loss, backward and metrics are queued without a look at a result; the norm is read once per step."""
+    policy = tiny_policy(precision="bf16-mixed").cuda()
+    objective = Objective(PPOClip(), EVERYTHING)
+    [mini_batch] = share_rows(ROWS, BatchingConfig(mini_batch_size=12, share_prompts=share_prompts))
+    for mode in ("default", "error"):  # the first pass loads kernels
+        for micro_batch in mini_batch.to("cuda").micro_batches:
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                share = objective.over(micro_batch, mini_batch.totals)
+                policy(micro_batch, objective=share).backward()
+                assert share.metrics
+            finally:
+                torch.cuda.set_sync_debug_mode("default")

@@ -183,10 +183,15 @@ class BalancedSampler(Sampler[RankShare]):
     def __iter__(self) -> Iterator[RankShare]:
         if self.consumed >= len(self):
             self.consumed = 0
-        trains = [one.trains for one, plans in zip(self._passes, self._plans, strict=True) for _ in plans]
-        for share, names in list(zip(self.shares(self.plans), trains, strict=True))[self.consumed :]:
+        for share in self.remaining():
             self.consumed += 1
-            yield replace(share, trains=names)
+            yield share
+
+    def remaining(self) -> list[RankShare]:
+        """What is still to be handed out; once all was, the whole again."""
+        trains = [one.trains for one, plans in zip(self._passes, self._plans, strict=True) for _ in plans]
+        shares = [replace(s, trains=names) for s, names in zip(self.shares(self.plans), trains, strict=True)]
+        return shares[self.consumed % max(len(self), 1) :]
 
     def state_dict(self) -> dict[str, int]:
         """Iteration and mini-batches handed out so far."""

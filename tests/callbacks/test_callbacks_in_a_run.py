@@ -26,7 +26,6 @@ PER_RUN = ("timing_s/", "cpu_s/", "perf/")  # differ from run to run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),  # Lightning 2.6 on torch 2.13
-    pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:Found .* in eval mode"),
     pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated"),
 ]
