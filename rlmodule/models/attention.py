@@ -18,6 +18,7 @@ from rlmodule.core.contract import SequenceRanks
 from rlmodule.ops.attention import SegmentBuckets, packed_attention, ragged_decode_attention
 
 ATTENTION = "rlmodule"
+LEFT_TO_THE_MASK = "left to the mask"  # a window that the model's attention was not given, and did not say is absent
 
 
 def attention_forward(
@@ -27,7 +28,7 @@ def attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | str | None = LEFT_TO_THE_MASK,
     softcap: float | None = None,
     segments: SegmentBuckets | None = None,
     sequence: SequenceRanks | None = None,
@@ -43,25 +44,36 @@ def attention_forward(
     Dropout is ignored on purpose: the update pass must see the same network as the pass that gave the old log-probs.
     """
     assert attention_mask is None, "packed and ragged attention take no mask"
-    assert s_aux is None, "attention sinks are not supported"
+    window = _window_of(module) if isinstance(sliding_window, str) else sliding_window
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if segments is not None:
         if sequence is not None:
             query, key, value = sequence.scatter_heads(query, key, value)
+            s_aux = None if s_aux is None else s_aux.chunk(sequence.size)[sequence.rank]
         out = packed_attention(
             query,
             key,
             value,
             segments,
             scale,
-            sliding_window=sliding_window,
+            sliding_window=window,
             softcap=softcap,
+            sinks=s_aux,
         )
         return out if sequence is None else sequence.gather_heads(out), None
     assert key_lengths is not None, "a forward pass says how its row is cut: segments= or key_lengths="
     return ragged_decode_attention(
-        query, key, value, key_lengths, scale, sliding_window=sliding_window, softcap=softcap
+        query, key, value, key_lengths, scale, sliding_window=window, softcap=softcap, sinks=s_aux
     ), None
+
+
+def _window_of(module: nn.Module) -> int | None:
+    """The window of a layer whose family leaves it to the mask and hands none to its attention (Qwen2-MoE)."""
+    config: Any = module.config
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
 
 
 AttentionInterface.register(ATTENTION, attention_forward)

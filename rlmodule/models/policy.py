@@ -40,6 +40,7 @@ from rlmodule.ops.head import linear_logprobs, linear_loss
 PRECISIONS: Mapping[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16}
 NO_VALUE, SHARED, SEPARATE = "none", "shared", "separate"
 VALUES = (NO_VALUE, SHARED, SEPARATE)
+DRAWN_IN_TRAINING = {"phimoe"}  # families whose train mode samples where their eval mode chooses
 PACKED_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers that can be told where a sample ends
 
 
@@ -105,8 +106,21 @@ def load_model_config(config: ModelConfig, section: str = "model") -> PreTrained
     ``section`` of the configuration it is named in, for errors.
 
     Raises:
-        ConfigError: nothing there, or an unknown architecture.
+        ConfigError: nothing there, an unknown architecture, or one that cannot be trained here.
     """
+    found = _described(config, section)
+    if found.model_type in DRAWN_IN_TRAINING:
+        raise ConfigError(
+            key=f"{section}.path" if config.path else f"{section}.architecture.model_type",
+            got=config.path or found.model_type,
+            because=f"{found.model_type} draws its experts at random while it trains, so the update would see another "
+            "network than the one that gave the old log-probabilities",
+            fix="Choose another model",
+        )
+    return found
+
+
+def _described(config: ModelConfig, section: str) -> PreTrainedConfig:
     if config.path is not None:
         try:
             return AutoConfig.from_pretrained(base_of(config.path), trust_remote_code=config.trust_remote_code)
@@ -427,7 +441,7 @@ class HeadScaling:
 
 
 def silence_dropout(model: nn.Module) -> None:
-    """Set every dropout of ``model`` to 0, module or functional, and leave its configuration (and its export) as it is.
+    """Set every dropout and jitter of ``model`` to 0, module or functional; its configuration (and its export) stays.
 
     eval() would do too, but it also switches off activation checkpointing.
     """
@@ -435,7 +449,7 @@ def silence_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
+            if ("dropout" in name or "jitter" in name) and isinstance(value, float):
                 setattr(module, name, 0.0)
 
 

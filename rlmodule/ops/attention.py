@@ -7,7 +7,7 @@ needed, and nothing of another segment, not even a NaN, can get in.
 
 A segment may go on from another one, its prefix: its tokens see all of the prefix, and the prefix is computed once for
 all segments that go on from it (responses to one prompt). Its keys are then those of the prefix and its own, gathered.
-Leaves out rotary positions, attention sinks, and the exchange of heads between sequence ranks.
+Leaves out rotary positions, and the exchange of heads between sequence ranks.
 
 ``S`` segments, ``Hq`` query heads, ``Hkv`` key/value heads (Hq a multiple of Hkv), ``D`` head size, ``C`` slots of a KV
 buffer.
@@ -211,6 +211,7 @@ def packed_attention(
     *,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of every segment of one packed row to its prefix and itself; differentiable.
 
@@ -221,6 +222,8 @@ def packed_attention(
         scaling: factor on query-key products.
         sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None for all before it.
         softcap: products become ``softcap * tanh(products / softcap)``, or None.
+        sinks: [Hq] a product that each head adds to every token's softmax and whose share then goes nowhere (learned
+            sinks, arXiv:2309.17453 section 3.3), or None.
 
     Returns:
         [1, T, Hq, D], dtype of ``query``.
@@ -230,7 +233,7 @@ def packed_attention(
     assert query.shape[1] % key.shape[1] == 0, f"{query.shape[1]} query heads on {key.shape[1]} key/value heads"
     # Token-major [T, heads, D]: what a kernel of variable length reads, and what one row gather moves whole.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if softcap is None and _kernel_runs_on(query):
+    if softcap is None and sinks is None and _kernel_runs_on(query):
         return _kernel_attention(q, k, v, segments.end_to_end, scaling, sliding_window).unsqueeze(0)
 
     layout = segments.side_by_side
@@ -245,7 +248,9 @@ def packed_attention(
         side_by_side = (
             x.reshape(bucket.rows, -1, *x.shape[1:]).transpose(1, 2) for x in parts
         )  # [rows, heads, length, D]
-        done = _causal_attention(*side_by_side, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+        done = _causal_attention(
+            *side_by_side, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks
+        )
         outputs.append(done.transpose(1, 2).flatten(0, 1))
     padded = torch.cat(outputs) if outputs else q  # [P, Hq, D]
     return padded.index_select(0, layout.target).unsqueeze(0)
@@ -274,21 +279,29 @@ def _kernel_attention(
 
 
 def _causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """[rows, Hq, Q, D] on [rows, Hkv, K, D], the last query on the last key.
 
     A mask [Q, K] only where there are more keys than queries, or the window is shorter than K.
     """
     queries, keys = query.shape[2], key.shape[2]
-    mask = None
-    if softcap is not None or queries < keys or (sliding_window is not None and keys > sliding_window):
+    mask, is_written_out = None, softcap is not None or sinks is not None
+    if is_written_out or queries < keys or (sliding_window is not None and keys > sliding_window):
         step = torch.arange(keys, device=query.device)
         distance = step[keys - queries :].unsqueeze(1) - step  # [Q, K] how far back the key is
         mask = (distance >= 0) & (distance < (sliding_window or keys))
-    if softcap is not None:
+    if is_written_out:
         assert mask is not None
-        return _capped_attention(query, key, value, mask, scaling, softcap)
+        shares = None if sinks is None else sinks.view(-1, 1, 1)
+        return _written_out_attention(query, key, value, mask, scaling, softcap, shares)
     return functional.scaled_dot_product_attention(
         query,
         key,
@@ -300,15 +313,27 @@ def _causal_attention(
     )
 
 
-def _capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float
+def _written_out_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention written out, for a cap that no fused kernel knows; softmax in float32 or better."""
+    """For a cap or for sinks (as wide as [rows, heads, queries, 1]), which no fused kernel knows here; softmax in
+    float32 or better."""
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    products = softcap * torch.tanh(query @ key.transpose(-1, -2) * (scaling / softcap))
+    products = query @ key.transpose(-1, -2) * (scaling if softcap is None else scaling / softcap)
+    if softcap is not None:
+        products = softcap * torch.tanh(products)
     wide = torch.promote_types(products.dtype, torch.float32)
-    probability = products.to(wide).masked_fill(~mask, -torch.inf).softmax(-1).to(value.dtype)
+    products = products.to(wide).masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        products = torch.cat([products, sinks.to(wide).expand(*products.shape[:-1], 1)], -1)
+    probability = products.softmax(-1)[..., : key.shape[2]].to(value.dtype)
     return probability @ value
 
 
@@ -332,6 +357,7 @@ def ragged_decode_attention(
     scaling: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """One new token per row against a KV buffer of which each row uses a part.
 
@@ -342,7 +368,7 @@ def ragged_decode_attention(
         lengths: [B] int64, at least 1.
         scaling: factor on query-key products.
         sliding_window: the newest entries a token sees, its own included; None for all.
-        softcap: as in ``packed_attention``.
+        softcap, sinks: as in ``packed_attention``.
 
     Returns:
         [B, 1, Hq, D], dtype of ``query``.
@@ -357,8 +383,9 @@ def ragged_decode_attention(
     mask = mask[:, None, None, :]
     # Query heads that share a key/value head become its query positions, so keys and values are not repeated.
     grouped = query.reshape(batch, key.shape[1], num_heads // key.shape[1], size)
-    if softcap is not None:
-        out = _capped_attention(grouped, key, value, mask, scaling, softcap)
+    if softcap is not None or sinks is not None:
+        shares = None if sinks is None else sinks.view(key.shape[1], -1, 1)
+        out = _written_out_attention(grouped, key, value, mask, scaling, softcap, shares)
     else:
         out = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, 1, num_heads, size)

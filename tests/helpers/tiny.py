@@ -52,7 +52,8 @@ _SMALL = {
     "max_position_embeddings": POSITIONS,
 }
 
-# One of each kind: rotary, tied, with biases, windowed, capped, scaled, with experts, with absolute positions.
+# One of each kind: rotary, tied, with biases, windowed (by its attention or by its mask), capped, scaled, with experts,
+# with attention sinks, with absolute positions.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {**_SMALL, "head_dim": 8, "tie_word_embeddings": True},
     "qwen2": {**_SMALL},
@@ -62,6 +63,17 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "granite": {**_SMALL, "logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
     "cohere": {**_SMALL, "logit_scale": 0.25},
     "qwen3_moe": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "qwen2_moe": {
+        **_SMALL,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 2,
+    },
+    "gpt_oss": {**_SMALL, "head_dim": 8, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {
         **_SPECIAL,
         "vocab_size": VOCABULARY,
@@ -71,12 +83,12 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "n_positions": POSITIONS,
     },
 }
-WINDOWED = ("mistral", "gemma2")
+WINDOWED = ("mistral", "gemma2", "qwen2_moe", "gpt_oss")
 
 
 def architecture(family: str = "qwen3", **changes: Any) -> dict[str, Any]:
     """What ``ModelConfig.architecture`` wants."""
-    return {"model_type": family, **FAMILIES[family], **changes}
+    return {"model_type": family, **FAMILIES.get(family, _SMALL), **changes}
 
 
 def tiny_policy(

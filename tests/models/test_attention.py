@@ -100,15 +100,13 @@ def test_the_cache_reports_what_transformers_asks():
 
 
 def test_attention_refuses_what_it_would_get_wrong():
-    """A mask or a sink that nobody applies would be a silent error."""
+    """A mask that nobody applies would be a silent error."""
     module, x = torch.nn.Module(), torch.zeros(1, 2, 3, 4)
     segments = SegmentBuckets.from_cu_seqlens(torch.tensor([0, 3], dtype=torch.int32))
     with pytest.raises(AssertionError, match="take no mask"):
         attention_forward(module, x, x, x, torch.ones(3, 3), segments=segments)
-    with pytest.raises(AssertionError, match="sinks"):
-        attention_forward(module, x, x, x, None, segments=segments, s_aux=torch.zeros(2))
     with pytest.raises(AssertionError, match="how its row is cut"):
-        attention_forward(module, x, x, x, None)
+        attention_forward(module, x, x, x, None, sliding_window=None)
 
 
 def test_the_attention_is_on_offer_under_one_name():
@@ -121,8 +119,10 @@ def test_dropout_is_not_applied_in_attention():
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(1, 2, 3, 4, generator=rng)
     segments = SegmentBuckets.from_cu_seqlens(torch.tensor([0, 3], dtype=torch.int32))
-    plain, _ = attention_forward(torch.nn.Module(), x, x, x, None, segments=segments)
-    dropped, _ = attention_forward(torch.nn.Module(), x, x, x, None, segments=segments, dropout=0.9)
+    plain, _ = attention_forward(torch.nn.Module(), x, x, x, None, sliding_window=None, segments=segments)
+    dropped, _ = attention_forward(
+        torch.nn.Module(), x, x, x, None, sliding_window=None, segments=segments, dropout=0.9
+    )
     assert torch.equal(plain, dropped)
 
 

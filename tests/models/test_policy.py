@@ -190,6 +190,12 @@ def test_dropout_is_silenced_in_modules_and_in_attention_and_kept_in_the_configu
     assert policy.lm.config.resid_pdrop == 0.5
 
 
+def test_the_jitter_of_routers_is_silenced_too():
+    policy = tiny_policy("mixtral", router_jitter_noise=0.5).train()
+    batch = pack_rows(ROWS, TOTALS)
+    assert torch.equal(policy(batch).logprob, policy(batch).logprob)
+
+
 def test_silencing_dropout_leaves_a_module_in_train_mode():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)).train()
     silence_dropout(model)
@@ -208,6 +214,9 @@ def test_the_shape_of_a_model_is_read_off_its_configuration():
         "mistral": ModelShape(**small, intermediate_size=48, sliding_window=4, num_windowed_layers=2),
         "gemma2": ModelShape(**small, intermediate_size=48, sliding_window=4, num_windowed_layers=1),
         "qwen3_moe": ModelShape(**small, intermediate_size=24, num_experts_per_token=2),
+        "qwen2_moe": ModelShape(
+            **small, intermediate_size=24, num_experts_per_token=2, sliding_window=4, num_windowed_layers=1
+        ),
         "gpt2": ModelShape(**{**small, "num_kv_heads": 4}, intermediate_size=128),
     }
     for family, shape in expected.items():
@@ -227,9 +236,10 @@ def test_the_shape_of_a_model_is_read_off_its_configuration():
             "Did you mean hidden_size",
         ),
         ({"path": "/nowhere/at/all"}, "model.path", "/nowhere/at/all"),
+        ({"architecture": {"model_type": "phimoe"}}, "model.architecture.model_type", "draws its experts at random"),
     ],
 )
-def test_a_model_that_does_not_exist_is_named(config, key, says):
+def test_a_model_that_does_not_exist_or_cannot_be_trained_is_named(config, key, says):
     with pytest.raises(ConfigError) as caught:
         load_model_config(ModelConfig(**config))
     assert caught.value.key == key

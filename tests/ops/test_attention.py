@@ -39,7 +39,7 @@ def draw(lengths, heads=4, kv_heads=2, dtype=torch.float32, seed=0):
     ]
 
 
-def one_segment(query, key, value, sliding_window=None, softcap=None):
+def one_segment(query, key, value, sliding_window=None, softcap=None, sinks=None):
     """[heads, L, D] attention by its definition, one query at a time, in float64; returns [L, heads, D]."""
     repeats = query.shape[0] // key.shape[0]
     query, key, value = (
@@ -53,7 +53,9 @@ def one_segment(query, key, value, sliding_window=None, softcap=None):
         products = torch.einsum("hd,hsd->hs", query[:, t], key[:, first : t + 1]) * SCALING
         if softcap is not None:
             products = softcap * torch.tanh(products / softcap)
-        out.append(torch.einsum("hs,hsd->hd", products.softmax(-1), value[:, first : t + 1]))
+        weights = products.exp()
+        total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None])
+        out.append(torch.einsum("hs,hsd->hd", weights / total, value[:, first : t + 1]))
     return torch.stack(out)
 
 
@@ -269,6 +271,24 @@ def test_decoding_one_token_is_the_last_row_of_the_whole_segment(options, heads,
     for row, length in enumerate(lengths):
         key[row, :, length:], value[row, :, length:] = -1e3, 1e3
     assert torch.equal(ragged_decode_attention(query, key, value, torch.tensor(lengths), SCALING, **options), out)
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"softcap": 0.5}])
+def test_sinks_take_a_share_of_every_softmax(options):
+    """Packed, behind a shared prefix, and decoding; gradients of the sinks too."""
+    sinks = torch.tensor([-1.0, 0.0, 1.0, 3.0], dtype=torch.float64, requires_grad=True)
+    inputs = [x.requires_grad_() for x in draw(SHARED_LENGTHS, dtype=torch.float64)]
+    out = packed_attention(*inputs, segments(SHARED_LENGTHS, SHARED_PREFIX), SCALING, sinks=sinks, **options)
+    expected = by_definition_shared(inputs, sinks=sinks, **options)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    direction = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradient = torch.autograd.grad((out * direction).sum(), [*inputs, sinks])
+    by_hand = torch.autograd.grad((expected * direction).sum(), [*inputs, sinks])
+    torch.testing.assert_close(gradient, by_hand, rtol=1e-10, atol=1e-12)
+    query, key, value = draw([6], dtype=torch.float64)
+    last = ragged_decode_attention(query[:, :, -1:], key, value, torch.tensor([6]), SCALING, sinks=sinks, **options)
+    whole = one_segment(query[0], key[0], value[0], sinks=sinks, **options)
+    torch.testing.assert_close(last[0], whole[-1:], rtol=1e-12, atol=1e-12)
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="the variable-length kernel needs a CUDA device")

@@ -138,6 +138,7 @@ def join(sp_size: int) -> SequenceRanks | None:
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
 GEMMA = {"model_type": "gemma3_text", "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+SINKS = {"model_type": "gpt_oss", "sliding_window": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
 CASES: list[tuple[dict[str, Any], Objective]] = [
     ({"kv_heads": 4}, objective_of()),
     ({"kv_heads": 2}, objective_of(mode="seq-mean-token-mean")),
@@ -150,6 +151,7 @@ CASES: list[tuple[dict[str, Any], Objective]] = [
     ({"kv_heads": 2}, objective_of(GSPO(clip_ratio_low=0.3, clip_ratio_high=0.3))),
     ({"kv_heads": 2}, objective_of(GSPOToken(clip_ratio_low=0.3, clip_ratio_high=0.3))),
     ({"kv_heads": 2}, objective_of(GMPO(), mode="seq-mean-token-mean")),
+    ({"kv_heads": 2, **SINKS}, objective_of()),
 ]
 
 
