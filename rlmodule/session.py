@@ -53,7 +53,7 @@ from rlmodule.models.policy import (
     outline_policy,
     parameter_count,
 )
-from rlmodule.models.recompute import SELECTIVE
+from rlmodule.models.recompute import SELECTIVE, check_offload
 from rlmodule.models.value import build_value_model, value_config, with_value_head
 from rlmodule.module import RLModule
 from rlmodule.objective import Objective
@@ -250,6 +250,8 @@ class Session:
             check_value_model(self.settings, self.hf_config, load_model_config(self.critic_model, "critic"), layout)
         if self.settings.model.compile:
             check_compiler(self.device)
+        if self.settings.model.activation_offload:
+            check_offload(self.device)
         self.supply.check(layout)
         _ = self.val_prompts  # reading them checks them
         self.resume_from()

@@ -31,8 +31,8 @@ from rlmodule.models.attention import ATTENTION, RaggedCache, Rows
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.compiled import compile_blocks
 from rlmodule.models.lora import LoraSettings, add_adapter, base_of, is_adapter, merge_start, without_adapter
+from rlmodule.models.recompute import FULL, NONE, recompute_activations
 from rlmodule.models.recompute import MODES as RECOMPUTE_MODES
-from rlmodule.models.recompute import NONE, recompute_activations
 from rlmodule.models.weights import NotByNameError, StoredWeights, outline, stand_ins
 from rlmodule.ops.attention import SegmentBuckets
 from rlmodule.ops.head import linear_logprobs, linear_loss
@@ -54,6 +54,7 @@ class ModelConfig:
     precision: str = "32-true"  # 32-true, or bf16-mixed: fp32 weights, bf16 matmuls
     trust_remote_code: bool = False  # run model code that comes with the weights
     activation_checkpointing: str = NONE  # none, full or selective: activations made again in backward instead of kept
+    activation_offload: bool = False  # inputs of blocks wait in host memory; with activation_checkpointing=full
     compile: bool = False  # compile the blocks; for long runs on an accelerator
     lora: LoraSettings = field(default_factory=LoraSettings)  # low-rank adapters instead of every weight
     value: str = NO_VALUE  # none, shared (a head on the policy's trunk) or separate (a model of its own); PPO needs one
@@ -62,6 +63,14 @@ class ModelConfig:
         one_of("precision", self.precision, PRECISIONS)
         one_of("value", self.value, VALUES)
         one_of("activation_checkpointing", self.activation_checkpointing, RECOMPUTE_MODES)
+        if self.activation_offload and self.activation_checkpointing != FULL:
+            raise ConfigError(
+                key="activation_offload",
+                got=True,
+                because=f"with activation_checkpointing={self.activation_checkpointing} blocks keep more than their "
+                "inputs, weights that a strategy gathers among it, and all of it would travel",
+                fix="Use model.activation_checkpointing=full, or model.activation_offload=false",
+            )
         if self.compile and self.activation_checkpointing != NONE:
             raise ConfigError(
                 key="compile",
@@ -229,7 +238,7 @@ def said_of(config: ModelConfig, section: str = "model") -> Iterator[None]:
 def _policy_around(lm: PreTrainedModel, config: ModelConfig, seed: int, temperature: float) -> PolicyModel:
     """Put in what the configuration asks for, and a policy around it."""
     refuse_leaks(lm, config)
-    recompute_activations(lm, config.activation_checkpointing)
+    recompute_activations(lm, config.activation_checkpointing, offload=config.activation_offload)
     if config.lora.is_on:
         base = (
             config.path if config.path is None or not Path(config.path).is_dir() else str(Path(config.path).absolute())

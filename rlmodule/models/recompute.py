@@ -1,5 +1,7 @@
 """Activation checkpointing: what a block computed forward is thrown away and made again in backward. No number changes.
 
+What is kept, the input of each block, may wait in host memory meanwhile.
+
 Leaves out how blocks are sharded (``strategies/``) and what is computed (the model's own code).
 """
 
@@ -31,8 +33,26 @@ KEPT = {
 }
 
 
-def recompute_activations(lm: PreTrainedModel, mode: str) -> None:
+def check_offload(device: str) -> None:
+    """Refuse to bring activations into host memory where they are there already.
+
+    Raises:
+        ConfigError: the device is the CPU.
+    """
+    if device == "cpu":
+        raise ConfigError(
+            key="model.activation_offload",
+            got=True,
+            because="on a CPU activations are in host memory already",
+            fix="Use model.activation_offload=false",
+        )
+
+
+def recompute_activations(lm: PreTrainedModel, mode: str, *, offload: bool = False) -> None:
     """Make ``lm`` recompute its blocks in train mode: all of a block (full), or all but matrix products and attention.
+
+    With ``offload`` the inputs of the blocks wait in host memory. Weights never do, whatever strategy gathers them: no
+    block saves one.
 
     Raises:
         ConfigError: the model does not offer it.
@@ -49,7 +69,7 @@ def recompute_activations(lm: PreTrainedModel, mode: str) -> None:
     how: dict[str, Any] = {"use_reentrant": False}
     if mode == SELECTIVE:
         how["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_or_make_again)
-    lm.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+    lm.activation_checkpointing_enable(activation_checkpointing_kwargs=how, offload=offload)
 
 
 def _keep_or_make_again(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -176,7 +176,7 @@ def build_value_model(config: ModelConfig, *, seed: int) -> ValueModel:
         getattr(head, name).data.copy_(loaded[name])
     lm.score = head
     silence_dropout(lm)
-    recompute_activations(lm, config.activation_checkpointing)
+    recompute_activations(lm, config.activation_checkpointing, offload=config.activation_offload)
     if config.compile:
         compile_blocks(lm)
     return ValueModel(lm, compute_dtype=PRECISIONS[config.precision])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.errors import ConfigError
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import ModelConfig, build_policy
-from rlmodule.models.recompute import recompute_activations
+from rlmodule.models.recompute import check_offload, recompute_activations
 from rlmodule.objective import AlgorithmConfig, Objective
 from tests.helpers.tiny import WINDOWED, architecture, mixed_rows, share_rows, tiny_policy
 
@@ -30,10 +32,12 @@ class Count(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gradients(mode: str, family: str = "qwen3") -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, int]]:
+def gradients(
+    mode: str, family: str = "qwen3", *, offload: bool = False
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, int]]:
     """(loss, gradients, calls of each operation in forward and backward)."""
     policy = tiny_policy(family)
-    recompute_activations(policy.lm, mode)
+    recompute_activations(policy.lm, mode, offload=offload)
     policy.train()
     (mini_batch,) = share_rows(mixed_rows(), BatchingConfig())
     share = OBJECTIVE.over(mini_batch.micro_batches[0], mini_batch.totals)
@@ -62,6 +66,41 @@ def test_full_makes_everything_again_and_selective_spares_products_and_attention
     assert selective[products] == plain[products]
     attention = "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert selective[attention] == plain[attention] < full[attention]
+
+
+def without_page_locks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """Let a machine without a device offload; returns the shapes of what goes to host memory, as it goes."""
+    gone: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        gone.append(tensor.shape)
+        return tensor.clone()
+
+    hooks = partial(torch.autograd.graph.saved_tensors_hooks, pack, lambda tensor: tensor)
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", lambda **_: hooks())
+    return gone
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gpt_oss"])
+def test_offloading_moves_the_inputs_of_blocks_and_no_weight(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    gone = without_page_locks(monkeypatch)
+    loss, expected, _ = gradients("full", family)
+    assert not gone
+    again, got, _ = gradients("full", family, offload=True)
+    assert torch.equal(again, loss)
+    assert all(torch.equal(got[name], gradient) for name, gradient in expected.items())
+    hidden = [shape for shape in gone if len(shape) == 3]
+    assert hidden == [hidden[0]] * 2, "one per block: [1, T, H]"
+    assert all(len(shape) == 1 and shape[0] == 0 for shape in gone if len(shape) != 3), "and torch's own placeholder"
+
+
+def test_offloading_is_refused_where_more_would_travel_or_nothing_could() -> None:
+    for mode in ("none", "selective"):
+        with pytest.raises(ConfigError, match=r"activation_offload=True: .*Use model.activation_checkpointing=full"):
+            ModelConfig(architecture=architecture(), activation_checkpointing=mode, activation_offload=True)
+    check_offload("cuda")
+    with pytest.raises(ConfigError, match="in host memory already"):
+        check_offload("cpu")
 
 
 def test_a_configured_model_recomputes() -> None:

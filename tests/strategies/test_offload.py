@@ -8,8 +8,10 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from torch.autograd.graph import save_on_cpu
 
 from rlmodule.core.errors import ConfigError
+from rlmodule.models.policy import ModelConfig
 from rlmodule.optimizer import OptimizerConfig, build_optimizer
 from strategies.fsdp import FSDPOptions
 from strategies.fsdp2 import FSDP2Options
@@ -18,7 +20,7 @@ from strategies.parts.offload import Offloaded, OffloadOptions
 from strategies.single import SingleOptions, SingleStrategy
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import tiny_policy
-from tests.strategies.fixed_runs import FixedRun, Outcome
+from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun, Outcome
 
 BOTH = {"offload_params": True, "offload_optimizer": True}
 
@@ -221,3 +223,21 @@ def test_nothing_moves_unless_it_is_asked_for():
     policy = tiny_policy()
     offloading(policy)
     assert bytes_of(policy.parameters()) > 0
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("backend", "options"), [("fsdp", {}), ("fsdp2", {}), ("deepspeed", {"stage": 3})])
+def test_activations_in_host_memory_change_no_number_where_weights_are_gathered(monkeypatch, backend, options):
+    monkeypatch.setattr("transformers.modeling_utils.save_on_cpu", lambda **_: save_on_cpu())  # there is no device
+    plain, moved = (
+        run_on_ranks(2, lambda rank, run=run: run.fit(2, rank))
+        for run in (FixedRun(backend, options, model=recomputing(offload=offload)) for offload in (False, True))
+    )
+    for before, after in zip(plain, moved, strict=True):
+        assert after.norms == before.norms
+        assert all(np.array_equal(after.weights[name], weight) for name, weight in before.weights.items())
+
+
+def recomputing(*, offload: bool) -> ModelConfig:
+    return ModelConfig(architecture=ARCHITECTURE, activation_checkpointing="full", activation_offload=offload)
