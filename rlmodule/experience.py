@@ -35,6 +35,7 @@ from rlmodule.core.types import (
 )
 from rlmodule.objective import Objective
 from rlmodule.ops.kl import kl_per_token
+from rlmodule.reference_scores import ReferenceScores
 from rlmodule.rollout_correction import correction_weights, mismatch_metrics, mismatch_sums
 from rlmodule.shaping import KLController, first_groups, informative, overlong_charge
 from rlmodule.token_facts import ResponseTokens, gather_tokens, one_token_on, value_metrics
@@ -152,6 +153,7 @@ class ExperienceMaker:
         reference_in_policy: the reference is the policy without its adapter, and no model of its own.
         kl_controller: the price of KL in the reward, or None where it is not in the reward.
         value_model: name of the model that says values, or None where none does.
+        reference_scores: what the reference says of samples that come round again, or None where none does.
     """
 
     strategy: Strategy
@@ -163,6 +165,7 @@ class ExperienceMaker:
     reference_in_policy: bool = False
     kl_controller: KLController | None = None
     value_model: str | None = None
+    reference_scores: ReferenceScores | None = None
 
     def __call__(self, collect: Callable[[], list[ScoredSample]], watch: Stopwatch) -> Iteration:
         """Run every stage; ``collect`` gives this rank's responses and may fail, which then every rank learns."""
@@ -398,7 +401,7 @@ class ExperienceMaker:
         as_sampled = self._as_sampled(samples)
         for asked in self._passes(must_score=self._must_score(samples, as_sampled)):
             with watch.phase(asked.phase):
-                scores = self.score(asked, samples, sampler)
+                scores = self._kept_or_scored(asked, samples, sampler)
             rows = {
                 p: replace(row, **{field: scores[said][p] for field, said in asked.fields.items()})  # type: ignore[arg-type]
                 for p, row in rows.items()
@@ -408,6 +411,19 @@ class ExperienceMaker:
             with watch.phase("value"):
                 rows = self._with_next_values(rows, sampler)
         return rows
+
+    def _kept_or_scored(
+        self, asked: ScoringPass, samples: Mapping[int, Sample], sampler: BalancedSampler
+    ) -> dict[str, dict[int, Tensor]]:
+        """As ``score``; what the reference said of samples that come round again is not asked twice."""
+        kept, collectives = self.reference_scores, self.strategy.collectives
+        if kept is None or "ref_logprob" not in asked.fields:
+            return self.score(asked, samples, sampler)
+        known = kept.of(samples, collectives)
+        if known is None:
+            known = self.score(asked, samples, sampler)["logprob"]
+            kept.keep(samples, known, collectives)
+        return {"logprob": known}
 
     def _as_sampled(self, samples: Mapping[int, Sample]) -> dict[int, Tensor]:
         """Old log-probabilities that need no pass: those that samples were drawn with, where settings take them."""

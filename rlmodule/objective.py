@@ -152,7 +152,7 @@ class Objective:
     @property
     def needs_reference(self) -> bool:
         """Whether a frozen reference policy must score the samples."""
-        return self.settings.use_kl_loss or self.settings.use_kl_in_reward
+        return self.settings.use_kl_loss or self.settings.use_kl_in_reward or self.needs("ref_logprob")
 
     @property
     def needs_old_logprob(self) -> bool:
@@ -239,11 +239,13 @@ class MicroBatchObjective:
                 ref_logprob=ref_logprob,
                 over_slices=self._over_slices,
                 selected=_part_of(batch.selected, part),
+                group=batch.group,
             )
         )
         loss = policy.loss if batch.rollout_weight is None else policy.loss * batch.rollout_weight[part]  # [C]
         metrics = {"actor/pg_loss": share(loss, weight)}
         metrics |= {f"actor/{name}": per_token(value) for name, value in policy.metrics.items()}
+        metrics |= {f"actor/{name}": share(value, weight) for name, value in policy.shares.items()}
         if entropy is not None:
             metrics["actor/entropy"] = per_token(entropy)
             if settings.entropy_coeff != 0:

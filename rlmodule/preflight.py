@@ -31,6 +31,7 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     _check_groups(settings)
     _check_equal_counts(settings, layout)
     _check_kept_groups(settings)
+    _check_pairs(settings)
     _check_selection(settings, layout)
     _check_positions(settings, hf_config)
     _check_value(settings)
@@ -240,6 +241,13 @@ def _check_groups(settings: Settings) -> None:
             because="algorithm.filter_groups leaves out groups without two different rewards, so all of one",
             fix="Use rollout.n=8, or algorithm.filter_groups.enable=false",
         )
+    if settings.advantage is not None and settings.advantage.needs_baseline and not settings.algorithm.is_sampled:
+        raise ConfigError(
+            key="advantage",
+            got=type(settings.advantage).__name__,
+            because=f"it compares with the policy's own answer, and {settings.algorithm.source} are not answered anew",
+            fix="Use advantage=grpo",
+        )
     if settings.advantage is not None and settings.advantage.needs_group and settings.group_size == 1:
         raise ConfigError(
             key="rollout.n",
@@ -371,6 +379,34 @@ def check_value_model(settings: Settings, policy: PreTrainedConfig, critic: PreT
         )
     _check_positions(settings, critic)
     _check_sequence_ranks(critic, layout)
+
+
+def _check_pairs(settings: Settings) -> None:
+    """A loss that compares the two samples of a group must find both in its micro-batch."""
+    if "group" not in settings.loss.needs:
+        return
+    name = type(settings.loss).__name__
+    if settings.supply == STORED:
+        raise ConfigError(
+            key="data.rollouts",
+            got=settings.data.rollouts,
+            because=f"{name} compares the two samples of a pair, and stored groups may have any size",
+            fix="Use data.rollouts=null and algorithm.source=preferences with a file of pairs",
+        )
+    if settings.group_size != 2:
+        raise ConfigError(
+            key="algorithm.source",
+            got=settings.algorithm.source,
+            because=f"{name} compares the two samples of a pair, and {settings.group_size} samples come of one row",
+            fix="Use algorithm.source=preferences, or rollouts with rollout.n=2",
+        )
+    if not settings.batching.keep_groups:
+        raise ConfigError(
+            key="batching.keep_groups",
+            got=False,
+            because=f"{name} compares the two samples of a pair, which may then be in different micro-batches",
+            fix="Use true",
+        )
 
 
 def _check_old_logprob(settings: Settings) -> None:

@@ -59,6 +59,7 @@ from rlmodule.module import RLModule
 from rlmodule.objective import Objective
 from rlmodule.optimizer import OptimizerConfig
 from rlmodule.preflight import ModelFacts, RunPlan, check, check_layout, check_value_model, workload_of
+from rlmodule.reference_scores import ReferenceScores
 from rlmodule.run_context import RunContext
 from rlmodule.run_directory import RunDirectory
 from rlmodule.settings import Settings
@@ -496,14 +497,26 @@ class Session:
         return RLDataModule(
             self.supply.source(stream, layout, engine),
             stream,
-            partial(self.maker, objective, strategy, kl_controller=controller),
+            partial(
+                self.maker,
+                objective,
+                strategy,
+                kl_controller=controller,
+                reference_scores=None if s.algorithm.is_sampled else ReferenceScores(),
+            ),
             examine=Examination(self.val_prompts, engine, s.reward, layout) if s.reward and self.val_prompts else None,
             kl_controller=controller,
             start=start,
         )
 
     def maker(
-        self, objective: Objective, strategy: Any, iteration: int, *, kl_controller: KLController | None = None
+        self,
+        objective: Objective,
+        strategy: Any,
+        iteration: int,
+        *,
+        kl_controller: KLController | None = None,
+        reference_scores: ReferenceScores | None = None,
     ) -> ExperienceMaker:
         """Turns the samples of one iteration into mini-batches."""
         s = self.settings
@@ -536,6 +549,7 @@ class Session:
             reference_in_policy=s.model.lora.is_on,
             kl_controller=kl_controller,
             value_model=s.value_model,
+            reference_scores=reference_scores,
         )
 
 

@@ -206,12 +206,12 @@ CHANGES: Mapping[str, tuple[str, str]] = {
     "perf/tokens_per_s": ("tokens per second", ",.0f"),
     "timing_s/iteration": ("seconds per iteration", ".2f"),
 }
-CHANGES_OF_IMITATION = {"actor/loss": ("loss, nats per token", ".4f"), **CHANGES}
+CHANGES_WITHOUT_REWARD = {"actor/loss": ("loss", ".4f"), "actor/pair_accuracy": ("pairs told apart", ".3f"), **CHANGES}
 
 
 def changes(records: Sequence[Record]) -> list[Change]:
     """First and last value of the metrics a person asks about, those never seen left out."""
-    asked = CHANGES if names(records, "reward/") else CHANGES_OF_IMITATION
+    asked = CHANGES if names(records, "reward/") else CHANGES_WITHOUT_REWARD
     found = [(label, form, *first_and_last(records, metric)) for metric, (label, form) in asked.items()]
     return [
         Change(label, format(start, form), format(end, form))

@@ -25,7 +25,7 @@ from rlmodule.preflight import check_lengths, check_rollouts
 from rlmodule.settings import STORED, Settings
 from rlmodule.sources import DemonstrationSource, PreferenceSource, RolloutSource, Source, StoredSource
 
-MADE_UP_ROWS = 16384  # demonstrations or pairs drawn from a built-in task that is asked for some
+MADE_UP_DEMONSTRATIONS, MADE_UP_PAIRS = 16384, 4096  # drawn from a built-in task that is asked for some
 
 
 @dataclass(eq=False)
@@ -162,7 +162,7 @@ class Demonstrations(Written):
         """The demonstrations of a task or of files."""
         s = self.settings
         if s.task is not None:
-            return task_demonstrations(s.task, MADE_UP_ROWS, s.run.seed, s.data, self.tokenizer)
+            return task_demonstrations(s.task, MADE_UP_DEMONSTRATIONS, s.run.seed, s.data, self.tokenizer)
         return file_demonstrations(s.data, self.tokenizer, "train")
 
     @cached_property
@@ -183,7 +183,7 @@ class Preferences(Written):
         """The pairs of a task or of files."""
         s = self.settings
         if s.task is not None:
-            return task_preferences(s.task, MADE_UP_ROWS, s.run.seed, s.data, self.tokenizer)
+            return task_preferences(s.task, MADE_UP_PAIRS, s.run.seed, s.data, self.tokenizer)
         return file_preferences(s.data, self.tokenizer)
 
     @cached_property

@@ -33,8 +33,18 @@ MENU = {name: SETTINGS.get(name, LOSSES.get(name)()) for name in LOSSES.names()}
 
 
 def train_each(rank, names, config):
-    """Two optimizer steps, two passes over one mini-batch, with each loss."""
-    return {name: train_on(rank, ROWS, config, epochs=2, loss=MENU[name], algorithm=ALGORITHM) for name in names}
+    """Two optimizer steps, two passes over one mini-batch, with each loss; rows are in groups of two."""
+    return {
+        name: train_on(
+            rank,
+            ROWS,
+            replace(config, keep_groups="group" in MENU[name].needs),
+            epochs=2,
+            loss=MENU[name],
+            algorithm=ALGORITHM,
+        )
+        for name in names
+    }
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlmodule.batching.membership import numbered_by_appearance
 from rlmodule.batching.sampler import RankShare
 from rlmodule.core.types import ExperienceRow, MicroBatch, MiniBatch, Prompt, Sample, StepTotals
 
@@ -96,6 +97,7 @@ def pack_rows(
         max_length=int(lengths.max()),
         prefix=torch.tensor([s.prefix for s in segments]) if len(segments) > len(samples) else None,
         sample_id=torch.tensor([s.sample_id for s in samples]),
+        group=torch.from_numpy(numbered_by_appearance(np.array([s.group_id for s in samples]))),
         positions=positions,
         **{name: _loss_tokens_of([getattr(row, name) for row in rows], masks) for name in OF_LOSS_TOKENS},  # type: ignore[arg-type]
     )
@@ -166,6 +168,7 @@ def pad_to_multiple(batch: MicroBatch, multiple: int, pad_token_id: int) -> Micr
         group_tokens=torch.cat([batch.group_tokens, zero]),
         sample_id=None if batch.sample_id is None else torch.cat([batch.sample_id, zero - 1]),
         prefix=None if batch.prefix is None else torch.cat([batch.prefix, zero - 1]),
+        group=None if batch.group is None else torch.cat([batch.group, batch.group.max()[None] + 1]),
         max_length=max(batch.max_length, missing),
     )
 

@@ -243,7 +243,8 @@ class Strategy(Protocol):
 class Loss(Protocol):
     """A policy loss: loss tokens in, per-token loss out. Frozen dataclass whose fields are its config keys.
 
-    ``needs`` names the optional fields of LossInputs that the loss reads; whoever calls it provides them.
+    ``needs`` names the optional fields of LossInputs that the loss reads; whoever calls it provides them. One that
+    reads ``group`` gets pairs: groups of two samples, whole in their micro-batch.
     ``whole_sequences`` says that the loss of one token depends on other tokens of its sequence: such a loss is given
     all tokens of a micro-batch at once, any other may get them in consecutive chunks.
     ``zero_at_zero_advantage`` promises that a sample whose advantage is 0 on every token has a gradient of exactly 0

@@ -220,6 +220,7 @@ class MicroBatch:
         max_length: tokens of the longest segment.
         prefix: [S] int64, segment that each segment goes on from, -1 for none; stays on the host. None where none does.
         sample_id: [B] int64, -1 for fillers and padding segments.
+        group: [B] int64, groups of the samples numbered from 0; fillers and padding segments are groups of their own.
         selected: [N] bool, tokens that the loss picked out of the whole mini-batch, None where it picks none.
         positions: place of each sample in the experience; shorter than B when fillers or padding segments are present.
     """
@@ -241,6 +242,7 @@ class MicroBatch:
     old_value: Tensor | None = None
     returns: Tensor | None = None
     sample_id: Tensor | None = None
+    group: Tensor | None = None
     selected: Tensor | None = None
     positions: tuple[int, ...] = ()
 
@@ -295,6 +297,7 @@ class LossInputs:
         advantage: [N] float32.
         ref_logprob: [N] float32 under the reference policy.
         selected: [N] bool, tokens that the loss itself picked out of the whole mini-batch.
+        group: [B] int64, groups of the samples numbered from 0, each of them whole.
         over_slices: adds up a tensor over the ranks that share a row; the tensor itself where no row is cut; None for
             a loss that does not say ``whole_sequences`` and may be given a part of its sequences.
     """
@@ -306,15 +309,16 @@ class LossInputs:
     advantage: Tensor | None = None
     ref_logprob: Tensor | None = None
     selected: Tensor | None = None
+    group: Tensor | None = None
     over_slices: Callable[[Tensor], Tensor] | None = itself
 
     def sum_per_sequence(self, value: Tensor) -> Tensor:
-        """[N] -> [B] sum over ALL loss tokens of each sample, those on other sequence ranks included; differentiable.
+        """[N, ...] -> [B, ...] sum over ALL loss tokens of each sample, on other sequence ranks too; differentiable.
 
         A loss that looks at whole sequences gets its sums here and nowhere else: its own tokens may be a slice.
         """
         assert self.over_slices is not None, "a loss that adds up sequences says whole_sequences = True"
-        sums = torch.zeros(len(self.loss_tokens), dtype=value.dtype, device=value.device)
+        sums = torch.zeros(len(self.loss_tokens), *value.shape[1:], dtype=value.dtype, device=value.device)
         return self.over_slices(sums.index_add(0, self.sequence, value))
 
     def mean_per_sequence(self, value: Tensor) -> Tensor:
@@ -337,10 +341,12 @@ class TokenLoss:
     Args:
         loss: [N] float32.
         metrics: name -> [N] tensor, logged as its mean over the loss tokens of the whole mini-batch.
+        shares: name -> [N] tensor, logged as the loss is aggregated: with the weights of ``loss_agg_mode``.
     """
 
     loss: Tensor
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    shares: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -57,11 +57,13 @@ class Outcome:
 def session_for(session: Session, layout: ParityLayout) -> Session:
     """The user's session, cut like this, on the fixed rollouts."""
     s, config = session.settings, session.settings.parity
+    # Two of the longest samples, or of the longest pairs.
+    budget = 2 * config.longest * (2 if s.batching.keep_groups else 1)
     batching = replace(
         s.batching,
         mini_batch_size=config.samples_per_step,
         use_dynamic_bsz=True,
-        max_token_len_per_gpu=int(2 * config.longest * layout.budget),
+        max_token_len_per_gpu=int(budget * layout.budget),
         shuffle=False,
         equal_counts=False,
         share_prompts=False,

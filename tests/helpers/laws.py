@@ -24,6 +24,8 @@ CUTS = (
     [[5, 0], [], [4, 3, 1], [2]],
     [[4], [0, 1, 2, 3, 5]],
 )
+# For losses that read ``group``, which is whole in its micro-batch.
+CUTS_BETWEEN_GROUPS = ([[0, 1, 2, 3, 4, 5]], [[0, 1], [2, 3, 4], [5]], [[5, 1, 0], [], [4, 3, 2]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +92,8 @@ class Rollouts:
         """What a loss sees of these sequences; ``logprob`` replaces that of the whole mini-batch, for gradients."""
         at = self.tokens_of(rows)
         where = lay_out([self.lengths[r] for r in rows], [self.groups[r] for r in rows], self.totals)
+        groups = [self.groups[r] for r in rows]
+        number = {group: i for i, group in enumerate(dict.fromkeys(groups))}
         return LossInputs(
             logprob=(self.logprob if logprob is None else logprob)[at],
             sequence=where.sequence,
@@ -98,6 +102,7 @@ class Rollouts:
             advantage=self.advantage[at],
             ref_logprob=self.ref_logprob[at],
             selected=self.selected[at],
+            group=torch.tensor([number[group] for group in groups], dtype=torch.int64),
         )
 
     def weights(self, rows: Sequence[int], mode: str) -> Tensor:
@@ -133,7 +138,7 @@ def rollouts(seed: int = 0, drift: float = 0.5) -> Rollouts:
 def _optimised(
     loss: Loss, data: Rollouts, cut: Sequence[Sequence[int]], mode: str
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Loss of the step, its gradient [N] and the sum of each metric, with the mini-batch cut like this."""
+    """Loss of the step, its gradient [N] and what adds up of each metric, with the mini-batch cut like this."""
     logprob = data.logprob.clone().requires_grad_()
     value = torch.zeros((), dtype=torch.float64)
     metrics: dict[str, Tensor] = {}
@@ -144,6 +149,8 @@ def _optimised(
         value += part.detach()
         for name, metric in out.metrics.items():
             metrics[name] = metrics.get(name, torch.zeros(())) + metric.double().sum()
+        for name, metric in out.shares.items():
+            metrics[name] = metrics.get(name, torch.zeros(())) + (metric.double() * data.weights(rows, mode)).sum()
     assert logprob.grad is not None
     return value, logprob.grad, metrics
 
@@ -151,9 +158,10 @@ def _optimised(
 def check_loss_does_not_depend_on_the_cut(loss: Loss) -> None:
     """Loss, gradient and metrics are those of the uncut mini-batch, in every aggregation mode; empty parts are fine."""
     data = rollouts()
+    whole, *cuts = CUTS_BETWEEN_GROUPS if "group" in loss.needs else CUTS
     for mode in MODES:
-        value, gradient, metrics = _optimised(loss, data, CUTS[0], mode)
-        for cut in CUTS[1:]:
+        value, gradient, metrics = _optimised(loss, data, whole, mode)
+        for cut in cuts:
             other_value, other_gradient, other_metrics = _optimised(loss, data, cut, mode)
             torch.testing.assert_close(other_value, value, rtol=1e-9, atol=1e-12)
             torch.testing.assert_close(other_gradient, gradient, rtol=1e-9, atol=1e-12)
@@ -200,7 +208,7 @@ def check_no_gradient_without_advantage(loss: Loss, drift: float = 0.5) -> None:
 
 def check_loss_reads_only_what_it_names(loss: Loss) -> None:
     """``needs`` is the truth: with everything else absent the loss is the same."""
-    optional = {"old_logprob", "advantage", "ref_logprob", "selected"}
+    optional = {"old_logprob", "advantage", "ref_logprob", "selected", "group"}
     assert loss.needs <= optional, f"{loss.needs - optional} is no optional field of LossInputs"
     full = rollouts().inputs(range(len(LENGTHS)))
     lean = replace(full, **dict.fromkeys(optional - loss.needs))
@@ -215,7 +223,7 @@ def check_loss_describes_tokens(loss: Loss) -> None:
         out = loss(x)
         assert out.loss.shape == x.logprob.shape
         assert out.loss.requires_grad, "the loss lost its graph"
-        for name, metric in out.metrics.items():
+        for name, metric in {**out.metrics, **out.shares}.items():
             assert metric.shape == x.logprob.shape, name
             assert not metric.requires_grad, f"metric {name} carries a graph"
 

@@ -15,10 +15,6 @@ def loss(request):
     return LOSSES.get(request.param)()
 
 
-def test_the_menu_is_the_folder():
-    assert {"ppo_clip", "sft"} <= set(NAMES)
-
-
 def test_a_loss_is_a_frozen_dataclass_with_defaults(loss):
     assert dataclasses.is_dataclass(loss)
     assert type(loss).__dataclass_params__.frozen

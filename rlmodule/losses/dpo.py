@@ -1,0 +1,47 @@
+"""Learning from pairs without a reward model: the policy's own log-ratios are the rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.nn.functional import softplus
+
+from rlmodule.core.config import at_least, at_most, more_than
+from rlmodule.core.types import LossInputs, TokenLoss
+from rlmodule.losses import LOSSES
+from rlmodule.ops.pairs import log_ratios_of_pairs, loss_of_pairs
+
+
+@LOSSES.register
+@dataclass(frozen=True)
+class DPO:
+    """Direct preference optimisation (arXiv:2305.18290), with the smoothed labels of conservative DPO.
+
+    With h = beta * (log-ratio of the chosen response to the reference - that of the rejected one), the loss of a pair
+    is ``-(1 - s) log sigmoid(h) - s log sigmoid(-h)``, s being ``label_smoothing``. It stands on every token of the
+    pair: under ``prompt-mean`` the loss of a step is the mean over its pairs. A pair whose advantages are 0 (equal
+    rewards, where the policy answers itself) has no gradient.
+
+    Metrics, means over pairs: ``chosen_reward``, ``rejected_reward`` (beta times the log-ratio), ``reward_margin``,
+    ``pair_accuracy``.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"advantage", "ref_logprob", "group"})
+    whole_sequences: ClassVar[bool] = True
+    zero_at_zero_advantage: ClassVar[bool] = False
+
+    beta: float = 0.5  # reward of a nat; larger keeps the policy closer to the reference
+    label_smoothing: float = 0.0  # share of pairs whose two responses are taken to be mixed up
+
+    def __post_init__(self) -> None:
+        more_than("beta", self.beta, 0)
+        at_least("label_smoothing", self.label_smoothing, 0)
+        at_most("label_smoothing", self.label_smoothing, 0.5)
+
+    def __call__(self, x: LossInputs) -> TokenLoss:
+        """[N] loss tokens of whole pairs -> [N] losses and metrics."""
+        log_ratios = log_ratios_of_pairs(x)
+        margin = self.beta * (log_ratios[:, 0] - log_ratios[:, 1])  # [B]
+        loss = (1 - self.label_smoothing) * softplus(-margin) + self.label_smoothing * softplus(margin)
+        return loss_of_pairs(x, loss, log_ratios, self.beta)

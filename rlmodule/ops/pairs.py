@@ -1,0 +1,60 @@
+"""Pairs of sequences: how much more likely the chosen and the rejected one became than under the reference.
+
+A pair is a group of one sequence with a positive advantage, the chosen one, and one with a negative advantage, the
+rejected one. It must be whole in its micro-batch; its sequences may be cut over ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlmodule.core.types import LossInputs, TokenLoss
+
+
+def log_ratios_of_pairs(x: LossInputs, *, per_token: bool = False) -> Tensor:
+    """[N] loss tokens -> [B, 2] sum of logprob - ref_logprob over the chosen and the rejected sequence of each group.
+
+    Args:
+        x: needs ``ref_logprob``, ``advantage``, of which the sign counts, and ``group``.
+        per_token: means over the tokens of a sequence instead of sums.
+
+    Returns:
+        Nats; the first G rows are the groups, by number, the others are 0.
+    """
+    assert x.ref_logprob is not None, "pairs are compared with ref_logprob"
+    assert x.advantage is not None, "the advantage says which sequence was chosen"
+    assert x.group is not None, "pairs are groups"
+    log_ratio = x.logprob - x.ref_logprob
+    # Chosen and rejected in columns of their own: one sum over slices serves both.
+    sides = torch.stack([x.advantage > 0, x.advantage < 0], dim=1)  # [N, 2]
+    of_sequence = x.sum_per_sequence(torch.where(sides, log_ratio[:, None], 0.0))  # [B, 2]
+    if per_token:
+        of_sequence = of_sequence / x.loss_tokens.clamp(min=1)[:, None]
+    return torch.zeros_like(of_sequence).index_add(0, x.group, of_sequence)
+
+
+def loss_of_pairs(x: LossInputs, loss: Tensor, log_ratios: Tensor, beta: float) -> TokenLoss:
+    """The loss of each pair, given to all its tokens, and what is logged of it.
+
+    Args:
+        x: the micro-batch.
+        loss: [B] of each group.
+        log_ratios: [B, 2] from ``log_ratios_of_pairs``.
+        beta: reward of a nat.
+
+    Returns:
+        Under ``prompt-mean`` the loss of a step is the mean over its pairs, and so is every metric: ``chosen_reward``
+        and ``rejected_reward`` (beta times the log-ratio), ``reward_margin`` between them, and ``pair_accuracy``, the
+        share of pairs with a positive margin.
+    """
+    assert x.group is not None, "pairs are groups"
+    pair = x.group[x.sequence]  # [N]
+    chosen, rejected = (beta * log_ratios.detach()).unbind(1)
+    described = {
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
+        "reward_margin": chosen - rejected,
+        "pair_accuracy": (chosen > rejected).to(loss.dtype),
+    }
+    return TokenLoss(loss=loss[pair], shares={name: value[pair] for name, value in described.items()})

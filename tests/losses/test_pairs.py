@@ -1,0 +1,146 @@
+"""Losses of pairs: by hand, against plain Python, and through whole optimizer steps however the pairs are cut.
+
+That they do not depend on the cut of a made-up mini-batch is in test_loss_laws.py.
+"""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from rlmodule.batching.sampler import BatchingConfig
+from rlmodule.core.errors import ConfigError
+from rlmodule.core.types import LossInputs
+from rlmodule.losses.dpo import DPO
+from rlmodule.losses.ipo import IPO
+from rlmodule.objective import AlgorithmConfig
+from tests.helpers.laws import rollouts
+from tests.helpers.ranks import run_on_ranks
+from tests.helpers.tiny import assert_same_training, row, sample, train_on
+
+LENGTHS = ((3, 4), (3, 1), (2, 9), (2, 3), (1, 6), (1, 2), (3, 11), (3, 2))
+WHOLE = BatchingConfig(mini_batch_size=8, max_token_len_per_gpu=1000, keep_groups=True)
+CUT = replace(WHOLE, max_token_len_per_gpu=20)
+MEAN_OVER_PAIRS = AlgorithmConfig(source="preferences", loss_agg_mode="prompt-mean", log_entropy=False)
+
+
+def pairs(lengths=LENGTHS):
+    """Rows in pairs: the even ones are chosen."""
+    rows = [row(sample(i, *lengths[i], group=i // 2)) for i in range(len(lengths))]
+    return [replace(r, advantage=torch.full((lengths[i][1],), (-1.0) ** i)) for i, r in enumerate(rows)]
+
+
+def two_pairs(logprob):
+    """Responses of 2 and 1, then 1 and 2 tokens; the first of a pair is chosen, and its advantage has some size."""
+    return LossInputs(
+        logprob=logprob,
+        sequence=torch.tensor([0, 0, 1, 2, 3, 3]),
+        loss_tokens=torch.tensor([2, 1, 1, 2]),
+        advantage=torch.tensor([0.7, 0.7, -0.7, 1.0, -1.0, -1.0]),
+        ref_logprob=torch.tensor([-1.0, -2.0, -1.0, -1.0, -3.0, -1.0]),
+        group=torch.tensor([0, 0, 1, 1]),
+    )
+
+
+NOW = torch.tensor([-0.5, -1.5, -2.0, -2.0, -2.0, -1.0])
+# Log-ratios: chosen .5 + .5, rejected -1; then chosen -1, rejected 1 + 0. Their gaps: 2 and -2; of means 1.5 and -1.5.
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def test_dpo_by_hand():
+    logprob = NOW.clone().requires_grad_()
+    out = DPO(beta=0.1, label_smoothing=0.25)(two_pairs(logprob))
+    first = -0.75 * math.log(sigmoid(0.2)) - 0.25 * math.log(sigmoid(-0.2))
+    second = -0.75 * math.log(sigmoid(-0.2)) - 0.25 * math.log(sigmoid(0.2))
+    torch.testing.assert_close(out.loss.detach(), torch.tensor([first] * 3 + [second] * 3))
+    shares = {name: value.tolist() for name, value in out.shares.items()}
+    assert shares["pair_accuracy"] == [1, 1, 1, 0, 0, 0]
+    assert shares["reward_margin"] == pytest.approx([0.2] * 3 + [-0.2] * 3)
+    assert shares["chosen_reward"] == pytest.approx([0.1] * 3 + [-0.1] * 3)
+    assert shares["rejected_reward"] == pytest.approx([-0.1] * 3 + [0.1] * 3)
+    (out.loss[0] + out.loss[3]).backward()
+    # d/dh of -(1-s) log sigmoid(h) - s log sigmoid(-h) is sigmoid(h) - (1-s), times beta, and minus for the rejected.
+    pull, push = 0.1 * (sigmoid(0.2) - 0.75), 0.1 * (sigmoid(-0.2) - 0.75)
+    torch.testing.assert_close(logprob.grad, torch.tensor([pull, pull, -pull, push, -push, -push]))
+
+
+def test_ipo_by_hand():
+    logprob = NOW.clone().requires_grad_()
+    out = IPO(beta=0.25)(two_pairs(logprob))
+    torch.testing.assert_close(out.loss.detach(), torch.tensor([(1.5 - 2) ** 2] * 3 + [(-1.5 - 2) ** 2] * 3))
+    (out.loss[0] + out.loss[3]).backward()
+    first, second = 2 * (1.5 - 2), 2 * (-1.5 - 2)  # spread over the tokens of each response
+    expected = [first / 2, first / 2, -first, second, -second / 2, -second / 2]
+    torch.testing.assert_close(logprob.grad, torch.tensor(expected))
+
+
+@pytest.mark.parametrize("loss", [DPO(), DPO(label_smoothing=0.1), IPO()])
+def test_the_gradient_is_that_of_the_loss(loss):
+    data = rollouts(seed=3)
+    assert torch.autograd.gradcheck(
+        lambda logprob: loss(data.inputs(range(6), logprob)).loss, data.logprob.clone().requires_grad_(), atol=1e-6
+    )
+
+
+def test_a_pair_of_equals_has_no_gradient():
+    """Where the policy answers itself and both answers earn the same, group advantages are 0."""
+    logprob = NOW.clone().requires_grad_()
+    out = DPO()(replace(two_pairs(logprob), advantage=torch.zeros(6)))
+    out.loss.sum().backward()
+    torch.testing.assert_close(out.loss.detach(), torch.full((6,), math.log(2)))
+    assert not logprob.grad.any()
+
+
+def train_each(rank, config):
+    return [train_on(rank, pairs(), config, epochs=2, loss=loss, algorithm=MEAN_OVER_PAIRS) for loss in (DPO(), IPO())]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return train_each(0, WHOLE)
+
+
+def test_a_step_is_the_mean_over_its_pairs():
+    """A step on four pairs has the mean loss, margin and accuracy of four steps on one pair."""
+    rows = pairs()
+    [together] = train_on(0, rows, WHOLE, loss=DPO(), algorithm=MEAN_OVER_PAIRS).steps
+    apart = [
+        train_on(0, rows[i : i + 2], WHOLE, loss=DPO(), algorithm=MEAN_OVER_PAIRS).steps[0] for i in range(0, 8, 2)
+    ]
+    for name in ("pg_loss", "chosen_reward", "rejected_reward", "reward_margin", "pair_accuracy"):
+        mean = sum(step[f"actor/{name}"] for step in apart) / 4
+        assert together[f"actor/{name}"] == pytest.approx(mean, rel=1e-5, abs=1e-7), name
+
+
+def test_the_cut_changes_nothing(whole):
+    for got, expected in zip(train_each(0, CUT), whole, strict=True):
+        assert got.backward_calls > 4, "it was cut"
+        assert_same_training(got, expected)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_change_nothing(whole, world_size):
+    for rank in run_on_ranks(world_size, partial(train_each, config=CUT)):
+        for got, expected in zip(rank, whole, strict=True):
+            assert_same_training(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (partial(DPO, beta=0), "beta"),
+        (partial(DPO, label_smoothing=-0.1), "label_smoothing"),
+        (partial(DPO, label_smoothing=0.6), "label_smoothing"),
+        (partial(IPO, beta=0), "beta"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(make, key):
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert caught.value.key == key
