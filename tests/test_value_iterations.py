@@ -148,7 +148,7 @@ def test_the_value_after_the_end_is_read_at_the_last_token():
     ids = torch.cat([torch.tensor(item.prompt.ids), item.response_ids])
     model.lm.set_attn_implementation("eager")
     hidden = model.lm.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0, -1]
-    assert said_of(item, "critic")[1] == pytest.approx(float(model.lm.score(hidden[None])), rel=1e-4)
+    assert said_of(item, "critic")[1] == pytest.approx(model.lm.score(hidden[None]).item(), rel=1e-4)
 
 
 @pytest.mark.ranks

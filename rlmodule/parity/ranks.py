@@ -11,7 +11,7 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rlmodule.core.errors import RLModuleError
+from rlmodule.core.types import POLICY
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.launch import free_port
@@ -74,7 +75,14 @@ def session_for(session: Session, layout: ParityLayout) -> Session:
         algorithm=replace(s.algorithm, ppo_epochs=1),
         optimizer=replace(s.optimizer, warmup_steps=0, total_steps=None),
         trainer=replace(s.trainer, max_epochs=1, devices=str(layout.processes), num_nodes=1),
-        advantage=MadeUpAdvantage(),
+        # Values stand between reward and advantage, and are to be compared as well.
+        advantage=MadeUpAdvantage() if s.value_model is None else s.advantage,
+        critic=replace(
+            s.critic,
+            mini_batch_size=None,
+            warmup_iterations=0,
+            optimizer=replace(s.critic.optimizer, warmup_steps=0, total_steps=None),
+        ),
         backend=layout.backend,
         callbacks={},
         logger="none",
@@ -199,7 +207,7 @@ class Recorder(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All steps were taken."""
-        weights = Running.of(trainer).strategy.full_weights("policy")
+        weights = _all_weights(Running.of(trainer))
         if not self.is_first:
             for _ in weights:
                 pass
@@ -208,3 +216,11 @@ class Recorder(L.Callback):
         else:
             reference: Mapping[str, Tensor] = torch.load(self.reference, mmap=True, weights_only=True)
             self.worst_parameter, self.difference = parameter_difference(weights, reference)
+
+
+def _all_weights(running: Running) -> Iterator[tuple[str, Tensor]]:
+    """Whole weights of every model that trains; of those beside the policy under the model's name."""
+    for trainable in running.module.trainables:
+        prefix = "" if trainable.name == POLICY else f"{trainable.name}."
+        for name, tensor in running.strategy.full_weights(trainable.name):
+            yield prefix + name, tensor

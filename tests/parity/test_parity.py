@@ -67,6 +67,21 @@ def test_layouts_that_only_cut_differently_pass(tmp_path: Path) -> None:
     assert not (tmp_path / "parity_reference.pt").exists()
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("value", ["shared", "separate"])
+def test_values_are_compared_too(tmp_path: Path, value: str) -> None:
+    overrides = [
+        "algorithm=ppo",
+        f"model.value={value}",
+        "parity.layouts=[half_budget,ddp_2,ddp_2_sp2]",
+        "parity.steps=3",
+    ]
+    passed, verdicts, printed = verdicts_of(session_in(tmp_path, *overrides))
+    assert passed, printed
+    for verdict in verdicts.values():
+        assert {"actor/loss", "critic/vf_loss", "critic/vf_clip_frac"} <= set(verdict["by_metric"])
+
+
 @dataclass(frozen=True)
 class DividedByItsOwnSamples(PPOClip):
     """The planted fault: a loss that divides by what is counted in the micro-batch at hand."""
