@@ -53,13 +53,6 @@ def check_layout(settings: Settings, hf_config: PreTrainedConfig, layout: Layout
         ConfigError: names the numbers and what works.
     """
     _check_sequence_ranks(hf_config, layout)
-    if settings.model.lora.is_on and layout.tp_size > 1:
-        raise ConfigError(
-            key="model.lora.r",
-            got=settings.model.lora.r,
-            because=f"tp_size={layout.tp_size} cuts the matrices of the model itself and knows nothing of adapters",
-            fix="Use strategy.tp_size=1, or model.lora.r=0",
-        )
 
 
 def _check_sequence_ranks(hf_config: PreTrainedConfig, layout: Layout) -> None:

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.lora import LoraSettings
 from rlmodule.models.policy import ModelConfig, build_policy, save_pretrained
 from tests.helpers.memory import Allocations
 from tests.helpers.ranks import run_on_ranks
+from tests.helpers.tiny import mixed_rows, share_rows
 from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun, Outcome, relative_difference
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
@@ -77,13 +79,46 @@ def test_an_untied_head_is_read_too(tmp_path):
         assert all(np.array_equal(outcome.extra[name], tensor.numpy()) for name, tensor in expected.items())
 
 
+ADAPTED = [
+    ("fsdp", {}, 2),
+    ("fsdp2", {}, 2),
+    ("fsdp2", {"tp_size": 2}, 2),
+    ("fsdp2", {"tp_size": 2}, 4),
+    ("deepspeed", {"stage": 3}, 2),
+]
+
+
 def test_adapters_beside_weights_from_disk_train_as_on_one_process(tmp_path):
+    """Tensor ranks too, which cut an adapter as its layer. What was read stays; what the adapters learn is the same."""
     model = replace(saved(tmp_path), lora=LoraSettings(r=2))
     alone = run_on_ranks(1, lambda rank: FixedRun(model=model).fit())[0]
-    for backend, options in (("fsdp", {}), ("fsdp2", {}), ("deepspeed", {"stage": 3})):
+    assert any(name.endswith("lora_B.default.weight") and weight.any() for name, weight in alone.weights.items())
+    for backend, options, world_size in ADAPTED:
         run = FixedRun(backend, options, model=model)
-        for outcome in run_on_ranks(2, lambda rank, run=run: run.fit(2, rank)):
-            assert relative_difference(alone, outcome) < 1e-5
+        for outcome in run_on_ranks(world_size, lambda rank, run=run, size=world_size: run.fit(size, rank)):
+            assert relative_difference(alone, outcome) < 1e-5, (backend, options)
+            assert outcome.norms == pytest.approx(alone.norms, rel=1e-5), (backend, options)
+
+
+def test_without_its_adapter_a_cut_policy_is_the_model_of_the_file(tmp_path):
+    """Three steps have moved the adapter; the scores of a reference must not have moved with it."""
+    base = saved(tmp_path)
+    (mini_batch,) = share_rows(mixed_rows(), BatchingConfig())
+    [batch] = mini_batch.micro_batches
+    with torch.no_grad():
+        expected = build_policy(base, seed=0, temperature=1.0)(batch).logprob.numpy()
+
+    def scores(trainer: Any, module: Any) -> list[np.ndarray]:
+        strategy = trainer.strategy
+        with strategy.eval_mode("policy"):
+            answers = (strategy.wrapped("policy")(batch, with_adapter=on) for on in (True, False))
+            return [answer.logprob.float().numpy() for answer in answers]
+
+    run = FixedRun("fsdp2", {"tp_size": 2}, model=replace(base, lora=LoraSettings(r=2)), watch=scores)
+    for outcome in run_on_ranks(2, lambda rank: run.fit(2, rank)):
+        adapted, plain = outcome.extra
+        np.testing.assert_allclose(plain, expected, rtol=0, atol=1e-5)
+        assert np.abs(adapted - expected).max() > 1e-3
 
 
 def peaks(model: ModelConfig, backend: str, options: dict[str, Any]) -> list[int]:
