@@ -54,7 +54,7 @@ from rlmodule.models.policy import (
     parameter_count,
 )
 from rlmodule.models.recompute import SELECTIVE, check_offload
-from rlmodule.models.value import build_value_model, value_config, with_value_head
+from rlmodule.models.value import outline_value_model, value_config, with_value_head
 from rlmodule.module import RLModule
 from rlmodule.objective import Objective
 from rlmodule.optimizer import OptimizerConfig
@@ -402,7 +402,7 @@ class Session:
         if settings.model.value == SHARED:
             minimised[POLICY] = (JointObjective(objective, of_values), settings.optimizer)
         if settings.model.value == SEPARATE:
-            models[CRITIC] = build_value_model(self.critic_model, seed=seed)
+            models[CRITIC] = outline_value_model(self.critic_model, seed=seed)
             minimised[CRITIC] = (of_values, settings.critic.optimizer)
         trainables = [
             Trainable(name, objective, optimizer, settings.run_steps(self.supply.samples_per_row, name))

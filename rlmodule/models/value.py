@@ -6,7 +6,7 @@ Leaves out what is done with values (``critic.py``, ``advantages/gae.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from rlmodule.core.contract import JointObjective, SequenceRanks, ValueObjective
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import MicroBatch, TokenOutputs, ValueOutputs
 from rlmodule.models.compiled import compile_blocks
-from rlmodule.models.lora import LoraSettings
+from rlmodule.models.lora import LoraSettings, is_adapter
 from rlmodule.models.policy import (
     PRECISIONS,
     ModelConfig,
@@ -39,6 +39,7 @@ from rlmodule.models.policy import (
     silence_dropout,
 )
 from rlmodule.models.recompute import recompute_activations
+from rlmodule.models.weights import NotByNameError, StoredWeights, outline
 
 HEAD_FILE = "value_head.safetensors"  # beside an exported policy that has one
 HEAD = "value_head."  # where it sits in the policy
@@ -68,10 +69,12 @@ class ValueModel(nn.Module):
 
     Attributes:
         sequence: ranks that share a packed row, set by the strategy; the model then sees a slice of it.
+        stored: where parameters on the meta device are to be read from, None where there are none.
     """
 
     lm: PreTrainedModel
     sequence: SequenceRanks | None = None
+    stored: StoredWeights | None = None
 
     def __init__(self, lm: PreTrainedModel, *, compute_dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -168,12 +171,40 @@ def build_value_model(config: ModelConfig, *, seed: int) -> ValueModel:
         ConfigError: it cannot be built, or lacks weights that a value model has.
     """
     lm, missing = _token_classifier(config, seed)
+    loaded = {} if config.path is None else dict(getattr(lm, "score", nn.Identity()).named_parameters())
+    return _value_around(lm, {name: loaded[name] for name in loaded if f"score.{name}" not in missing}, missing, config)
+
+
+def outline_value_model(config: ModelConfig, *, seed: int) -> ValueModel:
+    """``build_value_model``, but a trunk that can be read tensor by tensor is left on disk for the strategy to read."""
+    if config.path is None or is_adapter(config.path):
+        return build_value_model(config, seed=seed)
+    hf_config = load_model_config(config, "critic")
+    hf_config.num_labels = 1
+    try:
+        with said_of(config, "critic"):
+            lm, stored = outline(
+                config.path,
+                lambda: AutoModelForTokenClassification.from_config(hf_config, **lm_options(config)),
+                may_lack=SCORE,
+            )
+    except NotByNameError:
+        return build_value_model(config, seed=seed)
+    score = {name.removeprefix("score."): stored.read(name) for name in SCORE & stored.places.keys()}
+    model = _value_around(lm, score, SCORE - stored.places.keys(), config)
+    model.stored = stored
+    return model
+
+
+def _value_around(
+    lm: PreTrainedModel, score: Mapping[str, Tensor], missing: Collection[str], config: ModelConfig
+) -> ValueModel:
+    """A value model with ``lm`` as its trunk and a head of the numbers in ``score``; ``missing`` were not on disk."""
     refuse_leaks(lm, config)
-    _refuse_without_head(lm, missing, config)
+    _refuse_without_head(lm, set(missing), config)
     head = ValueHead(lm.config.get_text_config().hidden_size)
-    loaded = {} if config.path is None else dict(lm.score.named_parameters())  # type: ignore[union-attr, operator]
-    for name in loaded.keys() - {key.removeprefix("score.") for key in missing}:
-        getattr(head, name).data.copy_(loaded[name])
+    for name, numbers in score.items():
+        getattr(head, name).data.copy_(numbers)
     lm.score = head
     silence_dropout(lm)
     recompute_activations(lm, config.activation_checkpointing, offload=config.activation_offload)

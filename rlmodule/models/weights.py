@@ -8,7 +8,7 @@ Leaves out which part of a tensor a process keeps (``strategies/parts/loading.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -40,8 +40,8 @@ class StoredWeights:
     places: Mapping[str, tuple[str, str]]
 
     @classmethod
-    def of(cls, lm: PreTrainedModel, path: str) -> StoredWeights:
-        """Find every tensor of ``lm`` in a folder or in the hub cache.
+    def of(cls, lm: PreTrainedModel, path: str, may_lack: Collection[str] = ()) -> StoredWeights:
+        """Find every tensor of ``lm`` in a folder or in the hub cache; those that ``may_lack`` names need not be there.
 
         Raises:
             NotByNameError: a tensor is missing, differs in shape or type, or transformers would convert it.
@@ -57,6 +57,8 @@ class StoredWeights:
         places: dict[str, tuple[str, str]] = {}
         for names, tensor in _kept(lm):
             held = [name for name in names if name in files]
+            if not held and names[0] in may_lack:
+                continue
             if not held:
                 raise NotByNameError(f"the files hold no {names[0]}")
             shape, dtype = _described(files[held[0]], held[0])
@@ -75,15 +77,19 @@ class StoredWeights:
         return _read(*self.places[name.removeprefix("lm.").replace(".base_layer.", ".")])
 
 
-def outline(path: str, make: Callable[[], PreTrainedModel]) -> tuple[PreTrainedModel, StoredWeights]:
+def outline(
+    path: str, make: Callable[[], PreTrainedModel], may_lack: Collection[str] = ()
+) -> tuple[PreTrainedModel, StoredWeights]:
     """The model that ``make`` builds, with its parameters on the meta device, and where they can be read.
+
+    Parameters that ``may_lack`` names need not be in the files.
 
     Raises:
         NotByNameError: why they must be loaded by transformers instead.
     """
     with _parameters_on_meta():
         lm = make()
-    stored = StoredWeights.of(lm, path)
+    stored = StoredWeights.of(lm, path, may_lack)
     for name, tensor in lm.state_dict().items():
         if not tensor.is_meta:  # a buffer that is saved with the weights
             tensor.copy_(stored.read(name))

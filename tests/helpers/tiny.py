@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.contract import Layout, Loss, TokenObjective
+from rlmodule.core.parameters import put, tied
 from rlmodule.core.types import (
     ExperienceRow,
     LossInputs,
@@ -114,6 +115,16 @@ def stock(policy: PolicyModel) -> nn.Module:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     model.load_state_dict(policy.lm.state_dict())
     return model.eval()
+
+
+def filled(model: Any) -> Any:
+    """An outlined model with its weights read: what a strategy does, all at once."""
+    for names, parameter in tied(model):
+        if parameter.is_meta:
+            loaded = nn.Parameter(model.stored.read(names[0]).to(parameter.dtype), parameter.requires_grad)
+            for name in names:
+                put(model, name, loaded)
+    return model
 
 
 def tokens(count: int, rng: torch.Generator) -> Tensor:

@@ -13,12 +13,13 @@ from rlmodule.models.value import (
     HEAD_FILE,
     PolicyValueModel,
     build_value_model,
+    outline_value_model,
     save_head,
     value_config,
     with_value_head,
     without_head,
 )
-from tests.helpers.tiny import architecture, mixed_rows, single, tiny_policy
+from tests.helpers.tiny import architecture, filled, mixed_rows, single, tiny_policy
 
 ROWS = mixed_rows()
 TOTALS = StepTotals(tokens=1000, sequences=8)
@@ -123,21 +124,36 @@ def test_a_value_model_starts_from_a_reward_model_head_and_all(tmp_path):
     assert not model.lm.score.bias.any(), "the reward model had none"
 
 
+@pytest.mark.parametrize("made", [tiny_policy, value_model])
+def test_an_outlined_value_model_is_the_loaded_one(tmp_path, made):
+    """From a policy's weights, which have no head, and from a value model's own."""
+    model = made()
+    save_pretrained(tmp_path, model.lm, byte_tokenizer(), dict(model.lm.state_dict()))
+    config = ModelConfig(path=str(tmp_path))
+    expected, outlined = build_value_model(config, seed=0), outline_value_model(config, seed=0)
+    real = [name for name, parameter in outlined.named_parameters() if not parameter.is_meta]
+    assert real == ["lm.score.weight", "lm.score.bias"]
+    state = filled(outlined).state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.state_dict().items())
+
+
 def test_weights_that_should_have_a_head_and_have_none_are_refused(tmp_path):
     """VAL-03: a missing head is an error unless the start is a policy."""
     model = value_model()
     weights = {name: t for name, t in single({"critic": model}).full_weights("critic") if not name.startswith("score")}
     save_pretrained(tmp_path, model.lm, byte_tokenizer(), weights)
-    with pytest.raises(ConfigError, match=r"critic\.path=.*lack score\.weight"):
-        build_value_model(ModelConfig(path=str(tmp_path)), seed=0)
+    for make in (build_value_model, outline_value_model):
+        with pytest.raises(ConfigError, match=r"critic\.path=.*lack score\.weight"):
+            make(ModelConfig(path=str(tmp_path)), seed=0)
 
 
 def test_a_reward_model_with_several_scores_is_refused(tmp_path):
     hf_config = load_model_config(CONFIG)
     hf_config.num_labels = 3
     AutoModelForSequenceClassification.from_config(hf_config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"critic\.path="):
-        build_value_model(ModelConfig(path=str(tmp_path)), seed=0)
+    for make in (build_value_model, outline_value_model):
+        with pytest.raises(ConfigError, match=r"critic\.path="):
+            make(ModelConfig(path=str(tmp_path)), seed=0)
 
 
 def test_a_family_without_a_head_of_that_kind_is_refused():

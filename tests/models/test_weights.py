@@ -8,12 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from rlmodule.core.parameters import put, tied
+from rlmodule.core.parameters import tied
 from rlmodule.models import weights
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.lora import LoraSettings
 from rlmodule.models.policy import ModelConfig, build_policy, outline_policy, parameter_count, save_pretrained
-from tests.helpers.tiny import FAMILIES, tiny_policy
+from tests.helpers.tiny import FAMILIES, filled, tiny_policy
 
 BY_NAME = [family for family in FAMILIES if not family.endswith("_moe")]  # their experts are fused at load
 FILE = "model.safetensors"
@@ -25,16 +25,6 @@ def saved(folder, family="qwen3", dtype=None, **changes):
     state = {name: tensor.to(dtype) for name, tensor in lm.state_dict().items()} if dtype else None
     save_pretrained(folder, lm, byte_tokenizer(), state)
     return ModelConfig(path=str(folder))
-
-
-def filled(policy):
-    """What a strategy does, all at once."""
-    for names, parameter in tied(policy):
-        if parameter.is_meta:
-            loaded = torch.nn.Parameter(policy.stored.read(names[0]).to(parameter.dtype), parameter.requires_grad)
-            for name in names:
-                put(policy, name, loaded)
-    return policy
 
 
 @pytest.mark.parametrize("family", BY_NAME)
