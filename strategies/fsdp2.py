@@ -57,11 +57,10 @@ class FSDP2Strategy(ShardedModels):
         """Cut in place: the modules keep their names, their parameters become DTensors."""
         if self.mesh.tensor is not None:
             cut_matrices(lm_of(model), self.mesh.tensor)
-        offloads = self._options.cpu_offload and self.root_device.type != "cpu"
         how: dict[str, Any] = {
             "mesh": self.mesh.sharding,
             "reshard_after_forward": self._options.reshard_after_forward,
-            "offload_policy": CPUOffloadPolicy() if offloads else OffloadPolicy(),
+            "offload_policy": self._where_pieces_live(),
         }
         param_dtype = DTYPES[self._options.param_dtype]
         for block in blocks_of(model):
@@ -73,6 +72,11 @@ class FSDP2Strategy(ShardedModels):
         # Its weights (embedding, head) are needed again at once when backward begins.
         fully_shard(model, mp_policy=outermost, **{**how, "reshard_after_forward": False})
         return model
+
+    def _where_pieces_live(self) -> OffloadPolicy:
+        if not self._options.cpu_offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.root_device.type != "cpu")  # a CPU alone has nothing to lock pages for
 
     @contextmanager
     def micro_batch(self, name: str, is_last: bool) -> Iterator[None]:

@@ -209,6 +209,16 @@ def test_a_run_with_both_offloaded_gives_the_same_numbers_bit_for_bit(backend, w
         assert all(np.array_equal(after.weights[name], weight) for name, weight in before.weights.items())
 
 
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore")
+def test_pieces_that_live_in_host_memory_at_all_times_give_the_same_numbers():
+    """fsdp2's own policy, which a CPU runs as well: from the device for the gather, gradients back for the step."""
+    plain, moved = train("fsdp2", 2), train("fsdp2", 2, cpu_offload=True)
+    for before, after in zip(plain, moved, strict=True):
+        assert after.norms == before.norms
+        assert all(np.array_equal(after.weights[name], weight) for name, weight in before.weights.items())
+
+
 @pytest.mark.parametrize("options", [FSDPOptions, FSDP2Options])
 @pytest.mark.parametrize("key", ["offload_params", "offload_optimizer"])
 def test_what_is_in_host_memory_at_all_times_cannot_be_moved_there(options, key):
