@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
+from torch import Tensor
 
-from rlmodule.core.config import at_least
-from rlmodule.core.types import LossInputs, TokenLoss
 from rlmodule.losses import LOSSES
-from rlmodule.ops.kl import binary_kl, importance_ratio
+from rlmodule.losses.dppo_tv import DPPO
+from rlmodule.ops.kl import binary_kl
 
 
 @LOSSES.register
 @dataclass(frozen=True)
-class DPPOKL:
-    """Divergence PPO, binary KL (arXiv:2602.04879).
+class DPPOKL(DPPO):
+    """Binary KL: KL(then || now) of "this token or another".
 
-    With p and q the probability of the taken token now and then, the loss is ``-stop(min(p/q, c)) * A * logprob``,
-    and 0 once an update in A's direction has used its room: KL(q || p) of "this token or another" beyond its limit,
-    with p above q where A > 0 and below q where A < 0. A token that moved the other way is free to come back.
-
-    Metrics: ``clip_frac`` tokens outside their room, ``ppo_kl`` old minus new log-probability in nats.
+    Settings and metrics: as in ``DPPO``.
     """
-
-    needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage"})
-    whole_sequences: ClassVar[bool] = False
-    zero_at_zero_advantage: ClassVar[bool] = True
 
     divergence_low: float = 0.05  # room of a probability to fall, nats
     divergence_high: float = 0.05  # room of a probability to rise, nats
-    max_ratio: float = 20.0  # largest importance weight
 
-    def __post_init__(self) -> None:
-        at_least("divergence_low", self.divergence_low, 0)
-        at_least("divergence_high", self.divergence_high, 0)
-        at_least("max_ratio", self.max_ratio, 1)
-
-    def __call__(self, x: LossInputs) -> TokenLoss:
-        """[N] loss tokens -> [N] losses and metrics."""
-        assert x.old_logprob is not None, "dppo_kl needs old_logprob"
-        assert x.advantage is not None, "dppo_kl needs advantage"
-        now = x.logprob.detach()
-        weight = importance_ratio(now, x.old_logprob).clamp(max=self.max_ratio)
-        divergence = binary_kl(x.old_logprob, now)
-        may_rise = (now <= x.old_logprob) | (divergence <= self.divergence_high)
-        may_fall = (now >= x.old_logprob) | (divergence <= self.divergence_low)
-        is_inside = torch.where(x.advantage > 0, may_rise, may_fall)
-        loss = torch.where(is_inside, -weight * x.advantage * x.logprob, 0.0)
-        return TokenLoss(loss=loss, metrics={"clip_frac": (~is_inside).float(), "ppo_kl": x.old_logprob - now})
+    def divergence(self, now: Tensor, old: Tensor) -> Tensor:
+        """[N] log-probabilities now and then -> [N] nats."""
+        return binary_kl(old, now)

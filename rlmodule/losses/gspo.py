@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from rlmodule.core.config import at_least
 from rlmodule.core.types import LossInputs, TokenLoss
@@ -38,10 +39,14 @@ class GSPO:
 
     def __call__(self, x: LossInputs) -> TokenLoss:
         """[N] loss tokens -> [N] losses and metrics."""
-        assert x.old_logprob is not None, "gspo needs old_logprob"
-        assert x.advantage is not None, "gspo needs advantage"
+        assert x.old_logprob is not None, "the ratio is to old_logprob"
+        assert x.advantage is not None, "the loss is of an advantage"
         log_ratio = x.logprob - x.old_logprob
-        ratio = bounded_exp(x.mean_per_sequence(log_ratio))
+        ratio = self.ratio(x, log_ratio)
         plain = ratio * x.advantage
         gain = torch.minimum(plain, ratio.clamp(1 - self.clip_ratio_low, 1 + self.clip_ratio_high) * x.advantage)
         return TokenLoss(loss=-gain, metrics={"clip_frac": (gain < plain).float(), "ppo_kl": -log_ratio.detach()})
+
+    def ratio(self, x: LossInputs, log_ratio: Tensor) -> Tensor:
+        """[N] logprob - old_logprob -> [N] the ratio of each token's whole response."""
+        return bounded_exp(x.mean_per_sequence(log_ratio))
