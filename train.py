@@ -7,6 +7,7 @@ The one place that knows everything: composes the configuration (Hydra lives her
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from rlmodule import launch, run_directory
-from rlmodule.core.errors import ConfigError, Preempted, RLModuleError, did_you_mean
+from rlmodule.core.errors import ConfigError, Preempted, RLModuleError, TrainingError, did_you_mean
 from rlmodule.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 # Threads that wait for work by spinning make a shared machine ten times slower; read when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+NO_PLACE_TO_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR)
 SCRIPT = Path(__file__).absolute()
 CONF = SCRIPT.parent / "conf"
 
@@ -49,6 +52,10 @@ def main() -> int:
         return report(error)
     except HydraException as error:
         return report(explained(error))
+    except OSError as error:
+        if error.errno not in NO_PLACE_TO_WRITE:
+            raise
+        return report(cannot_write(error))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -73,7 +80,7 @@ def from_command_line(config: DictConfig) -> float | None:
     try:
         if refused:
             raise refused[0]
-        session = prepare(config, run_dir)
+        session = prepare(config, run_dir, command_of_this_run())
         if session.settings.run.task == "parity":
             if not same_everywhere(session):
                 raise SystemExit(launch.DIFFERENT_NUMBERS)
@@ -89,14 +96,20 @@ def from_command_line(config: DictConfig) -> float | None:
     return session.result()
 
 
-def prepare(config: DictConfig, run_dir: RunDirectory) -> Session:
+def prepare(config: DictConfig, run_dir: RunDirectory, command: Sequence[str]) -> Session:
     """Check everything that can be checked, write down what is run, and make the starting weights if there are none."""
     session = build(config, run_dir)
     session.join_peers()
     session.check()
-    session.write_down(OmegaConf.to_yaml(config, resolve=True), run_directory.provenance())
+    session.write_down(OmegaConf.to_yaml(config, resolve=True), run_directory.provenance(command))
     session.warm_start(alone=lambda root: launch.run_alone(SCRIPT, root))
     return session
+
+
+def command_of_this_run() -> list[str]:
+    """As typed; for a job of a sweep what would run it alone."""
+    job = HydraConfig.get()
+    return sys.argv if job.mode == RunMode.RUN else [sys.argv[0], *job.overrides.task]
 
 
 def session_of(run_dir: RunDirectory) -> Session:
@@ -137,6 +150,15 @@ def explained(error: HydraException) -> ConfigError:
             because=f"it cannot be read as KEY=VALUE ({text.splitlines()[0]})",
             fix="Quote values that hold spaces, commas or brackets: 'key=\"value\"'",
         )
+    if isinstance(error, ConfigCompositionException) and text.startswith("Multiple values for "):
+        group = text.removeprefix("Multiple values for ").split(".")[0]
+        name = text.rpartition(": ")[2].rstrip("'")
+        return ConfigError(
+            key=f"+{group}",
+            got=name,
+            because=f"a {group} is chosen already, and + would add a second one",
+            fix=f"Use {group}={name}",
+        )
     if isinstance(error, ConfigCompositionException) and text.startswith("Could not override '"):
         key = text.split("'")[1]
         value = next((a.partition("=")[2] for a in sys.argv if a.lstrip("+~").partition("=")[0] == key), "")
@@ -144,6 +166,14 @@ def explained(error: HydraException) -> ConfigError:
         known = known_keys([a for a in sys.argv[1:] if a.partition("=")[0] in groups])
         return ConfigError(key=key, got=value, because="there is no such key", fix=did_you_mean(key, known))
     return ConfigError(key="configuration", got=text.splitlines()[0], because="Hydra cannot compose it", fix=text)
+
+
+def cannot_write(error: OSError) -> TrainingError:
+    """A full disk and its like, met where a run cannot do without the file."""
+    return TrainingError(
+        f"{error.filename or 'a file of the run'}: it cannot be written ({error.strerror}). Free some space, or give "
+        "another place with output_root or run_dir; where there is a checkpoint, go on with resume=auto"
+    )
 
 
 def menu(group: str) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -87,6 +88,7 @@ class Journal:
     clock: PhaseClock = field(default_factory=lambda: PhaseClock("idle"))
     _on_record: list[Callable[[Record], None]] = field(default_factory=list)
     _on_phase: list[Callable[[str], None]] = field(default_factory=list)
+    _unwritten: set[str] = field(default_factory=set)
 
     def listen(
         self, on_record: Callable[[Record], None] | None = None, on_phase: Callable[[str], None] | None = None
@@ -133,6 +135,20 @@ class Journal:
             if record.step == step and math.isfinite(record.metrics.get(metric, math.nan)):
                 return record.metrics[metric]
         return None
+
+    @contextmanager
+    def tolerating(self, what: str) -> Iterator[None]:
+        """Around the write of a log: where it fails that is said once, and training goes on."""
+        try:
+            yield
+        except OSError as error:
+            if what not in self._unwritten:
+                self._unwritten.add(what)
+                warnings.warn(
+                    f"{what} cannot be written ({error.strerror or error}); training goes on without it, and this is "
+                    "not said again. Free some space",
+                    stacklevel=3,
+                )
 
     def _tell(self, phase: str) -> None:
         for tell in self._on_phase:

@@ -29,6 +29,7 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     _check_lora(settings)
     _check_budget(settings, layout)
     _check_groups(settings)
+    _check_reward(settings)
     _check_equal_counts(settings, layout)
     _check_kept_groups(settings)
     _check_pairs(settings)
@@ -248,6 +249,17 @@ def _check_groups(settings: Settings) -> None:
             because=f"{type(settings.advantage).__name__} compares the responses of a prompt with each other, "
             "and one response has nothing to be compared with",
             fix="Use rollout.n=8",
+        )
+
+
+def _check_reward(settings: Settings) -> None:
+    task, reward = settings.task, settings.reward
+    if task is not None and reward is not None and task.has_many_answers and reward.knows_one_response:
+        raise ConfigError(
+            key="data.task",
+            got=settings.data.task,
+            because=f"many responses to its prompts are right, and the reward {type(reward).__name__} takes one only",
+            fix=f"Use data={settings.data.task}, which chooses its reward too",
         )
 
 

@@ -6,6 +6,7 @@ Leaves out what callbacks do with them (``callbacks/``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -22,6 +23,17 @@ from rlmodule.journal import Journal
 from rlmodule.models.policy import PolicyModel
 from rlmodule.models.value import ValueModel
 from rlmodule.module import RLModule
+
+EVENTS = "TensorBoard's event file"
+
+
+class EventLog(TensorBoardLogger):
+    """TensorBoard's logger; a run whose event file cannot be written still comes to its end."""
+
+    def finalize(self, status: str) -> None:
+        """Close the file."""
+        with suppress(OSError):
+            super().finalize(status)
 
 
 @dataclass(frozen=True)

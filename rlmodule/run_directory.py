@@ -116,9 +116,9 @@ def remove_if_unused(run_dir: RunDirectory) -> None:
         shutil.rmtree(run_dir.root)
 
 
-def provenance(arguments: Sequence[str] = ()) -> str:
+def provenance(arguments: Sequence[str]) -> str:
     """The command and the revision of the code it ran, as a small shell-like text."""
-    command = shlex.join(["python", *(arguments or sys.argv)])
+    command = shlex.join(["python", *arguments])
     return f"command: {command}\ncwd: {Path.cwd()}\ngit: {git_revision()}\npython: {sys.version.split()[0]}\n"
 
 

@@ -12,17 +12,18 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch.loggers import TensorBoardLogger
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -60,7 +61,7 @@ from rlmodule.objective import Objective
 from rlmodule.optimizer import OptimizerConfig
 from rlmodule.preflight import ModelFacts, RunPlan, check, check_layout, check_value_model, workload_of
 from rlmodule.reference_scores import ReferenceScores
-from rlmodule.run_context import RunContext
+from rlmodule.run_context import EventLog, RunContext
 from rlmodule.run_directory import RunDirectory
 from rlmodule.settings import Settings
 from rlmodule.shaping import KLController
@@ -120,13 +121,14 @@ class Session:
     @cached_property
     def device(self) -> str:
         """Kind of device: cpu, cuda, ..."""
-        wanted = {"gpu": "cuda"}.get(self.settings.trainer.accelerator, self.settings.trainer.accelerator)
+        asked = self.settings.trainer.accelerator
+        wanted = {"gpu": "cuda"}.get(asked, asked)
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         here = "cpu" if found is None else found.type
         if wanted not in ("auto", "cpu", here):
             raise ConfigError(
                 key="trainer.accelerator",
-                got=wanted,
+                got=asked,
                 because=f"this machine has {here} only",
                 fix="Use trainer.accelerator=auto",
             )
@@ -232,11 +234,11 @@ class Session:
     def val_prompts(self) -> Sequence[Prompt]:
         """Held-out prompts; none where the data has none."""
         s = self.settings
-        return (
-            load_prompts(s.data, self.tokenizer, "test", s.task)
-            if s.data.has_validation and s.reward is not None
-            else []
-        )
+        if not s.data.has_validation or s.reward is None:
+            return []
+        prompts = load_prompts(s.data, self.tokenizer, "test", s.task)
+        prompts.refuse(s.reward.lacks)
+        return prompts
 
     def check(self) -> None:
         """Everything that can be said without weights.
@@ -255,7 +257,7 @@ class Session:
             check_offload(self.device)
         self.supply.check(layout)
         _ = self.val_prompts  # reading them checks them
-        self.resume_from()
+        self.resume_from(say=lambda line: print(line) if self.is_first else None)
 
     def check_strategy(self) -> None:
         """Refuse a strategy that this machine or this model cannot have.
@@ -274,8 +276,11 @@ class Session:
             )
         check_layout(self.settings, self.hf_config, self.layout)
 
-    def resume_from(self) -> Path | None:
+    def resume_from(self, say: Callable[[str], object] = lambda line: None) -> Path | None:
         """The checkpoint to go on from; None starts at the beginning.
+
+        Args:
+            say: is given a line for every newer checkpoint that is damaged.
 
         Raises:
             CheckpointError: the checkpoint asked for is damaged.
@@ -287,9 +292,8 @@ class Session:
             verify(Path(wanted))
             return Path(wanted).absolute()
         found, passed_over = newest_whole(self.run_dir.checkpoints)
-        if self.is_first:
-            for line in passed_over:
-                print(f"resume: {line}")
+        for line in passed_over:
+            say(f"resume: {line}")
         return found
 
     def write_down(self, config: str, provenance: str) -> None:
@@ -374,12 +378,15 @@ class Session:
         context = self._context(module.models["policy"], step)
         callbacks = [made.connect(context) for made in settings.callbacks.values()]
         datamodule = self._datamodule(objective, strategy, context.journal.begin_iteration)
-        self.trainer(strategy, callbacks, step).fit(
-            module,
-            datamodule=datamodule,
-            ckpt_path=None if checkpoint is None else checkpoint / STATE_FILE,
-            weights_only=True,
-        )
+        with interrupts_kept():
+            self.trainer(strategy, callbacks, step, context.hparams).fit(
+                module,
+                datamodule=datamodule,
+                ckpt_path=None if checkpoint is None else checkpoint / STATE_FILE,
+                weights_only=True,
+            )
+        if context.is_first and "report" not in settings.callbacks:
+            print(f"run finished {self.run_dir.root}")
 
     def result(self) -> float | None:
         """Accuracy on held-out prompts at the end, for sweeps; None where none was measured."""
@@ -416,18 +423,25 @@ class Session:
         critic = self.settings.critic
         return value_config(self.settings.model, critic.path, critic.architecture)
 
-    def trainer(self, strategy: Any, callbacks: list[L.Callback], resumed_step: int | None) -> L.Trainer:
-        """Lightning's trainer, set up for this run."""
+    def trainer(
+        self,
+        strategy: Any,
+        callbacks: list[L.Callback],
+        resumed_step: int | None,
+        hparams: Mapping[str, object] = MappingProxyType({}),
+    ) -> L.Trainer:
+        """Lightning's trainer, set up for this run; ``hparams`` go into TensorBoard's ``hparams.yaml``."""
         settings = self.settings
-        writer: TensorBoardLogger | bool = False
+        writer: EventLog | bool = False
         if settings.logger == "tensorboard":
-            writer = TensorBoardLogger(
+            writer = EventLog(
                 self.run_dir.root,
                 name="tensorboard",
                 version="",
                 default_hp_metric=False,
                 purge_step=purge_step(resumed_step),
             )
+            writer.hparams.update(hparams)
         return L.Trainer(
             accelerator="gpu" if self.device == "cuda" else self.device,
             devices=self.num_processes,
@@ -553,6 +567,17 @@ class Session:
         )
 
 
+@contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """Ctrl-C stays Ctrl-C: Lightning makes an exit with code 1 of it."""
+    try:
+        yield
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):
+            raise end.__context__ from None
+        raise
+
+
 def changes(before: str, after: str) -> list[str]:
     """Settings in which two configurations (YAML) differ; where a run writes and what it resumes is left out."""
     old, new = (flat({"": OmegaConf.to_container(OmegaConf.create(text))}) for text in (before, after))
@@ -597,6 +622,8 @@ def quieten() -> None:
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
+    if not torch.accelerator.is_available():  # transformers imports DeepSpeed on export, which says so aloud
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     for advice in (
         ".*module.s. in eval mode at the start.*",  # a reference model is meant to be
         ".*is_gradient_checkpointing. is deprecated.*",  # peft 0.21 on transformers 5.24

@@ -178,7 +178,7 @@ class Settings:
             reward=None if imitates else component(REWARDS, node.reward),
             logger=logger,
             callbacks={
-                name: convert(CALLBACKS.get(name), node.callbacks[name] or {}, f"callbacks.{name}")
+                name: convert(CALLBACKS.get(name, "callbacks"), node.callbacks[name] or {}, f"callbacks.{name}")
                 for name in node.callbacks
             },
         )

@@ -96,8 +96,9 @@ class Prompts(Supply):
         return f"{prompts} prompts x {n} responses = {prompts * n} samples"
 
     def check(self, layout: Layout) -> None:
-        """Lengths of samples follow from the settings, which were checked."""
-        _ = self.table
+        """Every prompt can be judged; lengths of samples follow from the settings, which were checked."""
+        assert self.settings.reward is not None, "rollouts are judged"
+        self.table.refuse(self.settings.reward.lacks)
 
     def examples(self) -> Sequence[Prompt | Sample]:
         """The prompts."""

@@ -69,6 +69,7 @@ LIBRARIES = {
     "rlmodule/models/lora.py": {"peft", "safetensors"},
     "rlmodule/models/weights.py": {"safetensors"},
     "rlmodule/models/value.py": {"safetensors"},
+    "rlmodule/models/hub.py": {"huggingface_hub"},
     "rlmodule/data": TORCH | {"transformers", "numpy"},
     "rlmodule/data/chat.py": {"jinja2"},
     "rlmodule/data/files.py": {"pyarrow"},

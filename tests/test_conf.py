@@ -9,6 +9,7 @@ import functools
 
 import hydra
 import pytest
+import torch
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
@@ -238,7 +239,7 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["trainer.max_epochs=0"], "trainer.max_epochs", 0, "must be at least 1"),
         (["trainer.max_epochs=many"], "trainer.max_epochs", "many", "Give a value of type int"),
         (["trainer.accelerator=tpu"], "trainer.accelerator", "tpu", "Known: auto, cpu"),
-        (["optimizer.lr=-1"], "optimizer.lr", -1.0, "must be at least 0"),
+        (["optimizer.lr=-1"], "optimizer.lr", -1.0, "must be at least 0. Use optimizer.lr=0 or more"),
         (["optimizer.lr=fast"], "optimizer.lr", "fast", "Give a value of type float"),
         (["optimizer.schedule=cosin"], "optimizer.schedule", "cosin", "Did you mean cosine?"),
         (["optimizer.betas=[0.9,1.5]"], "optimizer.betas", [0.9, 1.5], "Use [0.9,0.95]"),
@@ -270,8 +271,10 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["model.architecture.model_type=qwen33"], "model.architecture.model_type", "qwen33", "Did you mean qwen3"),
         (["+model.architecture.hiden_size=8"], "model.architecture.hiden_size", 8, "Did you mean hidden_size"),
         (["data.overlong_prompt=drop"], "data.overlong_prompt", "drop", "Known: error, filter, truncate_left"),
+        (["data=files", "data.train_files=a.jsonl"], "data.train_files", "a.jsonl", "'data.train_files=[a.jsonl]'"),
+        (["data.task=countdown"], "data.task", "countdown", "Use data=countdown"),
         (["data=files", "data.train_files=[]"], "data.train_files", [], "data.task=sort"),
-        (["data.task_args.test_size=5000"], "data.task_args.test_size", 5000, "Use test_size=1024"),
+        (["data.task_args.test_size=5000"], "data.task_args.test_size", 5000, "Use data.task_args.test_size=1024"),
         (["algorithm=sft", "algorithm.use_kl_loss=true"], "algorithm.use_kl_loss", True, "Use false"),
         (["algorithm.use_kl_loss=true", "algorithm.kl_loss_type=k1"], "algorithm.kl_loss_type", "k1", "kl_loss_type=k2 or k1+"),
         (["algorithm.kl_in_reward.coef=-1"], "algorithm.kl_in_reward.coef", -1.0, "must be at least 0"),
@@ -303,6 +306,9 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["algorithm=ppo", *EQUAL, "critic.mini_batch_size=9"], "critic.mini_batch_size", 9, "critic.mini_batch_size=10"),
         (["algorithm=ppo", "batching.keep_groups=true", "critic.mini_batch_size=9"], "critic.mini_batch_size", 9, "=16"),
         (["callbacks.checkpoint.keep=0"], "callbacks.checkpoint.keep", 0, "must be at least 1"),
+        (["callbacks.checkpoint.best_mode=most"], "callbacks.checkpoint.best_mode", "most", "Known: max, min"),
+        (["+callbacks=checkpoint"], "+callbacks", "checkpoint", "Use callbacks=checkpoint"),
+        (["+callbacks.foo={}"], "callbacks", "foo", "Known: checkpoint, export"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_names_key_value_and_fix(tmp_path, overrides, key, got, says):
@@ -324,6 +330,12 @@ def test_losses_that_select_tokens_refuse_slices_of_sequences(loss):
         check(settings, config, Layout(2, sp_size=2))
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="it is refused where there is no accelerator")
+def test_an_accelerator_that_is_not_there_is_refused_as_it_was_typed(tmp_path):
+    message = str(refusal_of(tmp_path, "trainer.accelerator=gpu"))
+    assert message == "trainer.accelerator=gpu: this machine has cpu only. Use trainer.accelerator=auto"
+
+
 OWN_FILES = ["data=files", "data.max_prompt_length=100", "data.max_response_length=100", "rollout.n=2"]
 
 
@@ -332,6 +344,8 @@ def test_data_files_are_checked_before_a_model_is_loaded(tmp_path):
     broken.write_text('{"prompt": "fine", "answer": "1"}\n{"prompt": \n')
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
+    unanswered = tmp_path / "unanswered.jsonl"
+    unanswered.write_text('{"prompt": "a", "answer": "1"}\n{"prompt": "b"}\n')
     long = tmp_path / "long.jsonl"
     long.write_text('{"prompt": "' + "x" * 2000 + '", "answer": "1"}\n')
     for file, place, says in (
@@ -339,6 +353,11 @@ def test_data_files_are_checked_before_a_model_is_loaded(tmp_path):
         (empty, str(empty), ""),
         (tmp_path / "absent.jsonl", "data.train_files", "absent.jsonl"),
         (long, f"{long}:1", "data.max_prompt_length"),
+        (
+            unanswered,
+            f"{unanswered}:2",
+            "it has no answer, and reward=exact_match compares with one. Set data.answer_key",
+        ),
     ):
         message = str(refusal_of(tmp_path, *OWN_FILES, f"data.train_files=[{file}]"))
         assert message.startswith(place), message

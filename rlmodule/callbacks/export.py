@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -15,10 +16,12 @@ from torch import Tensor
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.core.config import one_of
 from rlmodule.core.contract import Strategy
+from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import CRITIC, POLICY
 from rlmodule.models.lora import adapter_only, merged, save_adapter
 from rlmodule.models.policy import PolicyModel, save_pretrained
 from rlmodule.models.value import save_head, without_head
+from rlmodule.models.weights import disk_errors
 from rlmodule.run_context import RunContext, Running
 
 MERGED, ADAPTER = "merged", "adapter"
@@ -62,18 +65,35 @@ class ExportPolicy(L.Callback):
         policy, critic = running.policy, running.critic
         weights, head = self._weights(running.strategy, policy)
         of_critic = {} if critic is None else dict(running.strategy.full_weights(CRITIC, self.dtype))
+        problem = None
         if trainer.is_global_zero:
-            with _in_place_of(self.context.run_dir / POLICY) as folder:
-                if policy.lora is not None and self.lora == ADAPTER:
-                    save_adapter(folder, policy.lm, weights.items())
-                    self.context.tokenizer.save_pretrained(folder)
-                else:
-                    save_pretrained(folder, policy.lm, self.context.tokenizer, weights)
-                save_head(folder, head)
-            if critic is not None:
-                with _in_place_of(self.context.run_dir / CRITIC) as folder:
-                    save_pretrained(folder, critic.lm, self.context.tokenizer, of_critic)
-        trainer.strategy.barrier("export")
+            problem = self._write(POLICY, lambda folder: self._save_policy(folder, policy, weights, head))
+            if problem is None and critic is not None:
+                save = partial(save_pretrained, lm=critic.lm, tokenizer=self.context.tokenizer, weights=of_critic)
+                problem = self._write(CRITIC, save)
+        problem = running.strategy.agree(problem)
+        if problem is not None:
+            raise TrainingError(f"{problem}. Free some space, then go on with resume=auto")
+
+    def _write(self, name: str, save: Callable[[Path], None]) -> str | None:
+        """What went wrong; nothing half written is left then."""
+        folder = self.context.run_dir / name
+        try:
+            with disk_errors(), _in_place_of(folder) as aside:
+                save(aside)
+        except OSError as error:
+            return f"{folder}: the {name} could not be exported ({error})"
+        return None
+
+    def _save_policy(
+        self, folder: Path, policy: PolicyModel, weights: Mapping[str, Tensor], head: Mapping[str, Tensor]
+    ) -> None:
+        if policy.lora is not None and self.lora == ADAPTER:
+            save_adapter(folder, policy.lm, weights.items())
+            self.context.tokenizer.save_pretrained(folder)
+        else:
+            save_pretrained(folder, policy.lm, self.context.tokenizer, weights)
+        save_head(folder, head)
 
     def _weights(self, strategy: Strategy, policy: PolicyModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(the policy's weights, those of its value head), as they go to disk."""
@@ -90,6 +110,9 @@ def _in_place_of(folder: Path) -> Iterator[Path]:
     """A folder to fill, which then takes the place of ``folder``."""
     aside = folder.with_name(f"{folder.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
-    yield aside
-    shutil.rmtree(folder, ignore_errors=True)
-    aside.rename(folder)
+    try:
+        yield aside
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -20,7 +20,7 @@ from torch.utils.tensorboard.summary import hparams
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.experience import Iteration
 from rlmodule.journal import Record, RecordFile, rewind
-from rlmodule.run_context import RunContext, Running
+from rlmodule.run_context import EVENTS, RunContext, Running
 from rlmodule.summary import Tally, is_scored, iteration_metrics, scored_advantages, without_padding
 
 FILE_NAME = "metrics.jsonl"
@@ -98,13 +98,15 @@ class WriteMetrics(L.Callback):
             metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
         journal.add(Record("iteration", running.step, journal.iteration, metrics))
         if self.context.is_first and self.settings.histograms and running.tensorboard is not None:
-            write_histograms(running.tensorboard, iteration, running.step)
+            with journal.tolerating(EVENTS):
+                write_histograms(running.tensorboard, iteration, running.step)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Mark the run as finished in the HPARAMS tab."""
         tensorboard = Running.of(trainer).tensorboard if self.context.is_first else None
         if tensorboard is not None:
-            write_end(tensorboard)
+            with self.context.journal.tolerating(EVENTS):
+                write_end(tensorboard)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Close the file."""
@@ -124,9 +126,11 @@ class WriteMetrics(L.Callback):
 
     def _write(self, record: Record, tensorboard: SummaryWriter | None) -> None:
         assert self._file is not None, "records are written between the start and the end of a fit"
-        self._file.write(record)
+        with self.context.journal.tolerating(FILE_NAME):
+            self._file.write(record)
         if tensorboard is not None:
-            write_scalars(tensorboard, record)
+            with self.context.journal.tolerating(EVENTS):
+                write_scalars(tensorboard, record)
         self._name_nan(record)
 
     def _name_nan(self, record: Record) -> None:
@@ -140,7 +144,8 @@ class WriteMetrics(L.Callback):
 
     def _close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with self.context.journal.tolerating(FILE_NAME):
+                self._file.close()
 
 
 def purge_step(resumed_step: int | None) -> int | None:

@@ -101,8 +101,8 @@ class ShowProgress(L.Callback):
         if self._live is not None:
             self._live.refresh()  # a quick iteration may be over before its turn comes
 
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the last state on the screen."""
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Leave the last state on the screen; validation and export are over."""
         self.state.phase = "done"
         self._stop()
 
@@ -117,9 +117,10 @@ class ShowProgress(L.Callback):
 
     def _say(self, line: str) -> None:
         """A line for the log, and for people too unless they have the bar to look at."""
-        self.context.run_dir.mkdir(parents=True, exist_ok=True)
-        with (self.context.run_dir / LOG_NAME).open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with self.context.journal.tolerating(LOG_NAME):
+            self.context.run_dir.mkdir(parents=True, exist_ok=True)
+            with (self.context.run_dir / LOG_NAME).open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
         if self._live is None:
             print(line, file=self.console.file, flush=True)
 

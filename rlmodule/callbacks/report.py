@@ -89,10 +89,10 @@ class WriteReport(L.Callback):
         directory = RunDirectory(self.context.run_dir)
         curves = directory.root / CURVES
         if self.settings.curves:
-            with whole_file(curves) as aside:
+            with self.context.journal.tolerating(CURVES), whole_file(curves) as aside:
                 draw_curves(records, aside, self.settings.dpi)
         summary = {"finished": finished, **run_totals(records), **self._facts(Running.of(trainer), directory)}
-        with whole_file(directory.summary) as aside:
+        with self.context.journal.tolerating(directory.summary.name), whole_file(directory.summary) as aside:
             aside.write_text(json.dumps(without_nan(summary), indent=2) + "\n", encoding="utf-8")
         self.console.print(table(changes(records), "run finished" if finished else "run stopped before its end"))
         for label, place in places(directory).items():

@@ -19,7 +19,7 @@ from rlmodule.callbacks import CALLBACKS
 from rlmodule.core.config import at_least
 from rlmodule.core.types import ScoredSample
 from rlmodule.journal import whole_file
-from rlmodule.run_context import RunContext, Running
+from rlmodule.run_context import EVENTS, RunContext, Running
 
 FOLDER = "rollouts"
 PANEL = "samples/train"
@@ -71,14 +71,16 @@ class WriteSamples(L.Callback):
         everyone = running.strategy.collectives.gather_objects(mine)
         if self.context.is_first:
             rows = in_order(everyone)
-            write_rows(self.context.run_dir / FOLDER / f"iteration_{iteration:06d}.jsonl", rows)
+            with self.context.journal.tolerating(FOLDER):
+                write_rows(self.context.run_dir / FOLDER / f"iteration_{iteration:06d}.jsonl", rows)
             self._shown = spread(rows, self.settings.text_rows)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The panel stands at the step where the metrics of the iteration stand."""
         running = Running.of(trainer)
         if self._shown and running.tensorboard is not None:
-            running.tensorboard.add_text(PANEL, markdown_table(self._shown), running.step)
+            with self.context.journal.tolerating(EVENTS):
+                running.tensorboard.add_text(PANEL, markdown_table(self._shown), running.step)
         self._shown = ()
 
 

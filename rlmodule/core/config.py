@@ -7,6 +7,7 @@ bare field name; the full dotted key is put in front of it here.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -55,7 +56,8 @@ def convert(cls: type[T], node: DictConfig | Mapping[str, Any], key: str, *, ign
     try:
         return OmegaConf.to_object(schema)  # type: ignore[return-value]
     except ConfigError as error:
-        raise ConfigError(key=_full(key, error.key), got=error.got, because=error.because, fix=error.fix) from None
+        fix = _with_full_keys(error.fix, fields, key)
+        raise ConfigError(key=_full(key, error.key), got=error.got, because=error.because, fix=fix) from None
 
 
 def _make_writable(node: DictConfig) -> None:
@@ -68,6 +70,12 @@ def _make_writable(node: DictConfig) -> None:
 
 def _full(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
+
+
+def _with_full_keys(text: str, names: Iterable[str], key: str) -> str:
+    """``Use lr=0`` -> ``Use optimizer.lr=0``: what is typed on the command line, wherever a bare field is set."""
+    bare = rf"(?<![\w.])({'|'.join(names)})(?=(\.\w+)*=)"
+    return re.sub(bare, lambda found: _full(key, found[1]), text)
 
 
 def _assign(schema: DictConfig, cls: type, name: str, value: object, key: str) -> None:
@@ -85,8 +93,8 @@ def _assign(schema: DictConfig, cls: type, name: str, value: object, key: str) -
         raise ConfigError(
             key=_full(key, error.full_key or name),
             got=_given(value, name, error.full_key),
-            because=reason,
-            fix=f"Give a value of type {_type_name(cls, name)}",
+            because=reason.rstrip("."),
+            fix=_how_to_write(_type_name(cls, name), _full(key, name), value),
         ) from None
 
 
@@ -97,6 +105,12 @@ def _given(value: object, name: str, full_key: str | None) -> object:
             break
         value = value[step]
     return value
+
+
+def _how_to_write(declared: str, key: str, value: object) -> str:
+    if declared.startswith("list[") and isinstance(value, str):
+        return f"It is a list: '{key}=[{value}]'"
+    return f"Give a value of type {declared}"
 
 
 def _type_name(cls: type, name: str) -> str:

@@ -349,14 +349,27 @@ class ValueAdvantage(Advantage, Protocol):
 
 
 class Reward(Protocol):
-    """A judge of responses. Frozen dataclass whose fields are its config keys."""
+    """A judge of responses. Frozen dataclass whose fields are its config keys.
+
+    ``knows_one_response``: it takes the answer of a row for the only right response.
+    """
+
+    knows_one_response: ClassVar[bool]
 
     def __call__(self, samples: Sequence[Sample]) -> list[Score]:
         """One verdict per sample, in order."""
 
+    def lacks(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
+        """What a row with this answer and these columns lacks to be judged; None where it has everything."""
+
 
 class Task(Protocol):
-    """A built-in verifiable task: makes its own prompts, knows its answers, can show how a beginner answers."""
+    """A built-in verifiable task: makes its own prompts, knows its answers, can show how a beginner answers.
+
+    ``has_many_answers``: other responses than a row's answer are right as well.
+    """
+
+    has_many_answers: ClassVar[bool]
 
     def rows(self, split: str) -> list[dict[str, Any]]:
         """Rows with ``prompt`` and ``answer`` of ``train`` or ``test``; the two never share a prompt."""

@@ -6,7 +6,7 @@ lengths, not texts. Leaves out the order they come in (``stream.py``) and respon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
@@ -23,6 +23,7 @@ from rlmodule.data.files import MemoryTable, RowTable, TableChain, open_files
 from rlmodule.data.formats import FORMATS, ColumnKeys, Row, choose_columns, read_row, top_level
 
 SPLITS = ("train", "test")
+READ_AT_ONCE = 4096  # rows
 
 
 @dataclass(frozen=True)
@@ -209,6 +210,24 @@ class PromptTable(Sequence[Prompt]):
             )
             for position, row, ids_of_row in zip(positions, rows, ids, strict=True)
         ]
+
+    def refuse(self, lacks: Callable[[str | None, Mapping[str, Any]], str | None]) -> None:
+        """Refuse the first prompt that cannot be judged; see ``Reward.lacks``.
+
+        Raises:
+            DataError: ``file:line`` and what is missing.
+        """
+        for start in range(0, len(self), READ_AT_ONCE):
+            positions = [int(position) for position in self._kept[start : start + READ_AT_ONCE]]
+            for position, row in zip(positions, self._rows.select(positions), strict=True):
+                missing = lacks(row.answer, row.meta)
+                if missing is not None:
+                    raise DataError(
+                        place=self.place(position),
+                        because=missing,
+                        fix="Set data.answer_key to the column with the ground truth, fix the row, or choose another "
+                        "reward",
+                    )
 
     def place(self, row: int) -> str:
         """``file:line`` of ``Prompt.row``."""

@@ -30,6 +30,7 @@ from rlmodule.core.types import MicroBatch, TokenOutputs
 from rlmodule.models.attention import ATTENTION, RaggedCache, Rows
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.compiled import compile_blocks
+from rlmodule.models.hub import prefer_cache_if_unreachable
 from rlmodule.models.lora import LoraSettings, add_adapter, base_of, is_adapter, merge_start, without_adapter
 from rlmodule.models.recompute import FULL, NONE, recompute_activations
 from rlmodule.models.recompute import MODES as RECOMPUTE_MODES
@@ -98,6 +99,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         return byte_tokenizer()
     place = config.tokenizer or config.path
     assert place is not None
+    prefer_cache_if_unreachable(place)
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
@@ -131,14 +133,17 @@ def load_model_config(config: ModelConfig, section: str = "model") -> PreTrained
 
 def _described(config: ModelConfig, section: str) -> PreTrainedConfig:
     if config.path is not None:
+        base = base_of(config.path)
+        prefer_cache_if_unreachable(base)
         try:
-            return AutoConfig.from_pretrained(base_of(config.path), trust_remote_code=config.trust_remote_code)
+            return AutoConfig.from_pretrained(base, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 key=f"{section}.path",
                 got=config.path,
                 because=f"no model configuration can be read there ({first_line(error)})",
-                fix="Give a folder that holds config.json and safetensors files, or a name the hub cache knows",
+                fix="Give a folder that holds config.json and safetensors files, or a name that the hub's cache knows "
+                "or the hub can be asked for",
             ) from error
     values = dict(config.architecture)
     model_type = str(values.pop("model_type", ""))

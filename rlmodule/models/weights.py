@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -27,6 +27,15 @@ FLOATING = ("F64", "F32", "F16", "BF16")  # as safetensors calls the types that 
 
 class NotByNameError(Exception):
     """Why the weights of a model cannot be read one by one."""
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """A full disk is an OSError inside, also where safetensors has a name of its own for it."""
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
 
 
 @dataclass(frozen=True)

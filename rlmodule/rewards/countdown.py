@@ -6,11 +6,11 @@ The response is parsed, never evaluated as code: numbers joined by + and -, noth
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from rlmodule.core.errors import DataError
-from rlmodule.core.types import Prompt, Sample, Score
+from rlmodule.core.types import Sample, Score
 from rlmodule.rewards import REWARDS
 
 NUMBER = "(?:0|[1-9][0-9]{0,8})"  # ASCII digits, no leading zero; short enough to add without a thought
@@ -25,16 +25,25 @@ class Countdown:
     numbers_key: str = "numbers"  # column with the list of numbers
     truncated: float | None = 0.0  # score of a response cut at the length limit; None leaves it unscored
 
-    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        """One score per sample, in order; part ``valid`` is 1 where the expression uses the right numbers.
+    knows_one_response: ClassVar[bool] = False
 
-        Raises:
-            DataError: a row has no target or no numbers.
-        """
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        """One score per sample, in order; part ``valid`` is 1 where the expression uses the right numbers."""
         return [self._score(sample) for sample in samples]
 
+    def lacks(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
+        """A target, or the numbers to reach it with."""
+        try:
+            self._read(answer, columns)
+        except (KeyError, TypeError, ValueError):
+            return (
+                f"reward=countdown needs a whole number as answer and a list of them as '{self.numbers_key}', "
+                f"found answer={answer!r} and the columns {', '.join(columns) or 'none'}"
+            )
+        return None
+
     def _score(self, sample: Sample) -> Score:
-        target, numbers = self._read(sample.prompt)
+        target, numbers = self._read(sample.prompt.answer, sample.prompt.meta)
         terms = terms_of(sample.text)
         is_valid = terms is not None and sorted(map(abs, terms)) == sorted(numbers)
         parts = {"valid": float(is_valid)}
@@ -42,16 +51,8 @@ class Countdown:
             return Score(self.truncated, parts)
         return Score(float(terms is not None and is_valid and sum(terms) == target), parts)
 
-    def _read(self, prompt: Prompt) -> tuple[int, list[int]]:
-        try:
-            return int(prompt.answer or ""), [int(number) for number in prompt.meta[self.numbers_key]]
-        except (KeyError, TypeError, ValueError):
-            raise DataError(
-                place=f"row {prompt.row + 1} of {prompt.source or 'the data'}",
-                because=f"reward=countdown needs a whole number as answer and a list of them as '{self.numbers_key}', "
-                f"found answer={prompt.answer!r} and the columns {', '.join(prompt.meta) or 'none'}",
-                fix="Use data.task=countdown, or set reward.numbers_key and data.answer_key",
-            ) from None
+    def _read(self, answer: str | None, columns: Mapping[str, Any]) -> tuple[int, list[int]]:
+        return int(answer or ""), [int(number) for number in columns[self.numbers_key]]
 
 
 def terms_of(text: str) -> list[int] | None:

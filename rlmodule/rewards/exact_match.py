@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from rlmodule.core.errors import DataError
 from rlmodule.core.types import Sample, Score
 from rlmodule.rewards import REWARDS
 
@@ -19,22 +19,19 @@ class ExactMatch:
     ignore_case: bool = False
     truncated: float | None = 0.0  # score of a response cut at the length limit; None leaves it unscored
 
-    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
-        """One score per sample, in order.
+    knows_one_response: ClassVar[bool] = True
 
-        Raises:
-            DataError: a row has no answer to compare with.
-        """
+    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+        """One score per sample, in order."""
         return [self._score(sample) for sample in samples]
+
+    def lacks(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
+        """An answer to compare with."""
+        return "it has no answer, and reward=exact_match compares with one" if answer is None else None
 
     def _score(self, sample: Sample) -> Score:
         answer = sample.prompt.answer
-        if answer is None:
-            raise DataError(
-                place=f"row {sample.prompt.row + 1} of {sample.prompt.source or 'the data'}",
-                because="it has no answer, and reward=exact_match compares with one",
-                fix="Set data.answer_key to the column with the ground truth",
-            )
+        assert answer is not None, "rows are asked what they lack before a run begins"
         if sample.finish == "length":
             return Score(self.truncated)
         return Score(float(self._normal(sample.text) == self._normal(answer)))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlmodule.core.config import at_least, more_than, one_of
 from rlmodule.core.errors import ConfigError, TrainingError
@@ -88,6 +88,8 @@ class Function:
     num_workers: int = 4  # child processes, on each rank that scores
     on_error: str = "unscored"  # what a failure on some samples does: unscored, or raise to stop the run
 
+    knows_one_response: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         one_of("style", self.style, CONVENTIONS)
         one_of("on_error", self.on_error, ["unscored", "raise"])
@@ -128,6 +130,10 @@ class Function:
                 f"{first.text[:80]!r}):\n{verdicts[failed[0]][1]}"
             )
         return [score for score, _ in verdicts]
+
+    def lacks(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
+        """Nothing that could be known before it is called."""
+        return None
 
     @cached_property
     def _pool(self) -> Pool:

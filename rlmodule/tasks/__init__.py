@@ -25,6 +25,7 @@ class ProceduralTask(ABC):
     test_size: int = 256  # rows, all different, and none of them a training or demonstration prompt
     seed: int = 0  # of the data; independent of the seed of the run
 
+    has_many_answers: ClassVar[bool] = False
     max_test_size: ClassVar[int]  # a larger test set would leave the shortest prompts no room in training
 
     def __post_init__(self) -> None:

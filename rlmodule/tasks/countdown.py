@@ -19,6 +19,7 @@ NUM_NUMBERS = 3
 class Countdown(ProceduralTask):
     """Three numbers from 1 to 9 in any order, each used once; targets from 0 to 99 that can be reached."""
 
+    has_many_answers: ClassVar[bool] = True
     max_test_size: ClassVar[int] = 512  # of the 2,700 prompts that exist
 
     def draw(self, rng: random.Random) -> dict[str, Any]:

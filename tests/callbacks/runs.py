@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from rlmodule.advantages.grpo import GRPO
 from rlmodule.batching.collate import DynamicCollator
@@ -27,7 +26,7 @@ from rlmodule.module import RLModule
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig
 from rlmodule.rollout.hf import HFRollout
-from rlmodule.run_context import RunContext
+from rlmodule.run_context import EventLog, RunContext
 from rlmodule.sources import DemonstrationSource, Examination, RolloutSource, Source
 from rlmodule.update import Trainable
 from strategies.ddp import DDPOptions, DDPStrategy
@@ -152,7 +151,7 @@ class SmallRun:
         return DDPStrategy(DDPOptions(), device="cpu", num_processes=self.world_size, num_nodes=1)
 
     def _trainer(self, strategy: Any, callbacks: list[L.Callback]) -> L.Trainer:
-        logger = TensorBoardLogger(
+        logger = EventLog(
             self.run_dir,
             name="tensorboard",
             version="",

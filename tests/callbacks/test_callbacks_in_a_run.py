@@ -3,6 +3,9 @@ from __future__ import annotations
 import io
 import json
 import math
+import resource
+import sys
+import warnings
 from pathlib import Path
 
 import lightning as L
@@ -63,6 +66,27 @@ def same_in_every_run(records: list[Record]) -> list[Record]:
         Record(r.kind, r.step, r.iteration, {k: v for k, v in r.metrics.items() if not k.startswith(PER_RUN)})
         for r in records
     ]
+
+
+def limited_run(rank, run_dir):
+    """A disk on which no file may grow past 1,500 bytes; what was warned of, and the step that was reached."""
+    run = SmallRun(run_dir, ALL | {"validation": {}}, iterations=4)
+    sys.stdout = io.StringIO()  # which may be a file as well
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        context = run.fit()
+    return [str(w.message) for w in caught if "cannot be written" in str(w.message)], context.journal.records[-1].step
+
+
+@pytest.mark.ranks
+def test_ckpt_03_logs_that_cannot_be_written_are_said_once_each_and_training_goes_on(tmp_path):
+    [(said, step)] = run_on_ranks(1, limited_run, tmp_path)
+    assert step == 4 * STEPS_PER_ITERATION
+    named = [text.partition(" cannot")[0] for text in said]
+    assert {"metrics.jsonl", "rollouts", "TensorBoard's event file", "curves.png"} <= set(named)
+    assert len(named) == len(set(named)), "once each"
+    assert all("File too large" in text and "Free some space" in text for text in said)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -55,14 +56,15 @@ class Command:
     Args:
         arguments: of ``train.py``.
         cwd: where it is started; its output goes to ``output.txt`` in there, behind that of earlier commands.
+        file_size: bytes past which no file may grow, as if the disk were full.
     """
 
-    def __init__(self, arguments: Sequence[str], cwd: Path) -> None:
+    def __init__(self, arguments: Sequence[str], cwd: Path, file_size: int = resource.RLIM_INFINITY) -> None:
         self.log = cwd / "output.txt"
         self.log.touch()
         self._start = self.log.stat().st_size
         context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=_main, args=(list(arguments), cwd, self.log))
+        self.process = context.Process(target=_main, args=(list(arguments), cwd, self.log, file_size))
         self.process.start()
 
     @property
@@ -101,12 +103,13 @@ class Command:
         self.process.join()
 
 
-def forked(*arguments: str, cwd: Path) -> Finished:
+def forked(*arguments: str, cwd: Path, file_size: int = resource.RLIM_INFINITY) -> Finished:
     """``python train.py ARGUMENTS`` to its end, in a fork."""
-    return Command(arguments, cwd).wait()
+    return Command(arguments, cwd, file_size).wait()
 
 
-def _main(arguments: list[str], cwd: Path, log: Path) -> None:
+def _main(arguments: list[str], cwd: Path, log: Path, file_size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
     with log.open("ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

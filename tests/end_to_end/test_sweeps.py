@@ -28,6 +28,9 @@ def test_two_jobs_two_directories(tmp_path):
         records = read_records(job / "metrics.jsonl")
         assert [r.step for r in records if r.kind == "step"] == [1, 2, 3, 4]
         assert (job / "summary.json").exists()
+        command = (job / "command.txt").read_text().splitlines()[0]
+        assert f"optimizer.lr={lr} " in command
+        assert " -m " not in command and "," not in command, "it runs this job alone"
     assert len(list((tmp_path / "outputs").glob("*/*"))) == 1, "no run stands beside the sweep"
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from rlmodule.core.errors import DataError
 from rlmodule.core.types import Prompt, Sample
 from rlmodule.rewards.countdown import Countdown
 from rlmodule.tasks.countdown import Countdown as CountdownTask
@@ -68,9 +67,14 @@ def test_a_truncated_response_gets_the_score_set_for_it(truncated):
 
 
 @pytest.mark.parametrize(("answer", "meta"), [(None, None), ("x", None), ("8", {}), ("8", {"numbers": 3})])
-def test_a_row_without_numbers_or_target_is_named(answer, meta):
-    with pytest.raises(DataError, match=r"row 5 of countdown: .*found answer="):
-        Countdown()([sample("3+7-2", answer, meta)])
+def test_a_row_without_numbers_or_target_lacks_them(answer, meta):
+    prompt = sample("3+7-2", answer, meta).prompt
+    assert f"found answer={answer!r}" in (Countdown().lacks(prompt.answer, prompt.meta) or "")
+
+
+def test_a_row_of_the_task_lacks_nothing():
+    for row in CountdownTask(train_size=30).rows("train"):
+        assert Countdown().lacks(row["answer"], row) is None
 
 
 def test_the_numbers_may_be_called_otherwise():
