@@ -185,11 +185,11 @@ def outline_policy(config: ModelConfig, *, seed: int, temperature: float) -> Pol
         lm, stored = _outlined_lm(config)
     except NotByNameError as reason:
         policy = build_policy(config, seed=seed, temperature=temperature)
-        policy.loading = f"every process reads the whole model into its memory: {reason}"
+        policy.loading = f"read whole by every process: {reason}"
         return policy
     with stand_ins(lm):
         policy = _policy_around(lm, config, seed, temperature)
-    policy.stored, policy.loading = stored, "each process reads what it keeps"
+    policy.stored, policy.loading = stored, "read from disk block by block"
     return policy
 
 

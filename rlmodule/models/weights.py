@@ -2,7 +2,7 @@
 
 An outline has its parameters on the meta device and everything else as it must be: buffers (rotary frequencies too),
 ties, generation settings. It is made only where the files hold each tensor under its own name and in its own shape.
-transformers renames, fuses or untie weights of some families while it loads them; those are loaded by it, whole.
+transformers renames, fuses or unties weights of some families while it loads them; those are loaded by it, whole.
 Leaves out which part of a tensor a process keeps (``strategies/parts/loading.py``).
 """
 

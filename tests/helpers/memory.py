@@ -12,12 +12,31 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):
-    """Live and peak bytes of the storages that operations made inside; views and the meta device make none."""
+    """Live and peak bytes of the storages that operations made inside; views and the meta device make none.
+
+    A storage may be emptied and filled again, as gathered weights are: its bytes come and go with that.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
         self._known: dict[int, int] = {}
+
+    def __enter__(self) -> Allocations:
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            done = self._resize(storage, size)
+            if storage._cdata in self._known:
+                self._count(storage._cdata, size)
+            return done
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*failure)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -32,10 +51,14 @@ class Allocations(TorchDispatchMode):
     def _made(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         if key not in self._known and storage.nbytes():
-            self._known[key] = storage.nbytes()
-            self.live += storage.nbytes()
-            self.peak = max(self.peak, self.live)
+            self._known[key] = 0
+            self._count(key, storage.nbytes())
             weakref.finalize(storage, self._freed, key)
+
+    def _count(self, key: int, size: int) -> None:
+        self.live += size - self._known[key]
+        self.peak = max(self.peak, self.live)
+        self._known[key] = size
 
     def _freed(self, key: int) -> None:
         self.live -= self._known.pop(key)

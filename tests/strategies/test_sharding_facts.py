@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from rlmodule.models.attention import RaggedCache
 from rlmodule.models.policy import ModelConfig, PrefillBatch, build_policy, load_tokenizer, save_pretrained
 from rlmodule.optimizer import OptimizerConfig
+from tests.helpers.memory import Allocations
 from tests.helpers.ranks import run_on_ranks
 from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun, relative_difference
 
@@ -88,6 +89,46 @@ def test_the_bytes_of_ddp_would_not_pass():
 
     states, whole = on_two(FixedRun(backend="ddp", watch=watch))[0].extra
     assert states > 1.9 * whole
+
+
+class PeakOfSteps(L.Callback):
+    """Most bytes allocated at a time within each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.memory = Allocations().__enter__()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.memory.__exit__(None, None, None)
+        self.seen.append(self.memory.peak)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options", "copies"),
+    [("fsdp2", {}, 1), ("fsdp", {}, 1), ("deepspeed", {"stage": 3, "bucket_numel": 60_000}, 2)],
+    ids=label,
+)
+def test_a_step_adds_a_share_of_gradients_and_a_few_blocks_to_what_a_rank_keeps(backend, options, copies):
+    """With recomputed blocks and few tokens, so that hardly anything else is left to count.
+
+    Blocks: the one that runs, the next one on its way, gradients of one whole and on their way to be reduced. ZeRO-3
+    keeps its share of the gradients twice, and a bucket (here of the size of a block). The first step makes moments.
+    """
+    wide = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 16}
+    model = ModelConfig(architecture={**ARCHITECTURE, **wide}, activation_checkpointing="full")
+    policy = build_policy(model, seed=0, temperature=1.0)
+    whole, block = (4 * sum(p.numel() for p in m.parameters()) for m in (policy, policy.lm.model.layers[0]))
+
+    def on_rank(rank: int) -> list[int]:
+        peaks = PeakOfSteps()
+        run = FixedRun(backend, options, model=model, lengths=((2, 2, 2),) * 18, budget=4, callbacks=(peaks,))
+        run.fit(2, rank)
+        return peaks.seen[1:]
+
+    for seen in run_on_ranks(2, on_rank):
+        assert all(peak < copies * whole / 2 + 5 * block < whole * (copies + 1) / 2 for peak in seen)
 
 
 @pytest.mark.parametrize(("backend", "options"), MASTERS, ids=label)
