@@ -76,6 +76,16 @@ def test_a_run_starts_at_its_reference_and_learns_to_tell_pairs_apart(tmp_path):
     assert not [name for r in records for name in r.metrics if name.startswith("reward/")], "nothing was judged"
 
 
+def test_a_resumed_run_learns_what_it_would_have_learned(tmp_path):
+    """The reference is the policy of the first start, not the one of the checkpoint; its scores are made once more."""
+    whole = run_small(tmp_path / "whole", *SMALL, "trainer.max_epochs=4")
+    run_small(tmp_path / "cut", *SMALL, "trainer.max_epochs=2")
+    resumed = run_small(tmp_path / "cut", *SMALL, "trainer.max_epochs=4", f"resume={tmp_path / 'cut'}")
+    for name in ("actor/loss", "actor/reward_margin", "actor/grad_norm"):
+        assert steps(resumed, name) == pytest.approx(steps(whole, name), rel=1e-6), name
+    assert len(steps(whole, "actor/loss")) == 8
+
+
 def test_under_adapters_the_reference_is_the_model_without_them(tmp_path):
     pytest.importorskip("peft")
     records = run_small(tmp_path, *SMALL, "model.lora.r=4", "trainer.max_epochs=2")

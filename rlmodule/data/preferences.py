@@ -1,12 +1,13 @@
 """Preferences -> pairs of samples: one prompt, the response that was preferred and the one that was not.
 
-A row without a prompt has it as the common beginning of its two responses, as many preference data sets do. The loss
-mask is True on what comes after the prompt and an assistant said; assistant turns inside the prompt are context.
+A row without a prompt has it as the common beginning of its two responses; turns of a response may repeat the prompt
+first. Published data sets do either. The loss mask is True on what comes after the prompt and an assistant said;
+assistant turns inside the prompt are context.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from rlmodule.core.contract import Task
 from rlmodule.core.errors import DataError
 from rlmodule.core.types import Sample
-from rlmodule.data.chat import ChatFormat, Segment, Turns, join
+from rlmodule.data.chat import ChatFormat, Segment, Turns, as_turns, join
 from rlmodule.data.demonstrations import encode_row, sample_of
 from rlmodule.data.files import RawRow, RowTable, open_files
 from rlmodule.data.formats import Row, read_turns
@@ -99,8 +100,21 @@ def _preference(raw: RawRow, prompt_key: str, config: DataConfig, place: str) ->
         if raw.get(column) is None:
             raise DataError(place=place, because=f"the row has no '{column}'", fix="Fill it in, or delete the row")
     chosen, rejected = (read_turns(raw[key], key, place) for key in (config.chosen_key, config.rejected_key))
-    if raw.get(prompt_key) is not None:
-        return Preference(read_turns(raw[prompt_key], prompt_key, place), chosen, rejected, place)
+    if raw.get(prompt_key) is None:
+        prompt, chosen, rejected = _without_common_beginning(chosen, rejected, place)
+    else:
+        prompt = read_turns(raw[prompt_key], prompt_key, place)
+        chosen, rejected = _behind(prompt, chosen), _behind(prompt, rejected)
+    for said in (chosen, rejected):
+        if not isinstance(said, str) and [turn["role"] for turn in said[:1]] != ["assistant"]:
+            raise DataError(
+                place=place, because="a response must begin with an assistant turn behind the prompt", fix="Fix the row"
+            )
+    return Preference(prompt, chosen, rejected, place)
+
+
+def _without_common_beginning(chosen: Turns, rejected: Turns, place: str) -> tuple[Turns, Turns, Turns]:
+    """The prompt that both begin with, and what is left of them."""
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise DataError(place=place, because="one response is a text and the other are turns", fix="Fix the row")
     start = _end_of_common_beginning(chosen, rejected)
@@ -110,7 +124,13 @@ def _preference(raw: RawRow, prompt_key: str, config: DataConfig, place: str) ->
             because="the row has no prompt, and its responses do not differ after a common beginning that could be one",
             fix="Give it a prompt, or delete the row",
         )
-    return Preference(chosen[:start], chosen[start:], rejected[start:], place)
+    return chosen[:start], chosen[start:], rejected[start:]
+
+
+def _behind(prompt: Turns, said: Turns) -> Turns:
+    """The response without the prompt's own turns, where it begins with them."""
+    turns = list(as_turns(prompt))
+    return said[len(turns) :] if not isinstance(said, str) and list(said[: len(turns)]) == turns else said
 
 
 def _end_of_common_beginning(chosen: Turns, rejected: Turns) -> int:
@@ -127,9 +147,8 @@ def _pairs(rows: Sequence[Preference], config: DataConfig, tokenizer: PreTrained
         [_encode(completed, chat, row.place) for completed in pair] for row, pair in zip(rows, both, strict=True)
     ]
     lengths = np.array([len(chosen[0].ids) for chosen, _ in segments], dtype=np.int32)
-    place: Callable[[int], str] = lambda number: rows[number].place  # noqa: E731
     pairs = []
-    for number in map(int, keep_by_length(lengths, config, place)):
+    for number in map(int, keep_by_length(lengths, config, lambda number: rows[number].place)):
         chosen, rejected = (
             sample_of(number, *parts, tokenizer, config.max_prompt_length)
             for parts in zip(both[number], segments[number], strict=True)

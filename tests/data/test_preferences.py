@@ -41,6 +41,8 @@ def test_every_form_of_a_row_says_the_same(tmp_path):
         {"prompt": [question], "chosen": [good], "rejected": [bad]},
         {"prompt": [question], "chosen": "yes", "rejected": "no"},
         {"chosen": [question, good], "rejected": [question, bad]},
+        {"prompt": "q", "chosen": [question, good], "rejected": [question, bad]},
+        {"prompt": [question], "chosen": [question, good], "rejected": [bad]},
     )
     for number, pair in enumerate(pairs):
         assert tokens(pair.chosen) == ((USER, *b"q", ASSISTANT), [*b"yes", END], [True] * 4)
@@ -118,7 +120,12 @@ def test_prompts_above_the_limit_follow_the_rule(tmp_path):
         ({"chosen": "yes", "rejected": "no"}, "do not differ after a common beginning"),
         ({"chosen": "same", "rejected": "same"}, "do not differ after a common beginning"),
         ({"chosen": "text", "rejected": [turn("user", "q")]}, "one response is a text and the other are turns"),
-        ({"prompt": "q", "chosen": [turn("user", "a")], "rejected": "b"}, "end with an assistant turn"),
+        ({"prompt": "q", "chosen": [turn("user", "a")], "rejected": "b"}, "must begin with an assistant turn"),
+        ({"prompt": "q", "chosen": "a", "rejected": [turn("user", "q")]}, "must begin with an assistant turn"),
+        (
+            {"prompt": "q", "chosen": [turn("assistant", "a"), turn("user", "q")], "rejected": "b"},
+            "end with an assistant turn",
+        ),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named(tmp_path, row, says):
