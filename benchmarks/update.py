@@ -73,11 +73,9 @@ def make_rows(num_groups: int, group_size: int, vocabulary: int) -> list[Experie
 class Ours:
     """The project's own path, below Lightning."""
 
-    def __init__(self, rows: list[ExperienceRow], model: nn.Module, **batching: bool) -> None:
+    def __init__(self, rows: list[ExperienceRow], model: nn.Module, **batching: Any) -> None:
         metas = [row.sample.meta for row in rows]
-        config = BatchingConfig(
-            mini_batch_size=len(rows), max_token_len_per_gpu=TOKEN_BUDGET, shuffle=False, **batching
-        )
+        config = BatchingConfig(**{"mini_batch_size": len(rows), "max_token_len_per_gpu": TOKEN_BUDGET, **batching})
         cost = Workload(shape_of(model.config))
         sampler = BalancedSampler(metas, config, Layout(), seed=0, iteration=0, cost=cost)
         collate = DynamicCollator(share_prompts=config.share_prompts)
