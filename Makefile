@@ -44,6 +44,8 @@ bench: setup ## measure, draw, and fill the tables of docs/performance.md (SMALL
 	$(if $(SMALL),,$(BIN)/python benchmarks/update.py --vocabulary 151936 --json $(RESULTS)/update_151936.json)
 	$(BIN)/python benchmarks/memory.py $(if $(SMALL),--small) --json $(RESULTS)/memory.json
 	$(BIN)/python benchmarks/loop.py $(if $(SMALL),--small) --json $(RESULTS)/loop.json
+	$(BIN)/python benchmarks/rollout.py $(if $(SMALL),--small) --json $(RESULTS)/rollout.json
+	$(BIN)/python benchmarks/scaling.py $(if $(SMALL),--small) --json $(RESULTS)/scaling.json
 	$(BIN)/python benchmarks/report.py --results $(RESULTS) $(if $(SMALL),--out $(RESULTS)/performance.md)
 
 bench-peers: $(PEERS)/.ready ## the same work by verl, OpenRLHF and TRL, in an environment of its own

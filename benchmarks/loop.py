@@ -77,10 +77,11 @@ class Compare(L.Callback):
 class Loaded:
     """The samples of one iteration and what hands them out, as a run has them."""
 
-    def __init__(self, rows: list[ExperienceRow], steps: int) -> None:
+    def __init__(self, rows: list[ExperienceRow], steps: int, layout: Layout | None = None) -> None:
         config = BatchingConfig(mini_batch_size=len(rows), max_token_len_per_gpu=TOKEN_BUDGET)
         metas = [row.sample.meta for row in rows]
-        self.sampler = BalancedSampler(metas, config, Layout(), seed=0, iteration=0, epochs=steps)
+        self.steps = steps
+        self.sampler = BalancedSampler(metas, config, layout or Layout(), seed=0, iteration=0, epochs=steps)
         self.experience = Experience(dict(enumerate(rows)), 0, len(rows))
         self.collate = DynamicCollator()
 
@@ -89,26 +90,32 @@ class Loaded:
         return PackedAhead(self.sampler, lambda share: self.collate(self.experience.__getitems__(share)))
 
 
-def fit(rows: list[ExperienceRow], sizes: Sizes, steps: int) -> Compare:
-    """``steps`` optimizer steps on the same samples."""
+def fit(loaded: Loaded, sizes: Sizes, strategy: Any, callbacks: list[L.Callback], devices: int = 1) -> L.Trainer:
+    """Train a random model on everything that is loaded."""
     quieten()
     objective = Objective(PPOClip(), AlgorithmConfig())
-    trainable = Trainable("policy", objective, OptimizerConfig(warmup_steps=0), run_steps=2 * steps)
+    trainable = Trainable("policy", objective, OptimizerConfig(warmup_steps=0), run_steps=2 * loaded.steps)
     module = RLModule({"policy": PolicyModel(sizes.model())}, [trainable], max_skipped_in_a_row=1)
-    compare = Compare()
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=1,
-        strategy=SingleStrategy(SingleOptions(), device="cpu", num_processes=1, num_nodes=1),
+        devices=devices,
+        strategy=strategy,
         max_epochs=1,
-        callbacks=[compare],
+        callbacks=callbacks,
         logger=False,
         use_distributed_sampler=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, Loaded(rows, steps).mini_batches())
+    trainer.fit(module, loaded.mini_batches())
+    return trainer
+
+
+def compared(loaded: Loaded, sizes: Sizes) -> Compare:
+    """Every step of the loop, and a bare update after each."""
+    compare = Compare()
+    fit(loaded, sizes, SingleStrategy(SingleOptions(), device="cpu", num_processes=1, num_nodes=1), [compare])
     return compare
 
 
@@ -189,7 +196,8 @@ def main() -> None:
     hundred_million = Sizes(16_384, hidden=768, layers=9)
     sizes = small if args.small else benchmark
     rows = make_rows(1, 8, sizes.vocabulary)
-    numbers = overhead(fit(rows, sizes, (args.steps or (8 if args.small else 24)) + WARM_UP))
+    steps = args.steps or (8 if args.small else 24)
+    numbers = overhead(compared(Loaded(rows, steps + WARM_UP), sizes))
     low, high = numbers["overhead_interval"]
     print(
         f"step through Lightning {numbers['loop_cpu_s']:.3f} CPU s, bare update {numbers['bare_cpu_s']:.3f} CPU s: "

@@ -41,6 +41,13 @@ def peak_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
+def measure_apart(way: str, vocabulary: int, num_tokens: int) -> dict[str, float]:
+    """One pass in a process of its own."""
+    command = [sys.executable, __file__, "--one", way, str(vocabulary), str(num_tokens)]
+    measured: dict[str, float] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return measured
+
+
 def measure_here(way: str, vocabulary: int, num_tokens: int) -> dict[str, float]:
     """One pass in this process, which must be fresh."""
     torch.set_num_threads(1)
@@ -84,8 +91,7 @@ def main() -> None:
     print(f"{'way':<12} {'V':>8} {'T':>6} {'extra MB':>9} {'CPU s':>7}   (one [T, V] tensor is T * V * 4 bytes)")
     for way, counts in sizes["tokens"].items():
         for num_tokens in counts:
-            command = [sys.executable, __file__, "--one", way, str(vocabulary), str(num_tokens)]
-            row = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            row = measure_apart(way, vocabulary, num_tokens)
             rows.append({"way": way, "tokens": num_tokens, **row})
             print(f"{way:<12} {vocabulary:8,} {num_tokens:6,} {row['extra_mb']:9.0f} {row['cpu_s']:7.2f}", flush=True)
     if args.json:

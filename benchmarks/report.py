@@ -132,6 +132,68 @@ def loop_chart(numbers: Numbers, axes: plt.Axes) -> None:
     axes.set(xlabel="step", ylabel="loop / bare")
 
 
+def rollout_table(numbers: Numbers) -> str:
+    """CPU time per token of each way to sample."""
+    rows = [
+        [
+            name,
+            f"{x['tokens']:,.0f}",
+            f"{x['cpu_s']:.2f}",
+            f"{x['ms_per_token']:.3f}",
+            f"{x['ratio']:.2f}",
+            f"{x['spread']:.2f}",
+        ]
+        for name, x in numbers["ways"].items()
+    ]
+    facts = (
+        f"{numbers['responses']} responses to {numbers['prompts']} prompts, {numbers['limit']} tokens at most, "
+        f"hidden size {numbers['hidden']}, vocabulary {numbers['vocabulary']}, {numbers['rounds']} rounds."
+    )
+    head = ["way", "tokens", "CPU s", "CPU ms per token", "ratio", "max/min"]
+    return f"{table(head, rows)}\n\n{facts}\n"
+
+
+def rollout_chart(numbers: Numbers, axes: plt.Axes) -> None:
+    """CPU time per token."""
+    ways = numbers["ways"]
+    axes.bar(list(ways), [x["ms_per_token"] for x in ways.values()])
+    axes.set(ylabel="CPU ms per token")
+
+
+def scaling_table(numbers: Numbers) -> str:
+    """How every cost grows."""
+    planning = [
+        [
+            f"{row['samples']:,}",
+            f"{row['ranks']:,}",
+            f"{row['ms'] / 1e3:.2f}",
+            f"{row['peak_mb']:.0f}",
+            f"{row['step']:.4f}",
+        ]
+        for row in numbers["planning"]
+    ]
+    step = [
+        [f"{row['tokens']:,}", f"{row['cpu_s']:.2f}", f"{1e6 * row['cpu_s'] / row['tokens']:.0f}"]
+        for row in numbers["step"]
+    ]
+    head = [[f"{row['vocabulary']:,}", f"{row['tokens']:,}", f"{row['extra_mb']:.0f}"] for row in numbers["head"]]
+    ranks = [[str(row["ranks"]), f"{row['parameters_mb']:.1f}", f"{row['moments_mb']:.1f}"] for row in numbers["ranks"]]
+    tables = [
+        table(["samples of one plan", "ranks", "CPU s", "peak MB of the process", "lock-step time"], planning),
+        table(["tokens of a step", "CPU s", "CPU s per million"], step),
+        table(["vocabulary", "loss tokens", "extra MB of the head"], head),
+        table(["ranks, fsdp2", "MB of weights on a rank", "MB of moments"], ranks),
+    ]
+    return "\n\n".join(tables) + "\n"
+
+
+def scaling_chart(numbers: Numbers, axes: plt.Axes) -> None:
+    """Planning time against samples."""
+    rows = numbers["planning"]
+    axes.plot([row["samples"] for row in rows], [row["ms"] / 1e3 for row in rows], marker="o")
+    axes.set(xlabel="samples (and ranks with them)", ylabel="CPU seconds of one plan", xscale="log", yscale="log")
+
+
 def peers_table(numbers: Numbers) -> str:
     """Plans, differencing and the update step against released packages."""
     planners = ("rlmodule", "verl", "verl, older")
@@ -185,6 +247,8 @@ SECTIONS: dict[str, tuple[Callable[[Numbers], str], Callable[[Numbers, plt.Axes]
     "update_151936": (update_table, update_chart),
     "memory": (memory_table, memory_chart),
     "loop": (loop_table, loop_chart),
+    "rollout": (rollout_table, rollout_chart),
+    "scaling": (scaling_table, scaling_chart),
     "peers": (peers_table, peers_chart),
 }
 
