@@ -54,29 +54,12 @@ class StoredWeights:
 
         Raises:
             NotByNameError: a tensor is missing, differs in shape or type, or transformers would convert it.
-            OSError: there are no such files, and they cannot be fetched.
+            OSError: there are no such files, they cannot be fetched, or one is damaged.
         """
-        if getattr(lm.config, "quantization_config", None) is not None:
-            raise NotByNameError("they are quantised")
-        files = _files(path)
-        for transform in get_model_conversion_mapping(lm):
-            changed = next((key for key in files if transform.rename_source_key(key)[1] is not None), None)
-            if changed is not None:
-                raise NotByNameError(f"transformers renames or fuses some while it loads them ({changed})")
-        places: dict[str, tuple[str, str]] = {}
-        for names, tensor in _kept(lm):
-            held = [name for name in names if name in files]
-            if not held and names[0] in may_lack:
-                continue
-            if not held:
-                raise NotByNameError(f"the files hold no {names[0]}")
-            shape, dtype = _described(files[held[0]], held[0])
-            if shape != tensor.shape or dtype not in FLOATING:
-                raise NotByNameError(f"{held[0]} is {dtype} {list(shape)} in the files, not {list(tensor.shape)}")
-            places |= dict.fromkeys(names, (files[held[0]], held[0]))
-            if any(not torch.equal(_read(files[name], name), _read(*places[name])) for name in held[1:]):
-                raise NotByNameError(f"{' and '.join(held)} are one tensor in the model and two in the files")
-        return cls(places)
+        try:
+            return cls(_places(lm, path, may_lack))
+        except SafetensorError as error:
+            raise OSError(f"a safetensors file is damaged or no such file: {error}") from error
 
     def read(self, name: str) -> Tensor:
         """The whole tensor in the type it is stored in; its memory is the file's own, so nobody writes to it.
@@ -151,6 +134,30 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
+
+
+def _places(lm: PreTrainedModel, path: str, may_lack: Collection[str]) -> dict[str, tuple[str, str]]:
+    if getattr(lm.config, "quantization_config", None) is not None:
+        raise NotByNameError("they are quantised")
+    files = _files(path)
+    for transform in get_model_conversion_mapping(lm):
+        changed = next((key for key in files if transform.rename_source_key(key)[1] is not None), None)
+        if changed is not None:
+            raise NotByNameError(f"transformers renames or fuses some while it loads them ({changed})")
+    places: dict[str, tuple[str, str]] = {}
+    for names, tensor in _kept(lm):
+        held = [name for name in names if name in files]
+        if not held and names[0] in may_lack:
+            continue
+        if not held:
+            raise NotByNameError(f"the files hold no {names[0]}")
+        shape, dtype = _described(files[held[0]], held[0])
+        if shape != tensor.shape or dtype not in FLOATING:
+            raise NotByNameError(f"{held[0]} is {dtype} {list(shape)} in the files, not {list(tensor.shape)}")
+        places |= dict.fromkeys(names, (files[held[0]], held[0]))
+        if any(not torch.equal(_read(files[name], name), _read(*places[name])) for name in held[1:]):
+            raise NotByNameError(f"{' and '.join(held)} are one tensor in the model and two in the files")
+    return places
 
 
 def _files(path: str) -> dict[str, str]:

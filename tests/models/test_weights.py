@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from rlmodule.core.errors import ConfigError
 from rlmodule.core.parameters import tied
 from rlmodule.models import weights
 from rlmodule.models.byte_tokenizer import byte_tokenizer
@@ -147,6 +148,14 @@ def test_quantised_weights_are_not_taken_for_numbers(tmp_path):
     lm.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(weights.NotByNameError, match="quantised"):
         weights.StoredWeights.of(lm, str(tmp_path))
+
+
+def test_a_damaged_file_is_the_users_error(tmp_path):
+    """Half a download, or the text that stands in for a large file."""
+    config = saved(tmp_path)
+    (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"model\.path=.*damaged"):
+        outline_policy(config, seed=0, temperature=1.0)
 
 
 def test_another_shape_is_not_taken(tmp_path):
