@@ -26,6 +26,7 @@ from rlmodule.core.types import (
     CRITIC,
     POLICY,
     REFERENCE,
+    TEACHER,
     AdvantageInputs,
     ExperienceRow,
     MiniBatch,
@@ -397,7 +398,7 @@ class ExperienceMaker:
     def _rows(
         self, samples: Mapping[int, Sample], sampler: BalancedSampler, watch: Stopwatch
     ) -> dict[int, ExperienceRow]:
-        rows = {p: ExperienceRow(sample) for p, sample in samples.items()}
+        rows = {p: ExperienceRow(s, teacher_logprob=s.teacher_logprob) for p, s in samples.items()}
         as_sampled = self._as_sampled(samples)
         for asked in self._passes(must_score=self._must_score(samples, as_sampled)):
             with watch.phase(asked.phase):
@@ -454,6 +455,8 @@ class ExperienceMaker:
         if self.objective.needs_reference:
             model, options = (POLICY, {"with_adapter": False}) if self.reference_in_policy else (REFERENCE, {})
             passes.append(ScoringPass("ref_logprob", model, {"ref_logprob": "logprob"}, options))
+        if self.objective.settings.teacher is not None:
+            passes.append(ScoringPass("teacher_logprob", TEACHER, {"teacher_logprob": "logprob"}))
         return passes
 
     def _with_next_values(self, rows: dict[int, ExperienceRow], sampler: BalancedSampler) -> dict[int, ExperienceRow]:

@@ -50,6 +50,7 @@ class AlgorithmConfig:
     overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
     mask_truncated: bool = False  # responses cut at the limit count in the group statistics but not in the loss
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+    teacher: str | None = None  # folder of a frozen policy that a loss learns from
 
     def __post_init__(self) -> None:
         one_of("source", self.source, SOURCES)
@@ -237,6 +238,7 @@ class MicroBatchObjective:
                 old_logprob=_part_of(batch.old_logprob, part),
                 advantage=_part_of(batch.advantage, part),
                 ref_logprob=ref_logprob,
+                teacher_logprob=_part_of(batch.teacher_logprob, part),
                 over_slices=self._over_slices,
                 selected=_part_of(batch.selected, part),
                 group=batch.group,

@@ -194,6 +194,12 @@ def _check_stored_logprobs(table: RolloutTable, settings: Settings) -> None:
             "algorithm.rollout_correction read them",
             fix="Use algorithm.old_logprob=recompute algorithm.rollout_correction.mode=none",
         )
+    if "teacher_logprob" in settings.loss.needs and algorithm.teacher is None and table.without_teacher is not None:
+        raise DataError(
+            place=table.place(table.without_teacher),
+            because=f"the row has no teacher_logprobs, which {type(settings.loss).__name__} learns from",
+            fix="Use algorithm.teacher=FOLDER",
+        )
     if not algorithm.reads_sampler:
         return
     for sampling, row in table.samplings.items():
@@ -501,6 +507,7 @@ class RunPlan:
             "data": self.rows,
             "objective": f"{type(s.loss).__name__}, {s.algorithm.loss_agg_mode}"
             + ("" if s.advantage is None else f", advantage {type(s.advantage).__name__}")
+            + (f", teacher {s.algorithm.teacher}" if s.algorithm.teacher else "")
             + (f", KL {s.algorithm.kl_loss_type} x {s.algorithm.kl_loss_coef}" if s.algorithm.use_kl_loss else ""),
             "layout": f"{s.backend} on {self.num_devices}: {self.layout.dp_size} data x "
             f"{self.layout.sp_size} sequence x {self.layout.tp_size} tensor",

@@ -36,7 +36,7 @@ from rlmodule.checkpoint.state import STATE_FILE, newest_whole, verify
 from rlmodule.core.config import convert
 from rlmodule.core.contract import Layout, ModelObjective, RolloutEngine
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import CRITIC, POLICY, REFERENCE, Prompt, SampleMeta
+from rlmodule.core.types import CRITIC, POLICY, REFERENCE, TEACHER, Prompt, SampleMeta
 from rlmodule.critic import CriticObjective, JointObjective
 from rlmodule.data.prompts import load_prompts
 from rlmodule.data.stream import PromptStream
@@ -67,6 +67,7 @@ from rlmodule.settings import Settings
 from rlmodule.shaping import KLController
 from rlmodule.sources import Examination
 from rlmodule.supplies import SUPPLIES, Supply
+from rlmodule.teacher import check_teacher, teacher_model
 from rlmodule.update import Trainable
 
 AUTO_BACKEND = "auto"
@@ -251,6 +252,7 @@ class Session:
         check(self.settings, self.hf_config, layout)
         if self.settings.model.value == SEPARATE:
             check_value_model(self.settings, self.hf_config, load_model_config(self.critic_model, "critic"), layout)
+        check_teacher(self.settings, self.hf_config, self.tokenizer)
         if self.settings.model.compile:
             check_compiler(self.device)
         if self.settings.model.activation_offload:
@@ -396,7 +398,7 @@ class Session:
         return None if value is None else float(value)
 
     def new_module(self, objective: Objective) -> RLModule:
-        """The policy and what stands beside it (a frozen reference, a value model), with what trains them."""
+        """The policy and what stands beside it (frozen reference, teacher, value model), with what trains them."""
         settings, seed = self.settings, self.settings.run.seed
         of_values = CriticObjective(settings.critic, settings.algorithm)
         policy = outline_policy(settings.model, seed=seed, temperature=settings.rollout.temperature)
@@ -405,6 +407,9 @@ class Session:
         models: dict[str, nn.Module] = {POLICY: policy}
         if objective.needs_reference and policy.lora is None:
             models[REFERENCE] = frozen_copy(policy)
+        if settings.algorithm.teacher is not None:
+            made = outline_policy(teacher_model(settings), seed=seed, temperature=settings.rollout.temperature)
+            models[TEACHER] = frozen(made)
         minimised: dict[str, tuple[ModelObjective, OptimizerConfig]] = {POLICY: (objective, settings.optimizer)}
         if settings.model.value == SHARED:
             minimised[POLICY] = (JointObjective(objective, of_values), settings.optimizer)
@@ -588,9 +593,13 @@ def changes(before: str, after: str) -> list[str]:
 
 def frozen_copy(model: nn.Module) -> nn.Module:
     """A model of the same weights that never trains and shares nothing with the original."""
-    twin = copy.deepcopy(model)
-    twin.requires_grad_(False)
-    return twin.eval()
+    return frozen(copy.deepcopy(model))
+
+
+def frozen(model: nn.Module) -> nn.Module:
+    """The model itself, which never trains from now on."""
+    model.requires_grad_(False)
+    return model.eval()
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:

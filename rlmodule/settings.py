@@ -153,14 +153,15 @@ class Settings:
                 key="logger", got=logger, because="no logger has that name", fix=did_you_mean(logger, LOGGERS)
             )
         algorithm = convert(AlgorithmConfig, node.algorithm, "algorithm")
-        imitates = algorithm.source == DEMONSTRATIONS
+        loss, imitates = component(LOSSES, node.loss), algorithm.source == DEMONSTRATIONS
+        has_advantage = "advantage" in loss.needs and not imitates
         return cls(
             run=convert(RunSection, {k: node[k] for k in ("task", "seed", "resume", "run_dir", "output_root")}, ""),
             model=convert(ModelConfig, node.model, "model"),
             data=data,
             rollout=component(ROLLOUTS, node.rollout),
             algorithm=algorithm if data.rollouts is None else algorithm.for_stored_rollouts(),
-            loss=component(LOSSES, node.loss),
+            loss=loss,
             batching=convert(BatchingConfig, node.batching, "batching"),
             optimizer=convert(OptimizerConfig, node.optimizer, "optimizer"),
             warm_start=convert(WarmStartConfig, node.warm_start, "warm_start"),
@@ -174,7 +175,7 @@ class Settings:
             task=None
             if data.task is None
             else convert(TASKS.get(data.task, "data.task"), data.task_args, "data.task_args"),
-            advantage=None if imitates else component(ADVANTAGES, node.advantage),
+            advantage=component(ADVANTAGES, node.advantage) if has_advantage else None,
             reward=None if imitates else component(REWARDS, node.reward),
             logger=logger,
             callbacks={

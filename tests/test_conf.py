@@ -52,6 +52,7 @@ NEEDS = {
     "model=local": ["model.path=folder"],
     "data=files": ["data.train_files=[prompts.jsonl]"],
     "data=rollouts": ["data.rollouts=folder"],
+    "algorithm=distill": ["algorithm.teacher=folder"],
     "reward=function": ["reward.path=math:sqrt"],
 }
 

@@ -26,7 +26,15 @@ from rlmodule.core.types import ExperienceRow, MicroBatch, MiniBatch, Prompt, Sa
 IGNORED_LABEL = -100  # what torch's cross entropy ignores by default
 
 # Fields of an ExperienceRow, [R], that a MicroBatch holds of its loss tokens, [N].
-OF_LOSS_TOKENS = ("old_logprob", "ref_logprob", "advantage", "rollout_weight", "old_value", "returns")
+OF_LOSS_TOKENS = (
+    "old_logprob",
+    "ref_logprob",
+    "teacher_logprob",
+    "advantage",
+    "rollout_weight",
+    "old_value",
+    "returns",
+)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 M = TypeVar("M")
 
 # Names of the models of a run.
-POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
+POLICY, REFERENCE, CRITIC, TEACHER = "policy", "reference", "critic", "teacher"
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Sample:
         finish: ``stop`` (ended by itself) or ``length`` (cut at the limit; nothing is appended).
         text: the response decoded; for rewards and logs only.
         is_padding: a filler that counts nowhere.
+        teacher_logprob: [R] float32 log-probability a teacher gave each token, or None where no file says it.
     """
 
     sample_id: int
@@ -96,11 +97,12 @@ class Sample:
     finish: str = "stop"
     text: str = ""
     is_padding: bool = False
+    teacher_logprob: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.response_ids.shape == self.loss_mask.shape, "one mask entry per response token"
-        if self.sampler_logprob is not None:
-            assert self.sampler_logprob.shape == self.response_ids.shape, "one log-probability per response token"
+        for logprob in (self.sampler_logprob, self.teacher_logprob):
+            assert logprob is None or logprob.shape == self.response_ids.shape, "one log-probability per response token"
 
     @property
     def meta(self) -> SampleMeta:
@@ -152,6 +154,7 @@ class ExperienceRow:
         advantage: [R] float32, or None for losses that need none.
         old_logprob: [R] float32 under the policy that starts the update, or None.
         ref_logprob: [R] float32 under the frozen reference, or None.
+        teacher_logprob: [R] float32 under the frozen teacher, or None.
         rollout_weight: [R] float32 factor of each token's policy loss, or None for 1.
         old_value: [R] float32 under the value function that starts the update, or None where there is none.
         returns: [R] float32, what the value function is to say, or None where there is none.
@@ -166,6 +169,7 @@ class ExperienceRow:
     old_value: Tensor | None = None
     returns: Tensor | None = None
     next_value: float = 0.0
+    teacher_logprob: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -214,7 +218,7 @@ class MicroBatch:
         sequence: [N] int64, sample of each loss token, 0 to B-1.
         loss_tokens: [B] int64, loss tokens of each whole sample.
         group_tokens: [B] int64, loss tokens of the sample's whole group in the mini-batch.
-        old_logprob, ref_logprob, advantage: [N] float32, None where the algorithm does not need them.
+        old_logprob, ref_logprob, teacher_logprob, advantage: [N] float32, None where the algorithm does not need them.
         rollout_weight: [N] float32 factor of each token's policy loss, None for 1.
         old_value, returns: [N] float32 of the value function, None where there is none.
         max_length: tokens of the longest segment.
@@ -241,6 +245,7 @@ class MicroBatch:
     prefix: Tensor | None = None
     old_value: Tensor | None = None
     returns: Tensor | None = None
+    teacher_logprob: Tensor | None = None
     sample_id: Tensor | None = None
     group: Tensor | None = None
     selected: Tensor | None = None
@@ -296,6 +301,7 @@ class LossInputs:
         old_logprob: [N] float32 under the policy that started the update.
         advantage: [N] float32.
         ref_logprob: [N] float32 under the reference policy.
+        teacher_logprob: [N] float32 under the teacher.
         selected: [N] bool, tokens that the loss itself picked out of the whole mini-batch.
         group: [B] int64, groups of the samples numbered from 0, each of them whole.
         over_slices: adds up a tensor over the ranks that share a row; the tensor itself where no row is cut; None for
@@ -308,6 +314,7 @@ class LossInputs:
     old_logprob: Tensor | None = None
     advantage: Tensor | None = None
     ref_logprob: Tensor | None = None
+    teacher_logprob: Tensor | None = None
     selected: Tensor | None = None
     group: Tensor | None = None
     over_slices: Callable[[Tensor], Tensor] | None = itself

@@ -34,6 +34,7 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "group": ("group_id", "uid", "group"),
     "loss_mask": ("loss_mask", "response_mask", "completion_mask"),
     "logprobs": ("logprobs", "response_logprobs", "completion_logprobs", "rollout_log_probs"),
+    "teacher_logprobs": ("teacher_logprobs", "teacher_logprob"),
     "finish": ("finish", "finish_reason"),
     "sampling": ("sampling",),
 }
@@ -63,6 +64,7 @@ class StoredResponse:
         response_ids: [R] int64.
         loss_mask: [R] bool.
         logprob: [R] float32 as drawn, 0 on tokens without loss; None where the row has none.
+        teacher_logprob: likewise of a teacher.
         finish: ``stop`` or ``length``.
         text: the response to read.
         score: the verdict.
@@ -75,6 +77,7 @@ class StoredResponse:
     response_ids: Tensor
     loss_mask: Tensor
     logprob: Tensor | None
+    teacher_logprob: Tensor | None
     finish: str
     text: str
     score: Score
@@ -96,6 +99,7 @@ class StoredResponse:
             response_ids=self.response_ids,
             loss_mask=self.loss_mask,
             sampler_logprob=self.logprob,
+            teacher_logprob=self.teacher_logprob,
             finish=self.finish,
             text=self.text,
         )
@@ -130,8 +134,9 @@ class RowReader:
         finish = self._finish(value.get("finish"), place)
         is_encoded = response_ids is None or prompt_ids is None
         if response_ids is None:
-            if value.get("logprobs") is not None:
-                raise self._refusal(place, "logprobs", "belong to token ids, and the row has a text only")
+            for name in ("logprobs", "teacher_logprobs"):
+                if value.get(name) is not None:
+                    raise self._refusal(place, name, "belong to token ids, and the row has a text only")
             response_ids = self._encoded(value.get("response"), finish, place)
         if prompt_ids is None:
             prompt_ids = self._encoded_prompt(value.get("prompt"), place)
@@ -140,7 +145,8 @@ class RowReader:
             prompt=Prompt(row=row, ids=tuple(prompt_ids.tolist()), text=_text_of(value.get("prompt"))),
             response_ids=torch.from_numpy(response_ids),
             loss_mask=torch.from_numpy(mask),
-            logprob=self._logprobs(value.get("logprobs"), mask, place),
+            logprob=self._logprobs(value, "logprobs", mask, place),
+            teacher_logprob=self._logprobs(value, "teacher_logprobs", mask, place),
             finish=finish,
             text=_text_of(value.get("response")),
             score=self._score(value, place),
@@ -197,14 +203,15 @@ class RowReader:
             raise self._refusal(place, "loss_mask", f"must hold 0 and 1, this is {described(value)}")
         return mask.astype(np.bool_)
 
-    def _logprobs(self, value: Any, mask: NDArray[np.bool_], place: str) -> Tensor | None:
+    def _logprobs(self, row: Mapping[str, Any], name: str, mask: NDArray[np.bool_], place: str) -> Tensor | None:
+        value = row.get(name)
         if value is None:
             return None
-        logprobs = self._of_length(value, "logprobs", len(mask), place)
+        logprobs = self._of_length(value, name, len(mask), place)
         wrong = np.flatnonzero(mask & ~(np.isfinite(logprobs) & (logprobs <= 0)))
         if len(wrong):
             because = f"holds {value[wrong[0]]} at position {wrong[0]}, and a log-probability is a number of at most 0"
-            raise self._refusal(place, "logprobs", because, "Take the row's log-probabilities out, or delete the row")
+            raise self._refusal(place, name, because, "Take the row's log-probabilities out, or delete the row")
         return torch.from_numpy(np.where(mask, logprobs, 0.0).astype(np.float32))
 
     def _of_length(self, value: Any, name: str, length: int, place: str) -> NDArray[np.float64]:

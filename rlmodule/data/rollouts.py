@@ -30,7 +30,8 @@ class RolloutTable:
         groups: rows of each group, in file order; groups in the order of their first rows.
         lengths: [rows] tokens of prompt and response.
         samplings: how responses were drawn -> the first row that was drawn so; None: it does not say.
-        without_logprobs: the first row that has none, None where all have.
+        without_logprobs: the first row that has none of the sampler's, None where all have.
+        without_teacher: the first row that has none of a teacher's, None where all have.
         num_unscored: rows without a finite reward.
         num_encoded: rows of which ids were made from text.
     """
@@ -42,6 +43,7 @@ class RolloutTable:
     lengths: list[int] = field(default_factory=list)
     samplings: dict[Sampling | None, int] = field(default_factory=dict)
     without_logprobs: int | None = None
+    without_teacher: int | None = None
     num_unscored: int = 0
     num_encoded: int = 0
 
@@ -119,5 +121,7 @@ def _take_note(
     made.samplings.setdefault(response.sampling, row)
     if response.logprob is None and made.without_logprobs is None:
         made.without_logprobs = row
+    if response.teacher_logprob is None and made.without_teacher is None:
+        made.without_teacher = row
     made.num_unscored += response.score.value is None
     made.num_encoded += response.is_encoded

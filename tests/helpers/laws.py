@@ -74,6 +74,7 @@ class Rollouts:
     logprob: Tensor
     old_logprob: Tensor
     ref_logprob: Tensor
+    teacher_logprob: Tensor
     advantage: Tensor
     selected: Tensor
 
@@ -101,6 +102,7 @@ class Rollouts:
             old_logprob=self.old_logprob[at],
             advantage=self.advantage[at],
             ref_logprob=self.ref_logprob[at],
+            teacher_logprob=self.teacher_logprob[at],
             selected=self.selected[at],
             group=torch.tensor([number[group] for group in groups], dtype=torch.int64),
         )
@@ -130,6 +132,7 @@ def rollouts(seed: int = 0, drift: float = 0.5) -> Rollouts:
         logprob=old + drawn[0],
         old_logprob=old,
         ref_logprob=old + drawn[1],
+        teacher_logprob=old + drawn[1].flip(0),
         advantage=advantage.repeat_interleave(torch.tensor(LENGTHS)),
         selected=torch.rand(sum(LENGTHS), generator=rng) < 0.3,
     )
@@ -176,8 +179,8 @@ def check_loss_ignores_what_is_masked(loss: Loss) -> None:
     mask = torch.tensor([[1 <= t <= length for t in range(width)] for length in LENGTHS])
     padded = {}
     for junk, name in zip(
-        (torch.nan, torch.inf, -torch.inf, torch.nan),
-        ("logprob", "old_logprob", "ref_logprob", "advantage"),
+        (torch.nan, torch.inf, -torch.inf, torch.nan, torch.inf),
+        ("logprob", "old_logprob", "ref_logprob", "advantage", "teacher_logprob"),
         strict=True,
     ):
         padded[name] = torch.full(mask.shape, junk, dtype=torch.float64)
@@ -208,7 +211,7 @@ def check_no_gradient_without_advantage(loss: Loss, drift: float = 0.5) -> None:
 
 def check_loss_reads_only_what_it_names(loss: Loss) -> None:
     """``needs`` is the truth: with everything else absent the loss is the same."""
-    optional = {"old_logprob", "advantage", "ref_logprob", "selected", "group"}
+    optional = {"old_logprob", "advantage", "ref_logprob", "teacher_logprob", "selected", "group"}
     assert loss.needs <= optional, f"{loss.needs - optional} is no optional field of LossInputs"
     full = rollouts().inputs(range(len(LENGTHS)))
     lean = replace(full, **dict.fromkeys(optional - loss.needs))
@@ -233,7 +236,9 @@ def check_loss_is_finite_after_a_wild_drift(loss: Loss) -> None:
     data = rollouts()
     far = torch.full_like(data.old_logprob, 100.0)
     far[::2] *= -1
-    single = {name: getattr(data, name).float() for name in ("old_logprob", "ref_logprob", "advantage")}
+    single = {
+        name: getattr(data, name).float() for name in ("old_logprob", "ref_logprob", "teacher_logprob", "advantage")
+    }
     data = replace(data, logprob=(data.old_logprob + far).float(), **single)
     logprob = data.logprob.clone().requires_grad_()
     out = loss(data.inputs(range(len(LENGTHS)), logprob))

@@ -162,6 +162,7 @@ def row(item: Sample, *, seed: int = 0) -> ExperienceRow:
         advantage=torch.randn((), generator=rng).expand(length).clone(),
         old_logprob=-4.0 + torch.randn(length, generator=rng) * 0.5,
         ref_logprob=-4.0 + torch.randn(length, generator=rng) * 0.5,
+        teacher_logprob=-4.0 + torch.randn(length, generator=rng) * 0.5,
     )
 
 

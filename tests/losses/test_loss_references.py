@@ -15,7 +15,7 @@ from tests.helpers.laws import LENGTHS, rollouts
 
 
 def token_wise(formula):
-    """A reference from ``formula(logprob, old, advantage, selected) -> (loss, derivative)`` of one token."""
+    """A reference from ``formula(logprob, old, advantage, selected, teacher) -> (loss, derivative)`` of one token."""
 
     def reference(sequences):
         return [[formula(*token) for token in zip(*sequence, strict=True)] for sequence in sequences]
@@ -27,38 +27,38 @@ def clip(x, low, high):
     return min(max(x, low), high)
 
 
-def ppo_clip(p, q, a, _, low=0.2, high=0.2):
+def ppo_clip(p, q, a, *_, low=0.2, high=0.2):
     ratio = math.exp(p - q)
     clipped = clip(ratio, 1 - low, 1 + high)
     held = clipped * a < ratio * a
     return -min(ratio * a, clipped * a), 0.0 if held else -ratio * a
 
 
-def sft(p, q, a, _):
+def sft(p, q, a, *_):
     return -p, -1.0
 
 
-def reinforce(p, q, a, _):
+def reinforce(p, q, a, *_):
     return -a * p, -a
 
 
-def cispo(p, q, a, _):
+def cispo(p, q, a, *_):
     weight = clip(math.exp(p - q), 0.0, 5.0)
     return -weight * a * p, -weight * a
 
 
-def sapo(p, q, a, _):
+def sapo(p, q, a, *_):
     tau = 1.0 if a > 0 else 1.05
     ratio = math.exp(p - q)
     gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
     return -a * 4 / tau * gate, -a * 4 * gate * (1 - gate) * ratio
 
 
-def dro(p, q, a, _):
+def dro(p, q, a, *_):
     return -(a * p - 0.05 * (p - q) ** 2), -a + 0.1 * (p - q)
 
 
-def dppo_tv(p, q, a, _):
+def dppo_tv(p, q, a, *_):
     moved = math.exp(p) - math.exp(q)
     if (a > 0 and moved > 0.15) or (a <= 0 and moved < -0.15):
         return 0.0, 0.0
@@ -66,7 +66,7 @@ def dppo_tv(p, q, a, _):
     return -weight * a * p, -weight * a
 
 
-def dppo_kl(p, q, a, _):
+def dppo_kl(p, q, a, *_):
     old, new = math.exp(q), math.exp(p)
     kl = old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
     if kl > 0.05 and ((a > 0 and new > old) or (a <= 0 and new < old)):
@@ -75,19 +75,23 @@ def dppo_kl(p, q, a, _):
     return -weight * a * p, -weight * a
 
 
-def clip_cov(p, q, a, selected):
-    return (0.0, 0.0) if selected else ppo_clip(p, q, a, selected)
+def clip_cov(p, q, a, selected, _):
+    return (0.0, 0.0) if selected else ppo_clip(p, q, a)
 
 
-def kl_cov(p, q, a, selected):
+def kl_cov(p, q, a, selected, _):
     ratio = math.exp(p - q)
     pull = (abs(p - q), math.copysign(1.0, p - q)) if selected else (0.0, 0.0)
     return -ratio * a + pull[0], -ratio * a + pull[1]
 
 
+def distill(p, q, a, selected, teacher):
+    return ppo_clip(p, q, teacher - q)
+
+
 def gspo(sequences):
     told = []
-    for now, old, advantage, _ in sequences:
+    for now, old, advantage, *_ in sequences:
         count = len(now)
         ratio = math.exp(sum(p - q for p, q in zip(now, old, strict=True)) / count)
         clipped = clip(ratio, 1 - 3e-4, 1 + 4e-4)
@@ -99,7 +103,7 @@ def gspo(sequences):
 
 def gspo_token(sequences):
     told = []
-    for now, old, advantage, _ in sequences:
+    for now, old, advantage, *_ in sequences:
         ratio = math.exp(sum(p - q for p, q in zip(now, old, strict=True)) / len(now))
         clipped = clip(ratio, 1 - 3e-4, 1 + 4e-4)
         told.append([(-min(ratio * a, clipped * a), 0.0 if clipped * a < ratio * a else -ratio * a) for a in advantage])
@@ -108,7 +112,7 @@ def gspo_token(sequences):
 
 def gmpo(sequences):
     told = []
-    for now, old, advantage, _ in sequences:
+    for now, old, advantage, *_ in sequences:
         count = len(now)
         mean = sum(advantage) / count
         sign = 1 if mean >= 0 else -1
@@ -130,6 +134,7 @@ REFERENCES = {
     "dppo_kl": token_wise(dppo_kl),
     "clip_cov": token_wise(clip_cov),
     "kl_cov": token_wise(kl_cov),
+    "distill": token_wise(distill),
     "gspo": gspo,
     "gspo_token": gspo_token,
     "gmpo": gmpo,
@@ -137,7 +142,7 @@ REFERENCES = {
 
 
 def as_lists(data):
-    fields = (data.logprob, data.old_logprob, data.advantage, data.selected)
+    fields = (data.logprob, data.old_logprob, data.advantage, data.selected, data.teacher_logprob)
     return list(zip(*([part.tolist() for part in field.split(LENGTHS)] for field in fields), strict=True))
 
 
@@ -162,7 +167,7 @@ def test_a_loss_and_its_gradient_are_those_of_the_reference(name, drift, per_tok
 
 
 # The others stop the gradient of a weight on purpose; the reference above differentiates them by hand.
-SMOOTH = ["sft", "ppo_clip", "reinforce", "sapo", "dro", "gspo", "gmpo", "clip_cov", "kl_cov"]
+SMOOTH = ["sft", "ppo_clip", "reinforce", "sapo", "dro", "gspo", "gmpo", "clip_cov", "kl_cov", "distill"]
 
 
 @pytest.mark.parametrize("name", SMOOTH)
