@@ -14,6 +14,7 @@ from rlmodule.batching.prefetch import PackedAhead
 from rlmodule.core.types import MiniBatch, ScoredSample
 from rlmodule.data.stream import PromptStream
 from rlmodule.experience import ExperienceMaker, Iteration, Stopwatch
+from rlmodule.replay import ReplayMemory
 from rlmodule.shaping import KLController
 from rlmodule.sources import Source
 
@@ -27,6 +28,7 @@ class RLDataModule(L.LightningDataModule):
         make: builds the experience maker for one iteration, once the strategy is set up.
         examine: this rank's share of judged answers to held-out prompts; None where there is nothing to validate.
         kl_controller: the price of KL in the reward, saved with a checkpoint; None where it is not in the reward.
+        replay: what is trained on again, saved with a checkpoint by whoever saves what ranks hold.
         start: called when an iteration begins, with its number; for progress displays.
     """
 
@@ -38,6 +40,7 @@ class RLDataModule(L.LightningDataModule):
         *,
         examine: Callable[[], list[ScoredSample]] | None = None,
         kl_controller: KLController | None = None,
+        replay: ReplayMemory | None = None,
         start: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         super().__init__()
@@ -46,6 +49,7 @@ class RLDataModule(L.LightningDataModule):
         self.make = make
         self.examine = examine
         self.kl_controller = kl_controller
+        self.replay = replay or ReplayMemory(0)
         self.start = start
         self.next_iteration = 0
         self.watch = Stopwatch()
@@ -81,10 +85,10 @@ class RLDataModule(L.LightningDataModule):
         return batch.to(device, non_blocking=device.type == "cuda")
 
     def _collect(self, number: int) -> list[ScoredSample]:
-        """The next batch of samples; asked again where flat groups are replaced."""
+        """The next batch of samples, and what is trained on again; asked again where flat groups are replaced."""
         new = self.source.collect(number, self.watch)
         self.collected += new
-        return new
+        return self.replay.with_earlier(new, number)
 
     def unfinished(self) -> bytes | None:
         """This rank's rows and the facts of an iteration that is being trained on; None between iterations."""

@@ -70,6 +70,7 @@ class SampleFacts:
         parts: named components of the reward.
         truncated: whether the response was cut at the limit.
         baseline: reward of the greedy response to the same prompt, where there is one.
+        version: iterations trained before it was drawn.
     """
 
     meta: SampleMeta
@@ -77,6 +78,7 @@ class SampleFacts:
     parts: Mapping[str, float]
     truncated: bool
     baseline: float | None = None
+    version: int = 0
 
 
 class Experience(Dataset[ExperienceRow]):
@@ -548,7 +550,14 @@ def gather_facts(
     except RLModuleError as error:
         scored, failure = [], error
     facts = [
-        SampleFacts(s.sample.meta, s.score.value, dict(s.score.parts), s.sample.finish == "length", s.baseline)
+        SampleFacts(
+            s.sample.meta,
+            s.score.value,
+            dict(s.score.parts),
+            s.sample.finish == "length",
+            s.baseline,
+            s.sample.version,
+        )
         for s in scored
     ]
     everyone = collectives.gather_objects((facts, None if failure is None else str(failure)))

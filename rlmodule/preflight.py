@@ -38,6 +38,7 @@ def check(settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> No
     _check_value(settings)
     _check_old_logprob(settings)
     _check_stored(settings)
+    _check_staleness(settings)
     if settings.rollout.temperature != 1.0 and not settings.algorithm.is_sampled:
         raise ConfigError(
             key="rollout.temperature",
@@ -229,6 +230,34 @@ def _check_stored(settings: Settings) -> None:
                 because=f"stored rollouts do not go with {name}",
                 fix="Use data.rollouts=null",
             )
+
+
+def _check_staleness(settings: Settings) -> None:
+    """Old responses are trained on again where somebody draws new ones, and weights make up for their age."""
+    staleness, algorithm = settings.rollout.staleness, settings.algorithm
+    if staleness == 0:
+        return
+    mode = algorithm.rollout_correction.mode
+    for is_wrong, because, fix in (
+        (settings.supply != ROLLOUTS, "nothing is sampled here, so nothing grows old", "Use rollout.staleness=0"),
+        (
+            mode not in ("truncate", "mask"),
+            f"with algorithm.rollout_correction.mode={mode} nothing corrects for what was learned since",
+            "Use algorithm.rollout_correction.mode=truncate",
+        ),
+        (
+            algorithm.filter_groups.enable,
+            "algorithm.filter_groups samples until enough groups tell anything, and old ones would count among them",
+            "Use algorithm.filter_groups.enable=false",
+        ),
+        (
+            staleness >= settings.trainer.max_epochs,
+            f"the run has {settings.trainer.max_epochs} iterations",
+            f"Use rollout.staleness={settings.trainer.max_epochs - 1} or less",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError(key="rollout.staleness", got=staleness, because=because, fix=fix)
 
 
 def _check_groups(settings: Settings) -> None:
@@ -493,7 +522,8 @@ class RunPlan:
         """Label -> text, in reading order."""
         s = self.settings
         run_steps = s.run_steps(self.samples_per_row)
-        steps = s.steps_per_iteration(self.samples_per_row)
+        steps = s.steps_per_iteration(self.samples_per_row, replayed=s.replayed)
+        again = f" and those of {s.replayed} iterations before" if s.replayed else ""
         micro = (
             f"{s.batching.max_token_len_per_gpu:,} tokens per micro-batch and device ({s.batching.planner} planner)"
             if s.batching.use_dynamic_bsz
@@ -511,7 +541,7 @@ class RunPlan:
             + (f", KL {s.algorithm.kl_loss_type} x {s.algorithm.kl_loss_coef}" if s.algorithm.use_kl_loss else ""),
             "layout": f"{s.backend} on {self.num_devices}: {self.layout.dp_size} data x "
             f"{self.layout.sp_size} sequence x {self.layout.tp_size} tensor",
-            "iteration": f"{self.samples}, {steps} optimizer steps of {s.batching.mini_batch_size} samples",
+            "iteration": f"{self.samples}{again}, {steps} optimizer steps of {s.batching.mini_batch_size} samples",
             "budget": micro,
             "run": f"{s.trainer.max_epochs} iterations, {run_steps:,} optimizer steps, seed {s.run.seed}",
         }

@@ -61,6 +61,7 @@ from rlmodule.objective import Objective
 from rlmodule.optimizer import OptimizerConfig
 from rlmodule.preflight import ModelFacts, RunPlan, check, check_layout, check_value_model, workload_of
 from rlmodule.reference_scores import ReferenceScores
+from rlmodule.replay import ReplayMemory
 from rlmodule.run_context import EventLog, RunContext
 from rlmodule.run_directory import RunDirectory
 from rlmodule.settings import Settings
@@ -525,6 +526,7 @@ class Session:
             ),
             examine=Examination(self.val_prompts, engine, s.reward, layout) if s.reward and self.val_prompts else None,
             kl_controller=controller,
+            replay=ReplayMemory(s.replayed),
             start=start,
         )
 

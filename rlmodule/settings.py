@@ -266,15 +266,29 @@ class Settings:
             del sizes[POLICY]
         return sizes
 
-    def steps_per_iteration(self, samples_per_row: float, name: str = POLICY) -> int:
-        """Optimizer steps of a model in an iteration in which it trains, whose rows come to so many samples each."""
-        samples = self.algorithm.train_batch_size * samples_per_row
+    @property
+    def replayed(self) -> int:
+        """Iterations whose rollouts are trained on again, once there are as many."""
+        return self.rollout.staleness if self.algorithm.is_sampled and self.data.rollouts is None else 0
+
+    def steps_per_iteration(self, samples_per_row: float, name: str = POLICY, *, replayed: int = 0) -> int:
+        """Optimizer steps of a model in an iteration in which it trains.
+
+        Args:
+            samples_per_row: samples that a row of the iteration comes to.
+            name: of the model.
+            replayed: earlier iterations of which it trains again.
+        """
+        samples = self.algorithm.train_batch_size * samples_per_row * (1 + replayed)
         return math.ceil(samples / self.mini_batch_sizes[name]) * self.algorithm.ppo_epochs
 
     def run_steps(self, samples_per_row: float, name: str = POLICY) -> int:
         """Optimizer steps of a model in the whole run, none skipped."""
-        trained = sum(name in self.trains_in(iteration) for iteration in range(self.trainer.max_epochs))
-        return self.steps_per_iteration(samples_per_row, name) * trained
+        return sum(
+            self.steps_per_iteration(samples_per_row, name, replayed=min(iteration, self.replayed))
+            for iteration in range(self.trainer.max_epochs)
+            if name in self.trains_in(iteration)
+        )
 
 
 def component(registry: Registry[Any], node: DictConfig) -> Any:

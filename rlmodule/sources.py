@@ -81,7 +81,8 @@ class RolloutSource:
             samples = self.engine().generate([self.prompts[row] for _, row in mine], requests)
         with watch.phase("reward"):
             scores = self.reward(samples) if samples else []
-        scored = list(zip(samples, scores, strict=True))
+        drawn_now = [replace(sample, version=iteration) for sample in samples]
+        scored = list(zip(drawn_now, scores, strict=True))
         count = len(mine) * self.n
         baselines = {sample.group_id: score.value for sample, score in scored[count:]}
         return [ScoredSample(sample, score, baselines.get(sample.group_id)) for sample, score in scored[:count]]

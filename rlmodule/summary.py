@@ -27,7 +27,7 @@ class Tally:
 
     def after(self, iteration: int, facts: Sequence[SampleFacts]) -> Tally:
         """The same once ``iteration`` has brought ``facts``."""
-        counted = without_padding(facts)
+        counted = drawn_last(without_padding(facts))
         return Tally(iteration, self.samples + len(counted), self.tokens + sum(f.meta.length for f in counted))
 
 
@@ -43,9 +43,11 @@ def iteration_metrics(
         tally: the run with this iteration counted in.
     """
     tokens = sum(f.meta.length for f in without_padding(iteration.facts))
+    drawn = drawn_last(iteration.facts)
     return {
-        **reward_metrics(iteration.facts),
-        **length_metrics(iteration.facts),
+        **reward_metrics(drawn),
+        **length_metrics(drawn),
+        **staleness_metrics(iteration.facts),
         **advantage_metrics(iteration),
         **iteration.metrics,
         **time_metrics(seconds, laps, tokens),
@@ -96,6 +98,21 @@ def length_metrics(facts: Sequence[SampleFacts]) -> dict[str, float]:
     }
 
 
+def staleness_metrics(facts: Sequence[SampleFacts]) -> dict[str, float]:
+    """``rollout/staleness/*``, in iterations since a response was drawn; nothing where all were drawn by one policy."""
+    counted = without_padding(facts)
+    newest = max((f.version for f in counted), default=0)
+    ages = [float(newest - f.version) for f in counted]
+    if not any(ages):
+        return {}
+    replayed = mean([float(age > 0) for age in ages])
+    return {
+        "rollout/staleness/mean": mean(ages),
+        "rollout/staleness/max": max(ages),
+        "rollout/staleness/replayed": replayed,
+    }
+
+
 def advantage_metrics(iteration: Iteration) -> dict[str, float]:
     """``advantage/*`` over scored responses; nothing where the loss needs no advantage."""
     return {} if iteration.advantages is None else _spread("advantage", scored_advantages(iteration))
@@ -137,6 +154,12 @@ def validation_metrics(facts: Sequence[SampleFacts], lap: Lap) -> dict[str, floa
 def is_scored(fact: SampleFacts) -> bool:
     """Whether the reward says anything about this response."""
     return fact.reward is not None and math.isfinite(fact.reward)
+
+
+def drawn_last(facts: Sequence[SampleFacts]) -> list[SampleFacts]:
+    """The samples of the newest policy; all of them where none is trained on again."""
+    newest = max((f.version for f in facts), default=0)
+    return [f for f in facts if f.version == newest]
 
 
 def without_padding(facts: Sequence[SampleFacts]) -> list[SampleFacts]:

@@ -32,7 +32,7 @@ LAYERS = (
         "token_facts",
     },
     {"rollout", "experience", "update", "critic"},
-    {"sources", "module", "summary"},
+    {"sources", "module", "summary", "replay"},
     {"datamodule"},
     {"run_context"},
     {"callbacks"},

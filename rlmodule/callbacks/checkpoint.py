@@ -25,6 +25,9 @@ from rlmodule.core.contract import SaveLater, Snapshot
 from rlmodule.core.errors import CheckpointError, did_you_mean
 from rlmodule.run_context import RunContext, Running
 
+# What ranks hold of samples, in the state of a run: rows of an iteration under way, and responses to train on again.
+UNFINISHED, REPLAY = "unfinished", "replay"
+
 
 @CALLBACKS.register
 @dataclass(frozen=True)
@@ -187,22 +190,27 @@ class SaveCheckpoints(Checkpoint):
             )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep every token rank's random state beside the model, and its rows of an iteration under way."""
+        """Keep every token rank's random state beside the model, and what samples it holds."""
         running = Running.of(trainer)
         checkpoint["random_states"] = running.strategy.collectives.gather_objects(random_state())
-        rows = running.data.unfinished()
-        if rows is not None:
-            parcel = torch.frombuffer(bytearray(rows), dtype=torch.uint8)  # torch.load reads tensors, not objects
-            checkpoint["unfinished"] = running.strategy.collectives.gather_objects(parcel)
+        for name, held in ((UNFINISHED, running.data.unfinished()), (REPLAY, running.data.replay.state())):
+            if held is not None:
+                parcel = torch.frombuffer(bytearray(held), dtype=torch.uint8)  # torch.load reads tensors, not objects
+                checkpoint[name] = running.strategy.collectives.gather_objects(parcel)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Bring back the random state of this token rank, where the checkpoint knows one."""
         running = Running.of(trainer)
-        running.data.take_up([parcel.numpy().tobytes() for parcel in checkpoint.get("unfinished", ())])
+        running.data.take_up(_parcels(checkpoint, UNFINISHED))
+        running.data.replay.load(_parcels(checkpoint, REPLAY), running.strategy.layout)
         states = checkpoint["random_states"]
         rank = running.strategy.layout.token_rank
         if rank < len(states):
             set_random_state(states[rank])
+
+
+def _parcels(checkpoint: dict[str, Any], name: str) -> list[bytes]:
+    return [parcel.numpy().tobytes() for parcel in checkpoint.get(name, ())]
 
 
 def stop_on(failure: str | None, folder: Path) -> None:

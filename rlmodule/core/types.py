@@ -86,6 +86,7 @@ class Sample:
         text: the response decoded; for rewards and logs only.
         is_padding: a filler that counts nowhere.
         teacher_logprob: [R] float32 log-probability a teacher gave each token, or None where no file says it.
+        version: iterations trained before it was drawn; tells the policies of a run apart.
     """
 
     sample_id: int
@@ -98,6 +99,7 @@ class Sample:
     text: str = ""
     is_padding: bool = False
     teacher_logprob: Tensor | None = None
+    version: int = 0
 
     def __post_init__(self) -> None:
         assert self.response_ids.shape == self.loss_mask.shape, "one mask entry per response token"

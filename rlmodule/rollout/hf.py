@@ -35,12 +35,14 @@ class HFRollout:
     top_p: float = 1.0  # draw from the smallest set of tokens with this mass
     max_response_length: int = 16  # tokens; longer responses are cut and count as truncated
     max_batch_size: int = 1024  # responses decoded side by side; bounds the key-value cache
+    staleness: int = 0  # earlier iterations whose responses are trained on again, weighted by rollout_correction
 
     def __post_init__(self) -> None:
         at_least("n", self.n, 1)
         at_least("top_k", self.top_k, 0)
         at_least("max_response_length", self.max_response_length, 1)
         at_least("max_batch_size", self.max_batch_size, 1)
+        at_least("staleness", self.staleness, 0)
         more_than("top_p", self.top_p, 0)
         if not self.temperature > 0:
             raise ConfigError(
