@@ -214,7 +214,7 @@ class Settings:
         return replace(
             self,
             model=replace(self.model, lora=LoraSettings(), compile=False, value=NO_VALUE),
-            data=replace(self.data, rollouts=None),
+            data=replace(self.data, rollouts=None, completion_key=self.data.completion_key or self._preferred_key),
             algorithm=AlgorithmConfig(
                 source=DEMONSTRATIONS, train_batch_size=warm.batch_size * steps_per_iteration, log_entropy=False
             ),
@@ -237,6 +237,11 @@ class Settings:
                 **{name: self.callbacks[name] for name in ("metrics", "progress", "export") if name in self.callbacks},
             },
         )
+
+    @property
+    def _preferred_key(self) -> str:
+        """Column of what is worth imitating where rows are pairs; elsewhere empty, as the format says."""
+        return self.data.chosen_key if self.algorithm.source == PREFERENCES else ""
 
     def starting_from(self, path: str) -> Settings:
         """The same run from the weights (and the tokenizer) in a folder."""

@@ -265,6 +265,7 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["algorithm=dpo", "advantage=remax"], "advantage", "ReMax", "Use advantage=grpo"),
         (["algorithm=ipo", "algorithm.use_kl_loss=true"], "algorithm.use_kl_loss", True, "Use false"),
         (["algorithm=dpo", "algorithm.old_logprob=sampler"], "algorithm.old_logprob", "sampler", "preferences were not sampled"),
+        (["algorithm=dpo", "loss.nll_coef=-1"], "loss.nll_coef", -1.0, "at least 0"),
         (["algorithm=dpo", "loss.label_smoothing=0.9"], "loss.label_smoothing", 0.9, "0.5"),
         (["logger=wandb"], "logger", "wandb", "Known: none, tensorboard"),
         (["model=tiny", "model.path=folder"], "model.path", "folder", "exactly one must be given"),

@@ -21,9 +21,10 @@ from rlmodule.experience import ExperienceMaker, Stopwatch
 from rlmodule.losses.dpo import DPO
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.reference_scores import ReferenceScores
+from rlmodule.settings import Settings
 from rlmodule.sources import PreferenceSource
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.sessions import run_small, small_session
+from tests.helpers.sessions import compose, run_small, small_session
 from tests.helpers.tiny import sample, tiny_policy, wrap_here
 
 SMALL = (
@@ -62,6 +63,12 @@ def test_ranks_share_the_pairs():
     whole = source_of(Layout()).collect(0, Stopwatch())
     parts = [s for rank in range(2) for s in source_of(Layout(2, rank)).collect(0, Stopwatch())]
     assert sorted(s.sample.sample_id for s in parts) == [s.sample.sample_id for s in whole]
+
+
+@pytest.mark.parametrize(("source", "column"), [("preferences", "good"), ("rollouts", "")])
+def test_a_warm_start_on_pairs_imitates_what_was_chosen(source, column):
+    words = ["data=files", "data.train_files=[pairs.jsonl]", "data.chosen_key=good", "warm_start.steps=9"]
+    assert Settings.read(compose(*words, f"algorithm.source={source}")).for_warm_start().data.completion_key == column
 
 
 def test_a_run_starts_at_its_reference_and_learns_to_tell_pairs_apart(tmp_path):

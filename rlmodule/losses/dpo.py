@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch.nn.functional import softplus
@@ -10,7 +10,7 @@ from torch.nn.functional import softplus
 from rlmodule.core.config import at_least, at_most, more_than
 from rlmodule.core.types import LossInputs, TokenLoss
 from rlmodule.losses import LOSSES
-from rlmodule.ops.pairs import log_ratios_of_pairs, loss_of_pairs
+from rlmodule.ops.pairs import log_ratios_of_pairs, loss_of_pairs, nll_of_chosen
 
 
 @LOSSES.register
@@ -23,6 +23,9 @@ class DPO:
     pair: under ``prompt-mean`` the loss of a step is the mean over its pairs. A pair whose advantages are 0 (equal
     rewards, where the policy answers itself) has no gradient.
 
+    The loss asks for a gap only, and both responses may become less likely while it opens. ``nll_coef`` adds the
+    negative log-likelihood of the chosen one, a mean over its tokens (arXiv:2404.19733).
+
     Metrics, means over pairs: ``chosen_reward``, ``rejected_reward`` (beta times the log-ratio), ``reward_margin``,
     ``pair_accuracy``.
     """
@@ -33,15 +36,18 @@ class DPO:
 
     beta: float = 0.5  # reward of a nat; larger keeps the policy closer to the reference
     label_smoothing: float = 0.0  # share of pairs whose two responses are taken to be mixed up
+    nll_coef: float = 0.0  # weight of the chosen response's negative log-likelihood, nats per token
 
     def __post_init__(self) -> None:
         more_than("beta", self.beta, 0)
         at_least("label_smoothing", self.label_smoothing, 0)
         at_most("label_smoothing", self.label_smoothing, 0.5)
+        at_least("nll_coef", self.nll_coef, 0)
 
     def __call__(self, x: LossInputs) -> TokenLoss:
         """[N] loss tokens of whole pairs -> [N] losses and metrics."""
         log_ratios = log_ratios_of_pairs(x)
         margin = self.beta * (log_ratios[:, 0] - log_ratios[:, 1])  # [B]
         loss = (1 - self.label_smoothing) * softplus(-margin) + self.label_smoothing * softplus(margin)
-        return loss_of_pairs(x, loss, log_ratios, self.beta)
+        out = loss_of_pairs(x, loss, log_ratios, self.beta)
+        return out if self.nll_coef == 0 else replace(out, loss=out.loss + self.nll_coef * nll_of_chosen(x))

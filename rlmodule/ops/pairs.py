@@ -58,3 +58,16 @@ def loss_of_pairs(x: LossInputs, loss: Tensor, log_ratios: Tensor, beta: float) 
         "pair_accuracy": (chosen > rejected).to(loss.dtype),
     }
     return TokenLoss(loss=loss[pair], shares={name: value[pair] for name, value in described.items()})
+
+
+def nll_of_chosen(x: LossInputs) -> Tensor:
+    """[N] loss tokens -> [N] negative log-likelihood of the chosen sequence, nats; 0 on tokens of the rejected one.
+
+    Scaled so that ``prompt-mean`` makes of it the mean over pairs of means over the chosen sequence's tokens.
+    """
+    assert x.advantage is not None, "the advantage says which sequence was chosen"
+    assert x.group is not None, "pairs are groups"
+    of_pair = torch.zeros_like(x.loss_tokens).index_add(0, x.group, x.loss_tokens)  # [B] loss tokens of each group
+    # prompt-mean divides by the tokens of the pair; a mean over the chosen sequence divides by its own.
+    scale = of_pair[x.group] / x.loss_tokens.clamp(min=1)  # [B]
+    return torch.where(x.advantage > 0, -x.logprob * scale[x.sequence], 0.0)

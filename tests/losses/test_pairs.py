@@ -69,6 +69,15 @@ def test_dpo_by_hand():
     torch.testing.assert_close(logprob.grad, torch.tensor([pull, pull, -pull, push, -push, -push]))
 
 
+def test_the_likelihood_of_the_chosen_response_by_hand():
+    """Means over its tokens: (.5 + 1.5) / 2 and 2; under prompt-mean, a third of a pair per token, the mean is 1.5."""
+    logprob = NOW.clone().requires_grad_()
+    added = DPO(nll_coef=2.0)(two_pairs(logprob)).loss - DPO()(two_pairs(logprob)).loss
+    torch.testing.assert_close(added.sum() / 3 / 2, torch.tensor(2.0 * 1.5))
+    added.sum().div(3 * 2).backward()
+    torch.testing.assert_close(logprob.grad, torch.tensor([-0.5, -0.5, 0.0, -1.0, 0.0, 0.0]))
+
+
 def test_ipo_by_hand():
     logprob = NOW.clone().requires_grad_()
     out = IPO(beta=0.25)(two_pairs(logprob))
@@ -79,7 +88,7 @@ def test_ipo_by_hand():
     torch.testing.assert_close(logprob.grad, torch.tensor(expected))
 
 
-@pytest.mark.parametrize("loss", [DPO(), DPO(label_smoothing=0.1), IPO()])
+@pytest.mark.parametrize("loss", [DPO(), DPO(label_smoothing=0.1, nll_coef=0.5), IPO()])
 def test_the_gradient_is_that_of_the_loss(loss):
     data = rollouts(seed=3)
     assert torch.autograd.gradcheck(
@@ -137,6 +146,7 @@ def test_ranks_change_nothing(whole, world_size):
         (partial(DPO, beta=0), "beta"),
         (partial(DPO, label_smoothing=-0.1), "label_smoothing"),
         (partial(DPO, label_smoothing=0.6), "label_smoothing"),
+        (partial(DPO, nll_coef=-1), "nll_coef"),
         (partial(IPO, beta=0), "beta"),
     ],
 )
