@@ -7,14 +7,22 @@ import lightning as L
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from rlmodule.batching.sampler import BatchingConfig
+from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
+from strategies.parts.mesh import current_layout
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import mixed_rows
 from tests.helpers.trainer import fit
+from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun
 
 LENGTHS = ((3, 4), (5, 1), (2, 9), (4, 3), (1, 6), (6, 2), (3, 11), (2, 2), (4, 4), (2, 7), (1, 1), (5, 5))
 ROWS = mixed_rows(LENGTHS)
 MEGABYTE = 2**20
+
+
+def collectives(recorded):
+    """How often torch was asked for each of its collectives."""
+    counts = Counter(e.key for e in recorded.key_averages() for _ in range(e.count))
+    return {name: n for name, n in counts.items() if name.startswith("c10d::")}
 
 
 class CountCollectives(L.Callback):
@@ -38,8 +46,7 @@ class CountCollectives(L.Callback):
     def _stop(self):
         if self._profile is not None:
             self._profile.stop()
-            counts = Counter(e.key for e in self._profile.key_averages() for _ in range(e.count))
-            self.steps.append({name: n for name, n in counts.items() if name.startswith("c10d::")})
+            self.steps.append(collectives(self._profile))
             self._profile = None
 
 
@@ -64,3 +71,91 @@ def test_a_step_of_many_micro_batches_exchanges_gradients_and_metrics_once():
         first, second, last = steps[3:]
         assert first == second == {**own, "c10d::broadcast_": 1}
         assert last == own
+
+
+LAYERS = ARCHITECTURE["num_hidden_layers"]
+UNITS = LAYERS + 1  # the blocks, and embedding and head together: what is gathered and reduced at a time
+METRICS = {"c10d::allgather_": 1}
+STOP = {"c10d::broadcast_": 1}  # Lightning's own between two steps, of one number
+NORM = {"c10d::allreduce_": 1}
+
+
+def exchanged(m):
+    """Of Ulysses in ``m`` micro-steps: to heads and back in each layer, forward and backward."""
+    return {"c10d::alltoall_base_": 4 * LAYERS * m}
+
+
+# For m micro-steps, by what must travel. Weights of a block are gathered forward and again backward; the outermost unit
+# stays whole in between. DeepSpeed asks once more whether a gradient overflowed, and gathers weights per optimizer group.
+EXPECTED = {
+    "ddp": lambda m: {"c10d::allreduce_": 1},
+    "fsdp": lambda m: {"c10d::allgather_": (2 * UNITS - 1) * m, "c10d::_reduce_scatter_base_": UNITS * m, **NORM},
+    "fsdp, reduced once": lambda m: {
+        "c10d::allgather_": (2 * UNITS - 1) * m,
+        "c10d::_reduce_scatter_base_": UNITS,
+        **NORM,
+    },
+    "fsdp2": lambda m: {
+        "c10d::_allgather_base_": (2 * UNITS - 1) * m,
+        "c10d::_reduce_scatter_base_": UNITS * m,
+        **NORM,
+    },
+    "deepspeed 1": lambda m: {"c10d::allreduce_": 1 + 2, "c10d::_allgather_base_": 2},
+    "deepspeed 2": lambda m: {"c10d::allreduce_": m + 2, "c10d::_allgather_base_": 2},
+    "deepspeed 3": lambda m: {
+        "c10d::_allgather_base_": 2 * m,
+        "c10d::_reduce_scatter_base_": m,
+        "c10d::allreduce_": 2,
+    },
+    "ddp sp2": lambda m: {"c10d::allreduce_": 1, **exchanged(m)},
+    "fsdp2 sp2": lambda m: {**EXPECTED["fsdp2"](m), **exchanged(m)},
+    "deepspeed 3 sp2": lambda m: {**EXPECTED["deepspeed 3"](m), **exchanged(m)},
+}
+OPTIONS = {
+    "fsdp, reduced once": ("fsdp", {"reduce_every_micro_batch": False}),
+    "deepspeed 1": ("deepspeed", {"stage": 1}),
+    "deepspeed 2": ("deepspeed", {"stage": 2}),
+    "deepspeed 3": ("deepspeed", {"stage": 3}),
+    "ddp sp2": ("ddp", {"sp_size": 2}),
+    "fsdp2 sp2": ("fsdp2", {"sp_size": 2}),
+    "deepspeed 3 sp2": ("deepspeed", {"stage": 3, "sp_size": 2}),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("label", EXPECTED)
+def test_a_step_exchanges_what_is_cut_one_norm_and_one_block_of_metrics(label):
+    """Of a mini-batch of several micro-steps; nothing else, whatever the strategy."""
+    backend, options = OPTIONS.get(label, (label, {}))
+
+    def of_rank(rank):
+        count = CountCollectives()
+        FixedRun(backend=backend, options=options, callbacks=(count,), budget=32, epochs=2).fit(2, rank)
+        return count.micro_steps, count.steps
+
+    for micro_steps, steps in run_on_ranks(2, of_rank):
+        assert len(steps) == 6
+        assert max(micro_steps) >= 2
+        for m, step in list(zip(micro_steps, steps, strict=True))[3:5]:  # buckets and traces are settled by then
+            assert step == dict(Counter(EXPECTED[label](m)) + Counter(METRICS) + Counter(STOP)), label
+
+
+def plan_of_many(rank):
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        sampler = BalancedSampler(
+            [row.sample.meta for row in ROWS],
+            BatchingConfig(mini_batch_size=4, max_token_len_per_gpu=14),
+            current_layout(),
+            seed=0,
+            iteration=0,
+        )
+        shares = sampler.shares(sampler.plans)
+    return collectives(recorded), [share.micro_batches for share in shares]
+
+
+@pytest.mark.ranks
+def test_a_plan_is_made_without_a_word_between_ranks():
+    (words, mine), (other_words, others) = run_on_ranks(2, plan_of_many)
+    assert words == other_words == {}
+    assert len(mine) == len(others) == 3, "both have planned every mini-batch"

@@ -1,9 +1,8 @@
-"""What sharding costs and keeps: bytes per rank, exchanges per step, fp32 masters, skipped steps, whole weights."""
+"""What sharding costs and keeps: bytes per rank, fp32 masters, skipped steps, whole weights."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,6 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from rlmodule.models.attention import RaggedCache
@@ -207,54 +205,3 @@ def test_exported_weights_reload_with_equal_logits(tmp_path, backend, options, t
         logits = loaded(torch.arange(2, 14)[None]).logits[0, -1].numpy()
     for outcome in outcomes:
         assert np.abs(outcome.extra[0] - logits).max() < 1e-5
-
-
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "all_to_all_single",
-    "broadcast",
-)
-
-
-@pytest.mark.parametrize(("backend", "options", "norms"), [("ddp", {}, 0), ("fsdp2", {}, 1)], ids=label)
-def test_a_step_exchanges_gradients_one_norm_and_one_block_of_metrics(backend, options, norms):
-    """Calls that Python makes in a step: gradients and parameters aside, one norm and one gather of metrics."""
-
-    class Count(L.Callback):
-        def __init__(self) -> None:
-            self.steps: list[Counter[str]] = []
-
-        def on_train_start(self, *_: Any) -> None:
-            self.now: Counter[str] = Counter()
-            for name in COLLECTIVES:
-                self._patch(name)
-
-        def _patch(self, name: str) -> None:
-            original = getattr(dist, name)
-
-            def counted(*args: Any, **kwargs: Any) -> Any:
-                self.now[name] += 1
-                return original(*args, **kwargs)
-
-            setattr(dist, name, counted)
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            self.now.clear()
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.steps.append(Counter(self.now))
-
-    def watch(trainer: Any, module: Any) -> list[dict[str, int]]:
-        counting = next(c for c in trainer.callbacks if isinstance(c, Count))
-        return [dict(step) for step in counting.steps]
-
-    run = FixedRun(backend=backend, options=options, watch=watch, callbacks=(Count(),))
-    for outcome in on_two(run):
-        for step in outcome.extra:
-            assert step.get("all_gather", 0) == 1, "the metrics"
-            assert step.get("all_reduce", 0) == norms, "the norm"
-            assert step.get("all_to_all_single", 0) == 0
-            assert step.get("broadcast", 0) == 0
