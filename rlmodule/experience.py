@@ -39,7 +39,7 @@ from rlmodule.ops.kl import kl_per_token
 from rlmodule.reference_scores import ReferenceScores
 from rlmodule.rollout_correction import correction_weights, mismatch_metrics, mismatch_sums
 from rlmodule.shaping import KLController, first_groups, informative, overlong_charge
-from rlmodule.token_facts import ResponseTokens, gather_tokens, one_token_on, value_metrics
+from rlmodule.token_facts import ResponseTokens, gather_energies, gather_tokens, one_token_on, value_metrics
 
 T = TypeVar("T")
 
@@ -174,8 +174,8 @@ class ExperienceMaker:
         """Run every stage; ``collect`` gives this rank's responses and may fail, which then every rank learns."""
         collectives, layout = self.strategy.collectives, self.strategy.layout
         mine, facts, metrics = self._collect(collect)
-        # Values and KL come from passes over the plan; without them advantages are known before it is made.
-        needs_scores = self.kl_controller is not None or self.value_model is not None
+        # Values, energies and KL come from passes over the plan; without them advantages are known before it is made.
+        needs_scores = self.kl_controller is not None or self.value_model is not None or self._needs_energy
         inputs = None if needs_scores else self._inputs(facts, {}, metrics)
         per_response = self._advantages(inputs)
         with watch.phase("plan"):
@@ -304,7 +304,20 @@ class ExperienceMaker:
             },
             baseline=_numbers([f.baseline for f in facts]) if self.advantage.needs_baseline else None,
             tokens=tokens,
+            energy=self._energies(rows, loss_tokens) if self._needs_energy else None,
         )
+
+    @property
+    def _needs_energy(self) -> bool:
+        return self.advantage is not None and self.advantage.needs_energy and self.objective.needs("advantage")
+
+    def _energies(self, rows: Mapping[int, ExperienceRow], loss_tokens: Sequence[int]) -> Tensor:
+        """[N] float64 over the loss tokens of all responses."""
+        mine = {}
+        for position, row in rows.items():
+            assert row.energy is not None, "the policy was asked for it"
+            mine[position] = row.energy[row.sample.loss_mask].double()
+        return gather_energies(mine, loss_tokens, self.strategy.collectives)
 
     def _shaped_rewards(self, facts: Sequence[SampleFacts], metrics: dict[str, float]) -> Tensor:
         """[B] float64: verdicts minus the charge for length."""
@@ -450,8 +463,11 @@ class ExperienceMaker:
             of_policy["old_logprob"] = "logprob"
         if self.value_model == POLICY:
             of_policy["old_value"] = "value"
+        if self._needs_energy:
+            of_policy["energy"] = "energy"
         if of_policy:
-            passes.append(ScoringPass("old_logprob", POLICY, of_policy))
+            options = {"with_energy": True} if self._needs_energy else {}
+            passes.append(ScoringPass("old_logprob", POLICY, of_policy, options))
         if self.value_model == CRITIC:
             passes.append(ScoringPass("value", CRITIC, {"old_value": "value"}))
         if self.objective.needs_reference:

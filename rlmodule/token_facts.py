@@ -1,4 +1,4 @@
-"""What every rank gets to know of every loss token of an iteration, where the advantage comes from a value function.
+"""What every rank gets to know of every loss token of an iteration, where the advantage is made of values or energies.
 
 Values and charges are made where a row is; returns of one response need nobody else, but whitening needs all of them.
 Leaves out who says them (``experience.py``) and what they mean (``ops/value.py``).
@@ -47,6 +47,14 @@ def gather_tokens(
         charge=torch.cat([NOTHING.charge, *(r.charge for r in responses)]),
         next_value=torch.tensor([r.next_value for r in responses], dtype=torch.float64),
     )
+
+
+def gather_energies(mine: Mapping[int, Tensor], loss_tokens: Sequence[int], collectives: Collectives) -> Tensor:
+    """Position -> [n] of this rank's responses, one exchange -> [N] float64 of all of them, end to end."""
+    everyone = {p: energy for part in collectives.gather_objects(dict(mine)) for p, energy in part.items()}
+    responses = [everyone.get(position, NOTHING.value) for position in range(len(loss_tokens))]
+    assert [len(r) for r in responses] == list(loss_tokens), "one energy per loss token"
+    return torch.cat([NOTHING.value, *responses])
 
 
 def one_token_on(sample: Sample) -> Sample:

@@ -26,6 +26,7 @@ class GAE:
     needs_group: ClassVar[bool] = False
     needs_baseline: ClassVar[bool] = False
     needs_value: ClassVar[bool] = True
+    needs_energy: ClassVar[bool] = False
     per_token: ClassVar[bool] = True
 
     gamma: float = 1.0  # discount per loss token

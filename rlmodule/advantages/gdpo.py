@@ -29,6 +29,7 @@ class GDPO:
     needs_group: ClassVar[bool] = True
     needs_baseline: ClassVar[bool] = False
     needs_value: ClassVar[bool] = False
+    needs_energy: ClassVar[bool] = False
     per_token: ClassVar[bool] = False
 
     weights: dict[str, float] = field(default_factory=dict)  # component -> weight; empty for all of them, 1 each

@@ -27,6 +27,7 @@ class GPG:
     needs_group: ClassVar[bool] = True
     needs_baseline: ClassVar[bool] = False
     needs_value: ClassVar[bool] = False
+    needs_energy: ClassVar[bool] = False
     per_token: ClassVar[bool] = False
 
     f_norm: float = 1.0  # constant divisor

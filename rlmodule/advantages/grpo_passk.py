@@ -27,6 +27,7 @@ class GRPOPassK:
     needs_group: ClassVar[bool] = True
     needs_baseline: ClassVar[bool] = False
     needs_value: ClassVar[bool] = False
+    needs_energy: ClassVar[bool] = False
     per_token: ClassVar[bool] = False
 
     normalize_by_std: bool = True  # divide by the group's standard deviation

@@ -27,6 +27,7 @@ class MaxRL:
     needs_group: ClassVar[bool] = True
     needs_baseline: ClassVar[bool] = False
     needs_value: ClassVar[bool] = False
+    needs_energy: ClassVar[bool] = False
     per_token: ClassVar[bool] = False
 
     eps: float = 1e-6  # added to the mean

@@ -26,6 +26,7 @@ class ReinforcePPBaseline:
     needs_group: ClassVar[bool] = True
     needs_baseline: ClassVar[bool] = False
     needs_value: ClassVar[bool] = False
+    needs_energy: ClassVar[bool] = False
     per_token: ClassVar[bool] = False
 
     def __call__(self, x: AdvantageInputs) -> Tensor:

@@ -23,6 +23,7 @@ class ReMax:
     needs_group: ClassVar[bool] = False
     needs_baseline: ClassVar[bool] = True
     needs_value: ClassVar[bool] = False
+    needs_energy: ClassVar[bool] = False
     per_token: ClassVar[bool] = False
 
     def __call__(self, x: AdvantageInputs) -> Tensor:

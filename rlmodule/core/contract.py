@@ -323,12 +323,14 @@ class Advantage(Protocol):
     ``needs_group``: it compares the responses of a prompt, and one response has nothing to be compared with.
     ``needs_baseline``: it reads ``baseline``, so every prompt is answered greedily once more.
     ``needs_value``: it reads ``tokens``, so there is a value function, which it also says what to learn.
+    ``needs_energy``: it reads ``energy``, so the policy says more of each token than how likely it was.
     ``per_token``: it gives one number per loss token instead of one per response.
     """
 
     needs_group: ClassVar[bool]
     needs_baseline: ClassVar[bool]
     needs_value: ClassVar[bool]
+    needs_energy: ClassVar[bool]
     per_token: ClassVar[bool]
 
     def __call__(self, x: AdvantageInputs) -> Tensor:

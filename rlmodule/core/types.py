@@ -160,6 +160,7 @@ class ExperienceRow:
         rollout_weight: [R] float32 factor of each token's policy loss, or None for 1.
         old_value: [R] float32 under the value function that starts the update, or None where there is none.
         returns: [R] float32, what the value function is to say, or None where there is none.
+        energy: [R] float32, see TokenOutputs, under the policy that starts the update; None where nobody asked for it.
         next_value: what it expects after the last token of a response that was cut; 0 where that ended the episode.
     """
 
@@ -172,6 +173,7 @@ class ExperienceRow:
     returns: Tensor | None = None
     next_value: float = 0.0
     teacher_logprob: Tensor | None = None
+    energy: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -384,6 +386,7 @@ class AdvantageInputs:
         parts: name -> [B] float64, the components of the reward, NaN where a response lacks one.
         baseline: [B] float64 reward of the greedy response to the same prompt, or None where nobody asked for it.
         tokens: what is known of each loss token, or None where nobody asked for it.
+        energy: [N] float64 of the loss tokens of all responses, end to end, see TokenOutputs; None likewise.
     """
 
     reward: Tensor
@@ -392,6 +395,7 @@ class AdvantageInputs:
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     baseline: Tensor | None = None
     tokens: TokenFacts | None = None
+    energy: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -402,11 +406,14 @@ class TokenOutputs:
         logprob: [N] float32.
         entropy: [N] float32 entropy of the distribution each token was drawn from, or None when not asked for.
         value: [N] float32 from the head of a policy that has one, else None.
+        energy: [N] float32 squared norm of the gradient of the log-probability by the logits,
+            1 - 2 p + sum over the vocabulary of p^2, or None when not asked for.
     """
 
     logprob: Tensor
     entropy: Tensor | None = None
     value: Tensor | None = None
+    energy: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,7 +36,7 @@ from rlmodule.models.recompute import FULL, NONE, recompute_activations
 from rlmodule.models.recompute import MODES as RECOMPUTE_MODES
 from rlmodule.models.weights import NotByNameError, StoredWeights, outline, stand_ins
 from rlmodule.ops.attention import SegmentBuckets
-from rlmodule.ops.head import linear_logprobs, linear_loss
+from rlmodule.ops.head import linear_energies, linear_logprobs, linear_loss
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16}
 NO_VALUE, SHARED, SEPARATE = "none", "shared", "separate"
@@ -339,6 +339,7 @@ class PolicyModel(nn.Module):
         *,
         objective: TokenObjective | None = None,
         with_entropy: bool = False,
+        with_energy: bool = False,
         with_adapter: bool = True,
     ) -> Tensor | TokenOutputs:
         """A micro-batch with an objective -> scalar loss; without -> TokenOutputs of its loss tokens, no gradients.
@@ -355,22 +356,29 @@ class PolicyModel(nn.Module):
                 assert self.lora is not None, "there is no adapter to leave out"
                 state.enter_context(without_adapter(self.lm))
             if isinstance(batch, MicroBatch):
-                return self._score(batch, objective, with_entropy)
+                hidden = packed_hidden(self.lm, batch, self.sequence)[batch.loss_positions]
+                if with_energy:
+                    return self._with_energy(hidden, batch.labels)
+                return self.answer(hidden, batch.labels, objective, with_entropy)
             if self.compiled:
                 state.enter_context(torch.compiler.set_stance("force_eager"))
             return self._prefill(batch) if isinstance(batch, PrefillBatch) else self._decode(batch)
 
-    def _score(self, batch: MicroBatch, objective: TokenObjective | None, with_entropy: bool) -> Tensor | TokenOutputs:
-        hidden = packed_hidden(self.lm, batch, self.sequence)[batch.loss_positions]
-        return self.answer(hidden, batch.labels, objective, with_entropy)
+    def _with_energy(self, hidden: Tensor, labels: Tensor) -> TokenOutputs:
+        inputs, options = self._to_head(hidden, labels)
+        logprob, energy = linear_energies(*inputs, **options)
+        return TokenOutputs(logprob, energy=energy)
+
+    def _to_head(self, hidden: Tensor, labels: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+        head = self.lm.get_output_embeddings()
+        options = {"bias": head.bias, "temperature": self.temperature, "softcap": self.head.softcap}
+        return (hidden * self.head.scale, head.weight, labels), options
 
     def answer(
         self, hidden: Tensor, labels: Tensor, objective: TokenObjective | None, with_entropy: bool
     ) -> Tensor | TokenOutputs:
         """[N, H] hidden states at the positions that predict ``labels`` [N] -> the objective, or what it is made of."""
-        head = self.lm.get_output_embeddings()
-        inputs = (hidden * self.head.scale, head.weight, labels)
-        options = {"bias": head.bias, "temperature": self.temperature, "softcap": self.head.softcap}
+        inputs, options = self._to_head(hidden, labels)
         if objective is None:
             return TokenOutputs(*linear_logprobs(*inputs, **options, with_entropy=with_entropy))
         return linear_loss(

@@ -103,6 +103,38 @@ def linear_logprobs(
         return _all_logprobs(_Pass(hidden, weight, bias, labels, head))
 
 
+@torch.no_grad()
+def linear_energies(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and their energies without gradients; the arguments are those of ``linear_loss``.
+
+    The energy of a token is the squared norm of the derivative of its log-probability by the logits that the softmax
+    sees, |onehot - p|^2 = 1 - 2 p[label] + sum of p^2 (arXiv:2602.07078, logit-gradient proxy).
+
+    Returns:
+        [N] log-probabilities and [N] energies from 0 to 2; float32, float64 for float64 inputs.
+    """
+    head = _Head.of(hidden, weight, labels, temperature, softcap, chunk_size, with_entropy=False)
+    with torch.autocast(hidden.device.type, enabled=False):
+        walk = _Pass(hidden, weight, bias, labels, head)
+        logprob = hidden.new_empty(len(hidden), dtype=head.sum_dtype)
+        energy = torch.empty_like(logprob)
+        for part in walk.parts:
+            chunk = walk.chunk(part)
+            logprob[part] = chunk.logprob
+            squares = _row_products(chunk.probability, chunk.probability)
+            energy[part] = (1 - 2 * chunk.logprob.exp() + squares).clamp(min=0)  # near 0 rounding may go below
+    return logprob, energy
+
+
 @dataclass(frozen=True)
 class _Step:
     """What is done with the log-probabilities; see ``linear_loss``."""

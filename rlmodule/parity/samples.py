@@ -82,6 +82,7 @@ class MadeUpAdvantage:
     needs_group: ClassVar[bool] = False
     needs_baseline: ClassVar[bool] = False
     needs_value: ClassVar[bool] = False
+    needs_energy: ClassVar[bool] = False
     per_token: ClassVar[bool] = False
 
     def __call__(self, x: AdvantageInputs) -> Tensor:

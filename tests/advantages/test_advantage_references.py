@@ -30,6 +30,7 @@ class Told:
         self.format = [rng.choice([0.0, 1.0, math.nan]) for _ in range(count)]
         self.baseline = [rng.choice([0.0, 0.25]) for _ in range(count)]
         self.value, self.charge = ([[rng.gauss(0, 1) for _ in range(n)] for n in self.length] for _ in range(2))
+        self.energy = [[rng.uniform(0, 2) for _ in range(n)] for n in self.length]
         self.next_value = [rng.choice([0.0, 0.5]) for _ in range(count)]
 
     @property
@@ -44,6 +45,7 @@ class Told:
             parts={"answer": of(self.reward), "format": of(self.format)},
             baseline=of(self.baseline),
             tokens=TokenFacts(of(chain(*self.value)), of(chain(*self.charge)), of(self.next_value)),
+            energy=of(chain(*self.energy)),
         )
 
     def scored(self):
@@ -152,7 +154,21 @@ def gae(told, **settings):
     return out
 
 
+def optimal_token_baseline(told):
+    """Token by token: who of the group has said as much, and how much of the gradient each has gathered so far."""
+    out = [[0.0] * n for n in told.length]
+    for members in told.informative():
+        for t in range(max(told.length[i] for i in members)):
+            alive = [i for i in members if told.length[i] > t]
+            weights = [sum(told.energy[i][: t + 1]) + 1e-8 for i in alive]
+            baseline = sum(w * told.reward[i] for w, i in zip(weights, alive, strict=True)) / sum(weights)
+            for i in alive:
+                out[i][t] = told.reward[i] - baseline if len(alive) > 1 else 0.0
+    return list(chain(*out))
+
+
 REFERENCES = {
+    "optimal_token_baseline": optimal_token_baseline,
     "gae": gae,
     "grpo": by_group(lambda r, n, i: (r[i] - mean(r)) / (stdev(r) + 1e-6)),
     "grpo_passk": by_group(passk),

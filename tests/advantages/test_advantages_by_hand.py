@@ -14,6 +14,7 @@ from rlmodule.advantages.grpo import GRPO
 from rlmodule.advantages.grpo_passk import GRPOPassK
 from rlmodule.advantages.maxrl import MaxRL
 from rlmodule.advantages.opo import OPO
+from rlmodule.advantages.optimal_token_baseline import OptimalTokenBaseline
 from rlmodule.advantages.reinforce_pp import ReinforcePP
 from rlmodule.advantages.reinforce_pp_baseline import ReinforcePPBaseline
 from rlmodule.advantages.remax import ReMax
@@ -82,6 +83,31 @@ def test_gae_on_two_tokens():
     estimator = GAE(lam=0.5, whiten=False)
     assert estimator(x).tolist() == [0, 0.75]
     assert estimator.returns(x).tolist() == [0.5, 1.0]
+
+
+def test_optimal_token_baseline_on_three_responses():
+    """Rewards 1, 0, 0 with one, two and three tokens.
+
+    First tokens: energies 1, 1, 2, so the baseline is 1/4. Second tokens: rewards 0 and 0 of two that are left, so 0.
+    The third token is alone. With reward 1 on the second response the second tokens have energies 1 + 1 = 2 and
+    2 + 4 = 6, and a baseline of 2 / 8.
+    """
+    energy = torch.tensor([1.0, 1.0, 1.0, 2.0, 4.0, 9.0], dtype=torch.float64)
+    x = replace(scored([1.0, 0.0, 0.0], [0, 0, 0], [1, 2, 3]), energy=energy)
+    out = OptimalTokenBaseline()(x)
+    assert out.tolist() == pytest.approx([0.75, -0.25, 0.0, -0.25, 0.0, 0.0], abs=1e-7)
+    out = OptimalTokenBaseline()(replace(x, reward=torch.tensor([0.0, 1.0, 0.0])))
+    assert out.tolist() == pytest.approx([-0.25, 0.75, 0.75, -0.25, -0.25, 0.0], abs=1e-7)
+
+
+def test_with_equal_energies_and_lengths_the_optimal_baseline_is_the_mean_of_the_group():
+    x = replace(scored([1.0, 0.0, 0.5], [0, 0, 0], [2, 2, 2]), energy=torch.ones(6, dtype=torch.float64))
+    assert OptimalTokenBaseline()(x).tolist() == pytest.approx([0.5, 0.5, -0.5, -0.5, 0.0, 0.0])
+
+
+def test_a_policy_that_is_sure_of_everything_leaves_the_mean_of_the_group():
+    x = replace(scored([1.0, 0.0], [0, 0], [1, 1]), energy=torch.zeros(2, dtype=torch.float64))
+    assert OptimalTokenBaseline()(x).tolist() == [0.5, -0.5]
 
 
 def test_remax_needs_no_group():

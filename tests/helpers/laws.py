@@ -262,6 +262,7 @@ def scored(
         loss_tokens=torch.tensor(loss_tokens or range(1, len(rewards) + 1), dtype=torch.int64),
         baseline=torch.full((len(rewards),), 0.3, dtype=torch.float64),
         tokens=_token_facts(sum(loss_tokens or range(1, len(rewards) + 1)), len(rewards)),
+        energy=torch.arange(sum(loss_tokens or range(1, len(rewards) + 1)), dtype=torch.float64).sin().square(),
     )
 
 
@@ -278,7 +279,9 @@ def _rows(x: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
     places = torch.arange(len(x.tokens.value)).split(x.loss_tokens.tolist())
     picked = torch.cat([places[i] for i in rows.tolist()])
     tokens = TokenFacts(x.tokens.value[picked], x.tokens.charge[picked], x.tokens.next_value[rows])
-    return AdvantageInputs(x.reward[rows], x.group[rows], x.loss_tokens[rows], parts, x.baseline[rows], tokens)
+    assert x.energy is not None
+    energy = x.energy[picked]
+    return AdvantageInputs(x.reward[rows], x.group[rows], x.loss_tokens[rows], parts, x.baseline[rows], tokens, energy)
 
 
 def by_response(advantage: Advantage, x: AdvantageInputs) -> list[Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlmodule.ops.head import LONG_ROW, linear_logprobs, linear_loss
+from rlmodule.ops.head import LONG_ROW, linear_energies, linear_logprobs, linear_loss
 from rlmodule.ops.logprobs import entropy_from_logits, logprobs_from_logits
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 11, 6, 17
@@ -119,6 +119,21 @@ def test_scores_are_those_of_the_definition(temperature, softcap, with_bias, chu
     expected = plain(hidden, weight, bias, labels, temperature, softcap)
     torch.testing.assert_close(scores, expected, rtol=1e-12, atol=1e-12)
     assert not scores[0].requires_grad
+
+
+@pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, 2.0)])
+@pytest.mark.parametrize("chunk_size", [1, 4, 100])
+def test_an_energy_is_the_squared_gradient_of_the_log_probability_by_the_logits(temperature, softcap, chunk_size):
+    hidden, weight, bias, labels = problem()
+    settings = {"bias": bias, "temperature": temperature, "softcap": softcap}
+    logprob, energy = linear_energies(hidden, weight, labels, **settings, chunk_size=chunk_size)
+    logits = hidden @ weight.t() + bias
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    logits = (logits / temperature).detach().requires_grad_()
+    expected = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    [gradient] = torch.autograd.grad(expected.sum(), logits)
+    torch.testing.assert_close(logprob, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(energy, gradient.square().sum(-1), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)))

@@ -1,0 +1,60 @@
+"""Reward against a baseline of each token's place, to which responses count by how much their gradient has grown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rlmodule.advantages import ADVANTAGES
+from rlmodule.core.config import more_than
+from rlmodule.core.types import AdvantageInputs
+from rlmodule.ops.masked import group_statistics
+
+
+@ADVANTAGES.register
+@dataclass(frozen=True)
+class OptimalTokenBaseline:
+    """Optimal token baseline (arXiv:2602.07078), for a reward of the whole response.
+
+    The t-th loss token of response i gets R_i - b_t with b_t = sum(W_t R) / sum(W_t) over the responses of its group
+    that have a t-th loss token. W_t, the realised energy, adds 1 - 2 p + sum over the vocabulary of p^2 from the first
+    token to the t-th: the squared norm of the gradient of each token's log-probability by the logits, which stands for
+    that of the whole gradient so far. A token that no other response has a partner for gets 0, as does a flat group;
+    unscored responses leave the sums and get 0.
+    """
+
+    needs_group: ClassVar[bool] = True
+    needs_baseline: ClassVar[bool] = False
+    needs_value: ClassVar[bool] = False
+    needs_energy: ClassVar[bool] = True
+    per_token: ClassVar[bool] = True
+
+    eps: float = 1e-8  # added to an energy, so that responses the policy is sure of count alike
+
+    def __post_init__(self) -> None:
+        more_than("eps", self.eps, 0)
+
+    def __call__(self, x: AdvantageInputs) -> Tensor:
+        """[B] rewards of the whole iteration and [N] energies -> [N] float64 advantages."""
+        assert x.energy is not None, "this estimator needs energies"
+        lengths = x.loss_tokens
+        response = torch.arange(len(lengths)).repeat_interleave(lengths)  # [N]
+        start = (lengths.cumsum(0) - lengths)[response]  # [N] first loss token of the same response
+        place = torch.arange(len(response)) - start  # [N] loss tokens before this one
+        summed = x.energy.double().cumsum(0)
+        weight = summed - (summed - x.energy.double())[start] + self.eps  # [N]
+        is_scored = torch.isfinite(x.reward)
+        counts = (is_scored & ~group_statistics(x.reward, x.group, is_scored).is_flat)[response]  # [N]
+        reward = torch.where(is_scored, x.reward.double(), 0.0)[response]  # [N]
+        _, group = torch.unique(x.group, return_inverse=True)
+        _, cell = torch.unique(torch.stack([group[response], place]), dim=1, return_inverse=True)  # [N] (group, place)
+        weight = torch.where(counts, weight, 0.0)
+        total, weighted, partners = torch.zeros(3, len(cell), dtype=torch.float64)
+        total.index_add_(0, cell, weight)
+        weighted.index_add_(0, cell, weight * reward)
+        partners.index_add_(0, cell, counts.double())
+        baseline = (weighted / total.clamp(min=torch.finfo(torch.float64).tiny))[cell]
+        return torch.where(counts & (partners[cell] > 1), reward - baseline, 0.0)
