@@ -17,7 +17,7 @@ from rlmodule.core.types import ExperienceRow, MiniBatch, Prompt, Sample, Sample
 from rlmodule.experience import SampleFacts
 from rlmodule.losses.sft import SFT
 from rlmodule.objective import AlgorithmConfig
-from rlmodule.ops.attention import packed_attention
+from rlmodule.ops.attention import SegmentBuckets, packed_attention
 from rlmodule.ops.logprobs import logprobs_from_logits
 from rlmodule.summary import reward_metrics
 from strategies.parts.mesh import current_layout
@@ -191,9 +191,9 @@ def test_bat_15_uniform_attention_gives_running_means_of_the_own_document():
     """Values 100 100 | 1 3: the second document's outputs are 1 and 2, not 67 and 51."""
     values = torch.tensor([100.0, 100.0, 1.0, 3.0]).reshape(1, 1, 4, 1).expand(1, 1, 4, 8)
     nothing = torch.zeros(1, 1, 4, 8)
-    borders = torch.tensor([0, 2, 4], dtype=torch.int32)
+    segments = SegmentBuckets.from_cu_seqlens(torch.tensor([0, 2, 4], dtype=torch.int32))
     for options in ({}, {"softcap": 5.0}, {"sliding_window": 2}):
-        out = packed_attention(nothing, nothing, values, borders, 1.0, **options)
+        out = packed_attention(nothing, nothing, values, segments, 1.0, **options)
         assert out[0, 2:, 0, 0].tolist() == close([1.0, 2.0])
 
 
