@@ -166,7 +166,7 @@ def scaling_table(numbers: Numbers) -> str:
         [
             f"{row['samples']:,}",
             f"{row['ranks']:,}",
-            f"{row['ms'] / 1e3:.2f}",
+            f"{row['ms'] / 1e3:.3f}",
             f"{row['peak_mb']:.0f}",
             f"{row['step']:.4f}",
         ]

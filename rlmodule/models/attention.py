@@ -118,10 +118,17 @@ class RaggedLayer(CacheLayerMixin):
         used = self.owner.longest + 1
         return self.keys[:, :, :used], self.values[:, :, :used]
 
-    def select(self, rows: Tensor) -> None:
-        """Keep (and repeat) the given rows."""
+    def repeat(self, rows: Tensor) -> None:
+        """Row i becomes a copy of row ``rows[i]``; there may be more than before."""
         assert self.keys is not None and self.values is not None
         self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+
+    def move(self, target: Tensor, source: Tensor, count: int) -> None:
+        """Rows ``target`` become those of ``source``; then all from ``count`` on are given up. Copies no other row."""
+        assert self.keys is not None and self.values is not None
+        for buffer in (self.keys, self.values):
+            buffer[target] = buffer[source]
+        self.keys, self.values = self.keys[:count], self.values[:count]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Asked by transformers' mask builders, which this attention never uses."""
@@ -163,10 +170,28 @@ class RaggedCache(Cache):
     def _ragged(self) -> list[RaggedLayer]:
         return self.layers  # type: ignore[return-value]  # none of another kind is ever added
 
-    def select(self, rows: Tensor) -> None:
-        """Keep (and repeat) the given rows in every layer."""
+    def repeat(self, rows: Tensor) -> None:
+        """Row i becomes a copy of row ``rows[i]`` in every layer; there may be more than before."""
         for layer in self._ragged:
-            layer.select(rows)
+            layer.repeat(rows)
+        self._now_has(rows)
+
+    def keep(self, going: Tensor) -> Tensor:
+        """Give up the rows that are not ``going`` [b] bool; returns [m] which row each of those left was.
+
+        The last rows fill the gaps, so that what is copied are as many rows as end and not the whole cache.
+        """
+        count = int(going.sum())
+        target = (~going[:count]).nonzero().squeeze(1)
+        source = count + going[count:].nonzero().squeeze(1)
+        for layer in self._ragged:
+            layer.move(target, source, count)
+        rows = torch.arange(count, device=going.device)
+        rows[target] = source
+        self._now_has(rows)
+        return rows
+
+    def _now_has(self, rows: Tensor) -> None:
         self.lengths = self.lengths.index_select(0, rows)
         self.longest = int(self.lengths.max())
 

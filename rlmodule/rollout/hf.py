@@ -111,7 +111,7 @@ class Engine:
         logits = self.policy()(batch)
         place = {p: i for i, p in enumerate(distinct)}
         rows = torch.tensor([place[r.prompt] for r in requests], device=self.device)
-        cache.select(rows)
+        cache.repeat(rows)
         return logits.index_select(0, rows), cache
 
     def _sample(self, prompt: Prompt, request: SampleRequest, ids: Tensor, logprob: Tensor, finish: str) -> Sample:
@@ -188,9 +188,8 @@ class Wave:
             if position + 1 == self.limit or not bool(going.any()):
                 return
             if not bool(going.all()):
-                keep = going.nonzero().squeeze(-1)
-                cache.select(keep)
-                self.live, drawn = self.live[keep], drawn[keep]
+                rows = cache.keep(going)
+                self.live, drawn = self.live[rows], drawn[rows]
             yield drawn
 
     def _draw(self, position: int) -> Tensor:

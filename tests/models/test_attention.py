@@ -62,16 +62,34 @@ def test_rows_can_be_repeated_dropped_and_reordered():
     texts = [tokens(n, rng) for n in PROMPTS]
     _, cache = prefill(policy, texts)
     chosen = [2, 0, 2]
-    cache.select(torch.tensor(chosen))
+    cache.repeat(torch.tensor(chosen))
     new = tokens(3, rng)
     logits = policy(DecodeBatch(new, cache))
-    cache.select(torch.tensor([1]))
+    assert cache.keep(torch.tensor([False, True, False])).tolist() == [1]
     assert cache.lengths.tolist() == [PROMPTS[0] + 1]
     assert cache.longest == PROMPTS[0] + 1, "only what is in use is read"
     model = stock(policy)
     for row, prompt in enumerate(chosen):
         expected = whole(model, torch.cat([texts[prompt], new[row : row + 1]]))
         torch.testing.assert_close(logits[row], expected, rtol=0, atol=2e-5)
+
+
+@torch.no_grad()
+def test_the_last_rows_take_the_places_of_those_that_have_ended():
+    """Of five the first and the third leave: the fifth and the fourth, which are the last, come into their places."""
+    policy = tiny_policy().eval()
+    rng = torch.Generator().manual_seed(3)
+    texts = [tokens(n, rng) for n in (4, 2, 6, 3, 5)]
+    _, cache = prefill(policy, texts)
+    rows = cache.keep(torch.tensor([False, True, False, True, True])).tolist()
+    assert rows == [3, 1, 4]
+    assert cache.lengths.tolist() == [3, 2, 5]
+    new = tokens(3, rng)
+    logits = policy(DecodeBatch(new, cache))
+    for place, row in enumerate(rows):
+        expected = whole(stock(policy), torch.cat([texts[row], new[place : place + 1]]))
+        torch.testing.assert_close(logits[place], expected, rtol=0, atol=2e-5)
+    assert cache.keep(torch.tensor([True, True, True])).tolist() == [0, 1, 2]
 
 
 @torch.no_grad()
