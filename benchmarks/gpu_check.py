@@ -296,8 +296,7 @@ CHECKS: Mapping[str, Callable[[Place], Finding]] = {
     "speed": speed,
     "parity": parity,
     "run single": lambda place: command(place, *FAST),
-    "run fsdp2": lambda place: command(place, *FAST, "strategy=fsdp2"),
-    "run async save": lambda place: command(place, *FAST, "callbacks.checkpoint.async_save=true"),
+    "run fsdp2": lambda place: command(place, *FAST, "strategy=fsdp2", "callbacks.checkpoint.async_save=true"),
 }
 
 

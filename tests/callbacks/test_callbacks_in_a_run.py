@@ -320,8 +320,11 @@ def test_a_terminal_gets_a_bar_and_the_log_gets_the_lines(tmp_path, monkeypatch)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr("sys.stdout", screen)
-    SmallRun(tmp_path, {"progress": {"refresh_per_second": 50.0}, "metrics": {}}, tensorboard=False).fit()
+    callbacks = {"progress": {"refresh_per_second": 50.0}, "validation": {"every_n_iterations": 0}, "metrics": {}}
+    SmallRun(tmp_path, callbacks, tensorboard=False).fit()
     assert "━" in screen.getvalue()
+    assert "validation  step" not in screen.getvalue(), "the bar is still there when the last validation is over"
+    assert (tmp_path / "train.log").read_text().count("validation  step") == 2
     assert "2/2" in screen.getvalue()
     assert "ETA" in screen.getvalue()
     assert "iteration 2/2" not in screen.getvalue()
