@@ -31,6 +31,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler
+from rlmodule.batching.workload import Workload
 from rlmodule.callbacks.metrics import purge_step
 from rlmodule.checkpoint.state import STATE_FILE, newest_whole, verify
 from rlmodule.core.config import convert
@@ -53,17 +54,21 @@ from rlmodule.models.policy import (
     load_tokenizer,
     outline_policy,
     parameter_count,
+    shape_of,
 )
 from rlmodule.models.recompute import SELECTIVE, check_offload
 from rlmodule.models.value import outline_value_model, value_config, with_value_head
 from rlmodule.module import RLModule
 from rlmodule.objective import Objective
 from rlmodule.optimizer import OptimizerConfig
-from rlmodule.preflight import ModelFacts, RunPlan, check, check_layout, check_value_model, workload_of
+from rlmodule.preflight.checks import check
+from rlmodule.preflight.layout import check_layout
+from rlmodule.preflight.value_model import check_value_model
 from rlmodule.reference_scores import ReferenceScores
 from rlmodule.replay import ReplayMemory
 from rlmodule.run_context import EventLog, RunContext
 from rlmodule.run_directory import RunDirectory
+from rlmodule.run_plan import ModelFacts, RunPlan
 from rlmodule.settings import Settings
 from rlmodule.shaping import KLController
 from rlmodule.sources import Examination
@@ -277,7 +282,7 @@ class Session:
                 "from what is to be kept",
                 fix="Use model.activation_checkpointing=full",
             )
-        check_layout(self.settings, self.hf_config, self.layout)
+        check_layout(self.hf_config, self.layout)
 
     def resume_from(self, say: Callable[[str], object] = lambda line: None) -> Path | None:
         """The checkpoint to go on from; None starts at the beginning.
@@ -543,7 +548,7 @@ class Session:
         s = self.settings
         layout = strategy.layout
         pad = self.tokenizer.pad_token_id
-        cost = workload_of(self.hf_config)
+        cost = Workload(shape_of(self.hf_config))
 
         def make_sampler(metas: Sequence[SampleMeta]) -> BalancedSampler:
             return BalancedSampler(

@@ -1,6 +1,6 @@
 """The configuration of a run as frozen dataclasses: every section converted and checked before anything is loaded.
 
-Leaves out Hydra (``train.py``), and checks that need two sections or the model's shape (``preflight.py``).
+Leaves out Hydra (``train.py``), and checks that need two sections or the model's shape (``preflight/``).
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.rollouts import RolloutTable, load_rollouts
 from rlmodule.data.stream import PromptStream
 from rlmodule.objective import DEMONSTRATIONS, PREFERENCES, ROLLOUTS
-from rlmodule.preflight import check_lengths, check_rollouts
+from rlmodule.preflight.lengths import check_lengths
+from rlmodule.preflight.stored_rollouts import check_rollouts
 from rlmodule.settings import STORED, Settings
 from rlmodule.sources import DemonstrationSource, PreferenceSource, RolloutSource, Source, StoredSource
 

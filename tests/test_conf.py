@@ -25,7 +25,7 @@ from rlmodule.losses import LOSSES
 from rlmodule.models.policy import ModelConfig, load_model_config
 from rlmodule.objective import AlgorithmConfig
 from rlmodule.optimizer import OptimizerConfig
-from rlmodule.preflight import check
+from rlmodule.preflight.checks import check
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.run_directory import RunDirectory

@@ -1,6 +1,6 @@
 """Samples and groups that no plan has room for, refused with the numbers and a remedy.
 
-The plan assumes afterwards that every item fits. Leaves out what follows from the settings alone (``preflight.py``).
+The plan assumes afterwards that every item fits. Leaves out what follows from the settings alone (``preflight/``).
 """
 
 from __future__ import annotations

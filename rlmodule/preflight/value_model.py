@@ -1,0 +1,87 @@
+"""Who says values, and whether somebody reads them."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from rlmodule.core.contract import Layout
+from rlmodule.core.errors import ConfigError
+from rlmodule.critic import CriticConfig
+from rlmodule.models.lora import is_adapter
+from rlmodule.models.policy import NO_VALUE, SEPARATE, SHARED
+from rlmodule.preflight.layout import check_layout
+from rlmodule.preflight.lengths import check_positions
+from rlmodule.settings import Settings
+
+
+def check_value(settings: Settings) -> None:
+    """Values are made for an advantage that reads them, and by a model that can."""
+    kind, critic, advantage = settings.model.value, settings.critic, settings.advantage
+    reads = advantage is not None and advantage.needs_value
+    if reads and kind == NO_VALUE:
+        raise ConfigError(
+            key="model.value",
+            got=kind,
+            because=f"advantage {type(advantage).__name__} is made of values",
+            fix="Use model.value=shared or model.value=separate, or another advantage",
+        )
+    if kind != NO_VALUE and not reads:
+        raise ConfigError(
+            key="model.value",
+            got=kind,
+            because="nothing reads values here: no advantage of this run is made of them",
+            fix="Use algorithm=ppo or advantage=gae, or model.value=none",
+        )
+    if kind == SHARED:
+        _refuse_for_shared(critic)
+    if kind == SEPARATE and critic.warmup_iterations >= settings.trainer.max_epochs:
+        raise ConfigError(
+            key="critic.warmup_iterations",
+            got=critic.warmup_iterations,
+            because=f"the run has trainer.max_epochs={settings.trainer.max_epochs} iterations, and the policy would "
+            "not train in any",
+            fix="Use fewer, or more iterations",
+        )
+    if kind == SEPARATE and critic.path is None and not critic.architecture and is_adapter(settings.model.path):
+        raise ConfigError(
+            key="critic.path",
+            got=None,
+            because=f"the policy starts from the adapter {settings.model.path}, and a value model needs whole weights",
+            fix="Give critic.path, or use model.value=shared",
+        )
+
+
+def _refuse_for_shared(critic: CriticConfig) -> None:
+    """A head on the policy's trunk cannot have what a model of its own has."""
+    same = "the head is a part of the policy"
+    for name, because in (
+        ("path", f"{same}, and starts with it"),
+        ("architecture", f"{same}, and starts with it"),
+        ("mini_batch_size", f"{same}, and takes its steps"),
+        ("warmup_iterations", f"{same}: training its trunk would change the policy"),
+    ):
+        if getattr(critic, name) not in (None, {}, 0):
+            raise ConfigError(
+                key=f"critic.{name}",
+                got=getattr(critic, name),
+                because=f"with model.value=shared {because}",
+                fix="Leave it out, or use model.value=separate",
+            )
+
+
+def check_value_model(settings: Settings, policy: PreTrainedConfig, critic: PreTrainedConfig, layout: Layout) -> None:
+    """Refuse a value model that cannot read what the policy reads, or cannot have this layout.
+
+    Raises:
+        ConfigError: names the numbers and what works.
+    """
+    vocab, needed = critic.get_text_config().vocab_size, policy.get_text_config().vocab_size
+    if vocab < needed:
+        raise ConfigError(
+            key="critic.path" if settings.critic.path else "critic.architecture",
+            got=settings.critic.path or settings.critic.architecture,
+            because=f"its vocabulary of {vocab} does not hold the policy's {needed} tokens",
+            fix="Choose a value model with the policy's tokenizer",
+        )
+    check_positions(settings, critic)
+    check_layout(critic, layout)
