@@ -67,6 +67,14 @@ def test_ckpt_01_kills_and_resumes_give_the_run_that_was_never_stopped(
     assert_same_run(tmp_path / "run", undisturbed[world_size])
 
 
+def test_a_run_that_is_killed_while_it_exports_goes_on_and_exports(undisturbed, tmp_path):
+    """It has not saved its last iteration by then, or nothing would be left to do."""
+    killed_again_and_again(tmp_path, 1, [Moment("export", 1)])
+    assert not (tmp_path / "run" / "policy").exists()
+    assert not killed_run(tmp_path, 1, None, *LENGTH)
+    assert_same_run(tmp_path / "run", undisturbed[1])
+
+
 def test_ckpt_06_ddp_on_two_ranks_that_was_killed_goes_on_as_fsdp2_on_four(undisturbed, tmp_path):
     """Within the rounding of fp32; the same rows, the same sampled tokens."""
     killed_again_and_again(tmp_path, 2, [Moment("flush", 10), Moment("step", 2, rank=1)])

@@ -18,6 +18,7 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 import rlmodule.callbacks.checkpoint
+import rlmodule.callbacks.export
 from rlmodule.checkpoint import state
 from rlmodule.journal import RecordFile
 from rlmodule.module import RLModule
@@ -39,7 +40,8 @@ WRITING: dict[str, tuple[Any, str, int]] = {
     "flush": (state, "_flush", 6),  # of every file and folder, before the whole gets its name
     "rename": (Path, "rename", 1),
 }
-PLACES = TRAINING | WRITING
+ENDING: dict[str, tuple[Any, str, int]] = {"export": (rlmodule.callbacks.export, "save_pretrained", 1)}
+PLACES = TRAINING | WRITING | ENDING
 ON_EVERY_RANK = ("shard", "step")
 
 
