@@ -13,13 +13,17 @@ from rlmodule.batching.collate import pack_rows
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.types import StepTotals
 from rlmodule.losses.clip_cov import ClipCov
+from rlmodule.losses.dpo import DPO
 from rlmodule.losses.gspo import GSPO
 from rlmodule.losses.ppo_clip import PPOClip
+from rlmodule.models.policy import ModelConfig
 from rlmodule.models.recompute import recompute_activations
+from rlmodule.models.value import build_value_model
 from rlmodule.objective import AlgorithmConfig
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import (
     FAMILIES,
+    architecture,
     assert_same_training,
     grouped_rows,
     mixed_rows,
@@ -47,8 +51,11 @@ def shared(cut):
 
 def test_less_is_computed():
     """Three of the four prompts are shared by four: 9, 5 and 12 tokens are computed once, and no last token is."""
-    [[plain]], [[less]] = ([m.micro_batches for m in share_rows(ROWS, config)] for config in (PLAIN, shared("whole")))
-    assert len(plain.input_ids) - len(less.input_ids) == 3 * (9 + 5 + 12) + 3
+    [plain], [less] = (share_rows(ROWS, config) for config in (PLAIN, shared("whole")))
+    [before], [after] = plain.micro_batches, less.micro_batches
+    assert len(before.input_ids) - len(after.input_ids) == 3 * (9 + 5 + 12) + 3
+    assert plain.metrics["balance/shared_prompt_tokens"] == 0
+    assert less.metrics["balance/shared_prompt_tokens"] == 3 * (9 + 5 + 12)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -59,6 +66,29 @@ def test_log_probabilities_and_entropies_are_the_same(family):
     plain, less = (policy(pack_rows(ROWS, TOTALS, share_prompts=s), with_entropy=True) for s in (False, True))
     torch.testing.assert_close(less.logprob, plain.logprob, rtol=0, atol=1e-5)
     torch.testing.assert_close(less.entropy, plain.entropy, rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_values_are_the_same():
+    model = build_value_model(ModelConfig(architecture=architecture()), seed=0)
+    torch.nn.init.normal_(model.lm.score.weight, generator=torch.Generator().manual_seed(5))
+    plain, less = (model(pack_rows(ROWS, TOTALS, share_prompts=s)).value for s in (False, True))
+    assert float(plain.std()) > 0.1
+    torch.testing.assert_close(less, plain, rtol=0, atol=1e-5)
+
+
+def test_the_two_responses_of_a_pair_share_their_prompt():
+    """A loss of pairs, whose two samples are in one micro-batch anyway."""
+    rows = [
+        replace(row, advantage=torch.full_like(row.advantage, 1.0 if number < 4 else -1.0))
+        for number, row in enumerate(grouped_rows([9, 1, 5, 12], [4, 7]))
+    ]
+    settings = {"loss": DPO(), "algorithm": AlgorithmConfig(loss_agg_mode="prompt-mean", log_entropy=False)}
+    config = BatchingConfig(mini_batch_size=8, max_token_len_per_gpu=40, keep_groups=True)
+    expected = train_on(0, rows, config, **settings)
+    got = train_on(0, rows, replace(config, share_prompts=True), **settings)
+    assert got.backward_calls < expected.backward_calls, "more pairs fit"
+    assert_same_training(got, expected)
 
 
 @pytest.mark.parametrize("cut", CUTS)

@@ -27,7 +27,7 @@ from rlmodule.batching.membership import (
 )
 from rlmodule.batching.packing import Packing
 from rlmodule.batching.partition import Ints
-from rlmodule.batching.shared_prompts import with_shared_prompts
+from rlmodule.batching.shared_prompts import repeated_prompt_tokens, with_shared_prompts
 from rlmodule.batching.workload import Floats, Numbers, Workload, as_floats
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.types import SampleMeta, StepTotals
@@ -54,6 +54,7 @@ class MiniBatchPlan:
         rank_tokens_unplanned: [rank] the same had the mini-batch been dealt out in equal slices, as it came.
         padding_tokens: tokens computed for nothing: padding samples and dummies.
         num_left_out: samples that count in the totals and are not computed.
+        shared_prompt_tokens: prompt tokens that are not computed again, as another sample of the group has them.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -63,6 +64,7 @@ class MiniBatchPlan:
     rank_tokens_unplanned: tuple[int, ...]
     padding_tokens: int
     num_left_out: int = 0
+    shared_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
         held = self.positions
@@ -114,6 +116,7 @@ class MiniBatchPlan:
             "balance/num_micro_steps": self.num_micro_steps,
             "balance/padding_tokens": self.padding_tokens,
             "balance/left_out_samples": self.num_left_out,
+            "balance/shared_prompt_tokens": self.shared_prompt_tokens,
         }
         return {name: float(value) for name, value in facts.items()}
 
@@ -207,7 +210,8 @@ def plan_batch(
         assert micro_batch_size or packing.sums(block_length).max() <= token_budget, "a micro-batch exceeds the budget"
         totals = _totals([metas[position] for position in block.tolist()], dp_size, sp_size)
         plan = _assemble(metas, computed, block_cost, packing, totals, order, multiple_of)
-        plans.append(replace(plan, num_left_out=len(block) - len(computed)))
+        shared = repeated_prompt_tokens(metas, chain.from_iterable(plan.micro_batches)) if share_prompts else 0
+        plans.append(replace(plan, num_left_out=len(block) - len(computed), shared_prompt_tokens=shared))
     held = np.sort(np.fromiter(chain.from_iterable(plan.positions for plan in plans), np.int64))
     assert np.array_equal(held, np.flatnonzero(~is_left_out)), "the plans together hold each computed sample once"
     return tuple(plans)

@@ -6,7 +6,8 @@ they are laid out (``collate.py``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -41,3 +42,12 @@ def with_shared_prompts(
     tokens = np.where(is_shared, own + np.where(is_first, prompt - 1, 0), length)
     spared = np.where(is_shared & ~is_first, prompt, 0)
     return tokens, cost - workload.cost(spared, np.zeros_like(spared))
+
+
+def repeated_prompt_tokens(metas: Sequence[SampleMeta], micro_batches: Iterable[Sequence[int]]) -> int:
+    """Prompt tokens that are not computed again, over all given micro-batches of positions into ``metas``."""
+    repeated = 0
+    for micro_batch in micro_batches:
+        together = Counter((metas[p].group_id, metas[p].prompt_len) for p in micro_batch if metas[p].prompt_len > 1)
+        repeated += sum((count - 1) * prompt_len for (_, prompt_len), count in together.items())
+    return repeated

@@ -223,6 +223,7 @@ def test_metrics_of_a_plan_worked_by_hand():
         "balance/num_micro_steps": 1,
         "balance/padding_tokens": 0,
         "balance/left_out_samples": 0,
+        "balance/shared_prompt_tokens": 0,
     }
 
 
