@@ -32,7 +32,7 @@ from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.contract import Layout
 from rlmodule.core.metrics import merge
 from rlmodule.core.types import ExperienceRow, MiniBatch
-from rlmodule.experience import Experience
+from rlmodule.experience.iteration import Experience
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import PolicyModel, parameter_count
 from rlmodule.module import RLModule

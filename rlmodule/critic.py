@@ -1,6 +1,7 @@
 """What a value function minimises, alone or on the policy's trunk: the value loss, weighed like the policy's.
 
-Leaves out the maths (``ops/value.py``), where returns come from (``experience.py``), the models (``models/value.py``).
+Leaves out the maths (``ops/value.py``), where returns come from (``experience/estimation.py``) and the models
+(``models/value.py``).
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ import torch
 from rlmodule.batching.prefetch import PackedAhead
 from rlmodule.core.types import MiniBatch, ScoredSample
 from rlmodule.data.stream import PromptStream
-from rlmodule.experience import ExperienceMaker, Iteration, Stopwatch
+from rlmodule.experience.iteration import Iteration
+from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.replay import ReplayMemory
 from rlmodule.shaping import KLController
 from rlmodule.sources import Source

@@ -42,7 +42,8 @@ from rlmodule.critic import CriticObjective, JointObjective
 from rlmodule.data.prompts import load_prompts
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
-from rlmodule.experience import ExperienceMaker
+from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.reference_scores import ReferenceScores
 from rlmodule.launch import launched_from_outside
 from rlmodule.models.compiled import check_compiler
 from rlmodule.models.policy import (
@@ -64,7 +65,6 @@ from rlmodule.optimizer import OptimizerConfig
 from rlmodule.preflight.checks import check
 from rlmodule.preflight.layout import check_layout
 from rlmodule.preflight.value_model import check_value_model
-from rlmodule.reference_scores import ReferenceScores
 from rlmodule.replay import ReplayMemory
 from rlmodule.run_context import EventLog, RunContext
 from rlmodule.run_directory import RunDirectory

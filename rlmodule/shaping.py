@@ -1,7 +1,7 @@
 """What happens to verdicts between the judge and the advantage: groups left out, long answers and KL charged for.
 
 The judge's own verdict stays what is logged and what decides whether a group tells anything; only advantages see the
-shaped reward. Leaves out where verdicts come from and who calls this (``experience.py``).
+shaped reward. Leaves out where verdicts come from and who calls this (``experience/``).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from rlmodule.core.types import Prompt, Sample, Score, ScoredSample
 from rlmodule.data.preferences import Pair
 from rlmodule.data.rollouts import RolloutTable
 from rlmodule.data.stream import PromptStream
-from rlmodule.experience import Stopwatch
+from rlmodule.experience.stopwatch import Stopwatch
 
 T = TypeVar("T")
 VALIDATION_SEED = 0  # greedy sampling draws nothing; the key only has to be there

@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlmodule.experience import Iteration, SampleFacts
+from rlmodule.experience.facts import SampleFacts
+from rlmodule.experience.iteration import Iteration
 from rlmodule.journal import Lap, Record
 
 VALIDATE = "validate"  # phase of the clock that is no part of an iteration

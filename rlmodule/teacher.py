@@ -1,6 +1,6 @@
 """The frozen policy that a student learns from: where it is, and whether the two speak of the same tokens.
 
-Leaves out who scores with it (``experience.py``) and what its scores are for (``losses/distill.py``).
+Leaves out who scores with it (``experience/scoring.py``) and what its scores are for (``losses/distill.py``).
 """
 
 from __future__ import annotations

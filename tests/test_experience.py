@@ -16,7 +16,9 @@ from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.errors import RLModuleError, TrainingError
 from rlmodule.core.types import Score, ScoredSample
-from rlmodule.experience import ExperienceMaker, Stopwatch, gather_facts
+from rlmodule.experience.facts import gather_facts
+from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
 from rlmodule.objective import AlgorithmConfig, Objective

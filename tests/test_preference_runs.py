@@ -17,10 +17,11 @@ from rlmodule.core.contract import Layout
 from rlmodule.core.types import Score, ScoredSample
 from rlmodule.data.preferences import Pair
 from rlmodule.data.stream import PromptStream
-from rlmodule.experience import ExperienceMaker, Stopwatch
+from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.reference_scores import ReferenceScores
+from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.losses.dpo import DPO
 from rlmodule.objective import AlgorithmConfig, Objective
-from rlmodule.reference_scores import ReferenceScores
 from rlmodule.settings import Settings
 from rlmodule.sources import PreferenceSource
 from tests.helpers.ranks import run_on_ranks

@@ -15,7 +15,8 @@ from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import Prompt, Sample, Score, ScoredSample
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
-from rlmodule.experience import ExperienceMaker, Stopwatch
+from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.reinforce import Reinforce
 from rlmodule.objective import AlgorithmConfig, Objective

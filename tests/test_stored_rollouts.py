@@ -10,7 +10,7 @@ from rlmodule.core.contract import Layout
 from rlmodule.core.errors import RLModuleError
 from rlmodule.core.types import ExperienceRow, StepTotals
 from rlmodule.data.stream import PromptStream
-from rlmodule.experience import Stopwatch
+from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.models.policy import ModelConfig, build_policy
 from rlmodule.sources import StoredSource
 from tests.helpers.sessions import numbers, run_small, small_session

@@ -16,13 +16,14 @@ from rlmodule.advantages.gae import GAE
 from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.types import ExperienceRow, Score, ScoredSample, StepTotals
-from rlmodule.experience import ExperienceMaker, Stopwatch
+from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.stopwatch import Stopwatch
+from rlmodule.experience.token_facts import one_token_on
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import ModelConfig
 from rlmodule.models.value import PolicyValueModel, build_value_model
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.shaping import KLController, KLInReward
-from rlmodule.token_facts import one_token_on
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import architecture, sample, tiny_policy, wrap_here
 

@@ -18,7 +18,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.experience import Iteration
+from rlmodule.experience.iteration import Iteration
 from rlmodule.journal import Record, RecordFile, rewind
 from rlmodule.run_context import EVENTS, RunContext, Running
 from rlmodule.summary import Tally, is_scored, iteration_metrics, scored_advantages, without_padding

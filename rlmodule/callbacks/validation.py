@@ -13,7 +13,7 @@ import lightning as L
 
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.core.config import at_least
-from rlmodule.experience import gather_facts
+from rlmodule.experience.facts import gather_facts
 from rlmodule.journal import Record
 from rlmodule.run_context import RunContext, Running
 from rlmodule.summary import VALIDATE, validation_metrics

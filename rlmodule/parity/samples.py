@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlmodule.core.contract import Layout
 from rlmodule.core.types import AdvantageInputs, Prompt, Sample, Score, ScoredSample
-from rlmodule.experience import Stopwatch
+from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.settings import ParityConfig
 from rlmodule.sources import share_of_rank
 

@@ -18,7 +18,7 @@ from rlmodule.callbacks.metrics import purge_step
 from rlmodule.core.types import Prompt, Sample, Score
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
-from rlmodule.experience import ExperienceMaker
+from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
 from rlmodule.models.policy import ModelConfig, build_policy

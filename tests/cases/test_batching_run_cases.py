@@ -14,7 +14,7 @@ import torch
 from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BatchingConfig, RankShare
 from rlmodule.core.types import ExperienceRow, MiniBatch, Prompt, Sample, SampleMeta, StepTotals
-from rlmodule.experience import SampleFacts
+from rlmodule.experience.facts import SampleFacts
 from rlmodule.losses.sft import SFT
 from rlmodule.objective import AlgorithmConfig
 from rlmodule.ops.attention import SegmentBuckets, packed_attention

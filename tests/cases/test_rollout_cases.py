@@ -19,7 +19,9 @@ from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import ExperienceRow, Prompt, Sample, Score, ScoredSample, StepTotals
 from rlmodule.data.prompts import DataConfig
 from rlmodule.data.rollouts import load_rollouts
-from rlmodule.experience import ExperienceMaker, Stopwatch, gather_facts
+from rlmodule.experience.facts import gather_facts
+from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import PolicyModel
 from rlmodule.objective import AlgorithmConfig, Objective

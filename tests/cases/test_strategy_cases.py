@@ -15,7 +15,8 @@ from rlmodule.advantages.grpo import GRPO
 from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.types import Score, ScoredSample, StepTotals
-from rlmodule.experience import ExperienceMaker, Stopwatch
+from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.policy import save_pretrained

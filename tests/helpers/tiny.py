@@ -27,7 +27,7 @@ from rlmodule.core.types import (
     TokenLoss,
     TokenOutputs,
 )
-from rlmodule.experience import Experience
+from rlmodule.experience.iteration import Experience
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import ModelConfig, PolicyModel, build_policy
 from rlmodule.objective import AlgorithmConfig, Objective

@@ -15,7 +15,7 @@ from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import ExperienceRow
-from rlmodule.experience import Experience
+from rlmodule.experience.iteration import Experience
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.module import RLModule
 from rlmodule.objective import AlgorithmConfig, Objective

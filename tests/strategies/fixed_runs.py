@@ -16,7 +16,7 @@ from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.types import ExperienceRow, Prompt, Sample
 from rlmodule.datamodule import RLDataModule
-from rlmodule.experience import Experience
+from rlmodule.experience.iteration import Experience
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import ModelConfig, PolicyModel, outline_policy
 from rlmodule.module import RLModule

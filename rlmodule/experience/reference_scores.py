@@ -1,7 +1,7 @@
 """Reference log-probabilities of samples that come round again: scored in the first pass, kept by every rank after it.
 
 The reference never changes, and neither do demonstrations and pairs. Costs 4 bytes per token of the data on every rank.
-Leaves out the scoring itself (``experience.py``). Nothing of it is saved: after a resume samples are scored once more.
+Leaves out the scoring itself (``scoring.py``). Nothing of it is saved: after a resume samples are scored once more.
 """
 
 from __future__ import annotations

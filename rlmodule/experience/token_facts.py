@@ -1,7 +1,7 @@
 """What every rank gets to know of every loss token of an iteration, where the advantage is made of values or energies.
 
 Values and charges are made where a row is; returns of one response need nobody else, but whitening needs all of them.
-Leaves out who says them (``experience.py``) and what they mean (``ops/value.py``).
+Leaves out who says them (``scoring.py``) and what they mean (``ops/value.py``).
 """
 
 from __future__ import annotations

@@ -1,0 +1,176 @@
+"""What each response is worth: rewards shaped, KL charged, advantages and returns made of all samples of an iteration.
+
+Leaves out the estimators (``advantages/``), the maths of shaping (``shaping.py``) and who says values (``scoring.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rlmodule.core.contract import Advantage, Collectives, ValueAdvantage
+from rlmodule.core.types import AdvantageInputs, ExperienceRow, Sample
+from rlmodule.experience.facts import SampleFacts, numbers, rewards_of
+from rlmodule.experience.token_facts import ResponseTokens, gather_energies, gather_tokens, value_metrics
+from rlmodule.objective import Objective
+from rlmodule.ops.kl import kl_per_token
+from rlmodule.shaping import KLController, overlong_charge
+
+
+@dataclass(frozen=True)
+class Estimation:
+    """Makes advantages of facts and scores, the same on every rank.
+
+    Args:
+        objective: says whether the loss reads advantages, and how rewards are shaped.
+        advantage: estimator, or None where the loss needs none.
+        kl_controller: the price of KL in the reward, or None where it is not in the reward.
+        collectives: of the ranks that hold rows.
+    """
+
+    objective: Objective
+    advantage: Advantage | None
+    kl_controller: KLController | None
+    collectives: Collectives
+
+    @property
+    def needs_energy(self) -> bool:
+        """Whether the estimator reads the energy of each token."""
+        return self.advantage is not None and self.advantage.needs_energy and self.objective.needs("advantage")
+
+    @property
+    def needs_next_value(self) -> bool:
+        """Whether the estimator reads what is expected after a response that was cut."""
+        return isinstance(self.advantage, ValueAdvantage) and self.advantage.bootstrap_truncated
+
+    def inputs(
+        self, facts: Sequence[SampleFacts], rows: Mapping[int, ExperienceRow], metrics: dict[str, float]
+    ) -> AdvantageInputs | None:
+        """What advantages are made of; None where the loss needs none. Adds to ``metrics``."""
+        if not self.objective.needs("advantage"):
+            return None
+        assert self.advantage is not None, "this loss needs an advantage estimator"
+        loss_tokens = [f.meta.loss_tokens for f in facts]
+        reward, kl_coef = self._shaped_rewards(facts, metrics), 0.0
+        if self.kl_controller is not None:
+            kl_coef = self.kl_controller.coef
+            kl = self._kl_per_response(len(facts), rows, metrics, torch.isfinite(reward))
+            if not self.advantage.needs_value:  # which is charged token by token
+                reward = reward - kl_coef * kl
+        tokens = None
+        if self.advantage.needs_value:
+            mine = {p: self._tokens(row, kl_coef) for p, row in rows.items()}
+            tokens = gather_tokens(mine, loss_tokens, self.collectives)
+        return AdvantageInputs(
+            reward=reward,
+            group=torch.tensor([f.meta.group_id for f in facts]),
+            loss_tokens=torch.tensor(loss_tokens),
+            parts={
+                name: numbers([f.parts.get(name) for f in facts])
+                for name in sorted({name for f in facts for name in f.parts})
+            },
+            baseline=numbers([f.baseline for f in facts]) if self.advantage.needs_baseline else None,
+            tokens=tokens,
+            energy=self._energies(rows, loss_tokens) if self.needs_energy else None,
+        )
+
+    def _energies(self, rows: Mapping[int, ExperienceRow], loss_tokens: Sequence[int]) -> Tensor:
+        """[N] float64 over the loss tokens of all responses."""
+        mine = {}
+        for position, row in rows.items():
+            assert row.energy is not None, "the policy was asked for it"
+            mine[position] = row.energy[row.sample.loss_mask].double()
+        return gather_energies(mine, loss_tokens, self.collectives)
+
+    def _shaped_rewards(self, facts: Sequence[SampleFacts], metrics: dict[str, float]) -> Tensor:
+        """[B] float64: verdicts minus the charge for length."""
+        settings = self.objective.settings
+        reward = rewards_of(facts)
+        if settings.overlong_buffer.enable:
+            charge = overlong_charge(torch.tensor([f.meta.response_len for f in facts]), settings.overlong_buffer)
+            metrics["reward/overlong_charge"] = _mean_over(charge, torch.isfinite(reward))
+            reward = reward - charge
+        return reward
+
+    def _kl_per_response(
+        self, count: int, rows: Mapping[int, ExperienceRow], metrics: dict[str, float], is_scored: Tensor
+    ) -> Tensor:
+        """[B] float64: sum over the loss tokens of each response; one exchange of one number per response.
+
+        Logs it with its price, which the controller then sets anew for the next iteration.
+        """
+        assert self.kl_controller is not None, "KL has a price"
+        mine = {position: float(self._kl(row).sum()) for position, row in rows.items()}
+        kl = torch.zeros(count, dtype=torch.float64)
+        for part in self.collectives.gather_objects(mine):
+            for position, value in part.items():
+                kl[position] = value
+        metrics["reward/kl"] = _mean_over(kl, is_scored)
+        metrics["reward/kl_coef"] = self.kl_controller.coef
+        self.kl_controller.update(_mean_over(kl, is_scored), int(is_scored.sum()))
+        return kl
+
+    def _kl(self, row: ExperienceRow) -> Tensor:
+        """[n] float64 KL to the reference at each loss token of a row."""
+        assert row.old_logprob is not None, "KL in the reward needs both scores"
+        assert row.ref_logprob is not None, "KL in the reward needs both scores"
+        mask = row.sample.loss_mask
+        old, ref = row.old_logprob[mask].double(), row.ref_logprob[mask].double()
+        return kl_per_token(old, ref, self.objective.settings.kl_in_reward.estimator)
+
+    def _tokens(self, row: ExperienceRow, kl_coef: float) -> ResponseTokens:
+        assert row.old_value is not None, "this advantage needs values"
+        value = row.old_value[row.sample.loss_mask].double()
+        charge = kl_coef * self._kl(row) if self.kl_controller is not None else torch.zeros_like(value)
+        return ResponseTokens(value, charge, row.next_value)
+
+    def advantages(self, inputs: AdvantageInputs | None) -> list[Tensor] | None:
+        """Of each response: [1], or one per loss token; None where there is nothing to make them of."""
+        if inputs is None:
+            return None
+        assert self.advantage is not None, "inputs are made for an estimator"
+        count = len(inputs.reward)
+        sizes = inputs.loss_tokens.tolist() if self.advantage.per_token else [1] * count
+        return list(self.advantage(inputs).split(sizes))
+
+    def with_returns(
+        self, rows: dict[int, ExperienceRow], inputs: AdvantageInputs | None, metrics: dict[str, float]
+    ) -> dict[int, ExperienceRow]:
+        """Rows with what the value function is to say, where there is one; adds to ``metrics`` what it said."""
+        if inputs is None or inputs.tokens is None:
+            return rows
+        assert isinstance(self.advantage, ValueAdvantage), "an estimator that needs values says what they should be"
+        returns = self.advantage.returns(inputs)
+        metrics |= value_metrics(inputs.tokens, returns)
+        by_response = returns.split(inputs.loss_tokens.tolist())
+        return {p: replace(row, returns=_spread(row.sample, by_response[p])) for p, row in rows.items()}
+
+
+def with_advantages(rows: dict[int, ExperienceRow], per_response: Sequence[Tensor] | None) -> dict[int, ExperienceRow]:
+    """Rows with what their response is worth, where the loss reads it."""
+    if per_response is None:
+        return rows
+    return {p: replace(row, advantage=_spread(row.sample, per_response[p])) for p, row in rows.items()}
+
+
+def means(per_response: Sequence[Tensor] | None) -> Tensor | None:
+    """[B] float64, the mean over the tokens of each response; 0 for one without any."""
+    if per_response is None:
+        return None
+    return torch.cat([a.mean()[None] if len(a) else a.new_zeros(1) for a in per_response] or [numbers([])])
+
+
+def _mean_over(values: Tensor, mask: Tensor) -> float:
+    return float(values[mask].mean()) if bool(mask.any()) else math.nan
+
+
+def _spread(sample: Sample, values: Tensor) -> Tensor:
+    """[1], or one per loss token -> [R] float32; tokens without loss get 0 where loss tokens have their own."""
+    mask = sample.loss_mask
+    if len(values) == 1:
+        return torch.full((len(mask),), float(values))
+    return torch.zeros(len(mask)).masked_scatter_(mask, values.float())

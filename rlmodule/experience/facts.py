@@ -1,0 +1,86 @@
+"""What every rank gets to know of every sample: lengths and rewards, gathered in one exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rlmodule.core.contract import Collectives
+from rlmodule.core.errors import RLModuleError, TrainingError
+from rlmodule.core.types import Sample, SampleMeta, ScoredSample
+
+
+@dataclass(frozen=True)
+class SampleFacts:
+    """What every rank gets to know of a sample.
+
+    Args:
+        meta: ids and lengths.
+        reward: None when it could not be scored.
+        parts: named components of the reward.
+        truncated: whether the response was cut at the limit.
+        baseline: reward of the greedy response to the same prompt, where there is one.
+        version: iterations trained before it was drawn.
+    """
+
+    meta: SampleMeta
+    reward: float | None
+    parts: Mapping[str, float]
+    truncated: bool
+    baseline: float | None = None
+    version: int = 0
+
+
+def gather_facts(
+    collect: Callable[[], list[ScoredSample]], collectives: Collectives, *, mask_truncated: bool = False
+) -> tuple[list[Sample], list[SampleFacts]]:
+    """(this rank's samples, facts of every rank's by sample id). Unscored samples lose their loss tokens.
+
+    With ``mask_truncated`` so do responses that were cut at the limit; they keep their reward.
+
+    Raises:
+        TrainingError: on every rank, when collecting failed on any.
+    """
+    try:
+        scored, failure = [_masked(s, mask_truncated) for s in collect()], None
+    except RLModuleError as error:
+        scored, failure = [], error
+    facts = [
+        SampleFacts(
+            s.sample.meta,
+            s.score.value,
+            dict(s.score.parts),
+            s.sample.finish == "length",
+            s.baseline,
+            s.sample.version,
+        )
+        for s in scored
+    ]
+    everyone = collectives.gather_objects((facts, None if failure is None else str(failure)))
+    if failure is not None:
+        raise failure
+    for rank, (_, reason) in enumerate(everyone):
+        if reason is not None:
+            raise TrainingError(f"rank {rank} could not collect its responses: {reason}")
+    return [s.sample for s in scored], sorted((f for part, _ in everyone for f in part), key=lambda f: f.meta.sample_id)
+
+
+def _masked(scored: ScoredSample, mask_truncated: bool) -> ScoredSample:
+    is_scored = scored.score.value is not None and math.isfinite(scored.score.value)
+    if is_scored and not (mask_truncated and scored.sample.finish == "length"):
+        return scored
+    return replace(scored, sample=replace(scored.sample, loss_mask=torch.zeros_like(scored.sample.loss_mask)))
+
+
+def rewards_of(facts: Sequence[SampleFacts]) -> Tensor:
+    """[B] float64, NaN where a sample could not be scored."""
+    return numbers([f.reward for f in facts])
+
+
+def numbers(values: Sequence[float | None]) -> Tensor:
+    """[B] float64, NaN for None."""
+    return torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)

@@ -1,0 +1,58 @@
+"""One iteration as it is trained on: this rank's rows, and what every rank knows of all samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from rlmodule.batching.collate import filler_row
+from rlmodule.batching.sampler import BalancedSampler, RankShare
+from rlmodule.core.types import ExperienceRow
+from rlmodule.experience.facts import SampleFacts
+
+
+class Experience(Dataset[ExperienceRow]):
+    """This rank's rows of one iteration, by their place in the iteration.
+
+    Args:
+        rows: position -> row, for the positions this rank trains on.
+        pad_token_id: id in filler rows, which stand at positions no sample has.
+        num_samples: samples of the iteration over all ranks.
+    """
+
+    def __init__(self, rows: Mapping[int, ExperienceRow], pad_token_id: int, num_samples: int) -> None:
+        self.rows = rows
+        self.pad_token_id = pad_token_id
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, position: int) -> ExperienceRow:
+        return filler_row(self.pad_token_id) if position >= self.num_samples else self.rows[position]
+
+    def __getitems__(self, share: RankShare) -> tuple[RankShare, list[list[ExperienceRow]]]:
+        """The rows of one mini-batch, by micro-batch; torch's DataLoader hands over whatever the batch sampler gave."""
+        return share, [[self[p] for p in step] for step in share.micro_batches]
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One iteration, ready to train on.
+
+    Args:
+        facts: every sample of the iteration over all ranks, by sample id.
+        advantages: [B] float64 over ``facts``, or None where the loss needs none; means where tokens differ.
+        experience: this rank's rows.
+        sampler: hands out this rank's mini-batches.
+        metrics: facts of the iteration to log, the same on every rank.
+    """
+
+    facts: Sequence[SampleFacts]
+    advantages: Tensor | None
+    experience: Experience
+    sampler: BalancedSampler
+    metrics: Mapping[str, float] = field(default_factory=dict)

@@ -1,0 +1,22 @@
+"""Samples and rows travel to the ranks that train on them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from rlmodule.core.contract import Collectives, Layout
+
+T = TypeVar("T")
+
+
+def move(
+    held: Mapping[int, T], owners: Mapping[int, Iterable[int]], layout: Layout, collectives: Collectives
+) -> dict[int, T]:
+    """Send each held item to all ranks of the data ranks that own its position, if any; returns what is owned here."""
+    outgoing: list[dict[int, T]] = [{} for _ in range(layout.token_ranks)]
+    for position, item in held.items():
+        for data_rank in owners.get(position, ()):
+            for sp_rank in range(layout.sp_size):
+                outgoing[data_rank * layout.sp_size + sp_rank][position] = item
+    return {p: item for parcel in collectives.exchange(outgoing) for p, item in parcel.items()}
