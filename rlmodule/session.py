@@ -33,7 +33,7 @@ from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler
 from rlmodule.batching.workload import Workload
 from rlmodule.callbacks.metrics import purge_step
-from rlmodule.checkpoint.state import STATE_FILE, newest_whole, verify
+from rlmodule.checkpoint.state import STATE_FILE, newest_whole, read_manifest, verify
 from rlmodule.core.config import convert
 from rlmodule.core.contract import Layout, ModelObjective, RolloutEngine
 from rlmodule.core.errors import ConfigError
@@ -380,7 +380,7 @@ class Session:
             return
         torch.set_num_threads(settings.trainer.num_threads or max(1, min(2, os.cpu_count() or 1) // self.num_processes))
         checkpoint = self.resume_from()
-        step = None if checkpoint is None else int(verify(checkpoint).facts["step"])
+        step = None if checkpoint is None else int(read_manifest(checkpoint).facts["step"])
         objective = Objective(settings.loss, settings.algorithm)
         module, strategy = self.new_module(objective), self.new_strategy()
         context = self._context(module.models["policy"], step)

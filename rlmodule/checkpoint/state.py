@@ -132,17 +132,7 @@ def verify(folder: Path) -> Manifest:
         raise CheckpointError(
             f"{folder}: there is no such checkpoint folder. Give a run directory or one of its checkpoints"
         )
-    try:
-        read = json.loads((folder / MANIFEST).read_text())
-        manifest = Manifest(
-            {name: (int(size), str(digest)) for name, (size, digest) in read["files"].items()}, read["facts"]
-        )
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder}: {MANIFEST} is missing, so the checkpoint was never finished. Use an earlier one"
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder}: {MANIFEST} cannot be read ({error}). Use an earlier one") from None
+    manifest = read_manifest(folder)
     for name, (size, digest) in manifest.files.items():
         path = folder / name
         if not path.is_file():
@@ -154,6 +144,25 @@ def verify(folder: Path) -> Manifest:
         if _checksum(path) != digest:
             raise CheckpointError(f"{folder}: {name} is damaged (its checksum differs). Use an earlier checkpoint")
     return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What a checkpoint says of itself; no file is looked at.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    try:
+        read = json.loads((folder / MANIFEST).read_text())
+        return Manifest(
+            {name: (int(size), str(digest)) for name, (size, digest) in read["files"].items()}, read["facts"]
+        )
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder}: {MANIFEST} is missing, so the checkpoint was never finished. Use an earlier one"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: {MANIFEST} cannot be read ({error}). Use an earlier one") from None
 
 
 def folder_of(root: Path, iteration: int, step: int | None = None) -> Path:
@@ -220,8 +229,8 @@ def best_of(folders: Sequence[Path]) -> Path | None:
 
 def _quality_of(folder: Path) -> Quality | None:
     try:
-        return Quality(**json.loads((folder / MANIFEST).read_text())["facts"]["best"])
-    except (OSError, ValueError, KeyError, TypeError):  # of an unfinished checkpoint, or one that is not ranked
+        return Quality(**read_manifest(folder).facts["best"])
+    except (CheckpointError, KeyError, TypeError):  # it was never finished, or is not ranked
         return None
 
 
