@@ -226,6 +226,10 @@ class MicroBatchObjective:
         """What the tokens seen so far say."""
         return merge(self._parts)
 
+    def of_values(self, value: Tensor) -> Tensor:
+        """[N] scores of a model that gives them in the place of log-probabilities -> scalar to call backward on."""
+        return self(value, None, slice(0, len(value)))
+
     def __call__(self, logprob: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
         """[C] log-probabilities (with gradient) and entropies of the tokens ``part`` -> scalar to call backward on."""
         settings, batch, weight = self.objective.settings, self.batch, self.weight[part]

@@ -89,10 +89,10 @@ class Running:
         return self.module.counters.steps
 
     @property
-    def policy(self) -> PolicyModel:
-        """The model being trained, unwrapped."""
-        policy = self.module.models[POLICY]
-        assert isinstance(policy, PolicyModel)
+    def policy(self) -> PolicyModel | None:
+        """The policy being trained, unwrapped; None where a reward model is."""
+        policy = self.module.inner_models().get(POLICY)
+        assert policy is None or isinstance(policy, PolicyModel)
         return policy
 
     @property

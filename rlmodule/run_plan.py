@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlmodule.core.contract import Layout
-from rlmodule.models.policy import NO_VALUE, SHARED
+from rlmodule.models.policy import NO_VALUE, ONLY, SHARED
 from rlmodule.settings import Settings
 
 
@@ -40,7 +40,7 @@ class RunPlan:
 
     def _value_model(self) -> dict[str, str]:
         s = self.settings
-        if s.model.value == NO_VALUE:
+        if s.model.value in (NO_VALUE, ONLY):
             return {}
         if s.model.value == SHARED:
             return {"value": f"a head on the policy's trunk, value loss x {s.critic.coef:g}"}
@@ -51,8 +51,8 @@ class RunPlan:
     def lines(self) -> dict[str, str]:
         """Label -> text, in reading order."""
         s = self.settings
-        run_steps = s.run_steps(self.samples_per_row)
-        steps = s.steps_per_iteration(self.samples_per_row, replayed=s.replayed)
+        run_steps = s.run_steps(self.samples_per_row, s.leading_model)
+        steps = s.steps_per_iteration(self.samples_per_row, s.leading_model, replayed=s.replayed)
         again = f" and those of {s.replayed} iterations before" if s.replayed else ""
         micro = (
             f"{s.batching.max_token_len_per_gpu:,} tokens per micro-batch and device ({s.batching.planner} planner)"

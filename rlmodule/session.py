@@ -48,6 +48,7 @@ from rlmodule.launch import launched_from_outside
 from rlmodule.models.compiled import check_compiler
 from rlmodule.models.policy import (
     NO_VALUE,
+    ONLY,
     SEPARATE,
     SHARED,
     ModelConfig,
@@ -82,7 +83,9 @@ MODEL_TYPES = {
     NO_VALUE: ("language_model",),
     SHARED: ("policy_value",),
     SEPARATE: ("language_model", "value_model"),
+    ONLY: ("value_model",),
 }
+Minimised = dict[str, tuple[ModelObjective, OptimizerConfig]]  # what each model that trains minimises, and how
 
 
 class StrategyMenu(Protocol):
@@ -383,7 +386,7 @@ class Session:
         step = None if checkpoint is None else int(read_manifest(checkpoint).facts["step"])
         objective = Objective(settings.loss, settings.algorithm)
         module, strategy = self.new_module(objective), self.new_strategy()
-        context = self._context(module.models["policy"], step)
+        context = self._context(module.models[settings.leading_model], step)
         callbacks = [made.connect(context) for made in settings.callbacks.values()]
         datamodule = self._datamodule(objective, strategy, context.journal.begin_iteration)
         with interrupts_kept():
@@ -404,7 +407,23 @@ class Session:
         return None if value is None else float(value)
 
     def new_module(self, objective: Objective) -> RLModule:
-        """The policy and what stands beside it (frozen reference, teacher, value model), with what trains them."""
+        """The models of the run, with what trains them."""
+        make = self._reward_model if self.settings.model.value == ONLY else self._policy
+        models, minimised = make(objective)
+        trainables = [
+            Trainable(name, of_model, optimizer, self.settings.run_steps(self.supply.samples_per_row, name))
+            for name, (of_model, optimizer) in minimised.items()
+        ]
+        return RLModule(models, trainables, max_skipped_in_a_row=self.settings.trainer.max_skipped_in_a_row)
+
+    def _reward_model(self, objective: Objective) -> tuple[dict[str, nn.Module], Minimised]:
+        """A value model by itself, which gives the scores that the objective wants."""
+        settings = self.settings
+        model = outline_value_model(self.critic_model, seed=settings.run.seed, section="model")
+        return {CRITIC: model}, {CRITIC: (objective, settings.optimizer)}
+
+    def _policy(self, objective: Objective) -> tuple[dict[str, nn.Module], Minimised]:
+        """The policy and what stands beside it: frozen reference, teacher, value model."""
         settings, seed = self.settings, self.settings.run.seed
         of_values = CriticObjective(settings.critic, settings.algorithm)
         policy = outline_policy(settings.model, seed=seed, temperature=settings.rollout.temperature)
@@ -416,17 +435,13 @@ class Session:
         if settings.algorithm.teacher is not None:
             made = outline_policy(teacher_model(settings), seed=seed, temperature=settings.rollout.temperature)
             models[TEACHER] = frozen(made)
-        minimised: dict[str, tuple[ModelObjective, OptimizerConfig]] = {POLICY: (objective, settings.optimizer)}
+        minimised: Minimised = {POLICY: (objective, settings.optimizer)}
         if settings.model.value == SHARED:
             minimised[POLICY] = (JointObjective(objective, of_values), settings.optimizer)
         if settings.model.value == SEPARATE:
             models[CRITIC] = outline_value_model(self.critic_model, seed=seed)
             minimised[CRITIC] = (of_values, settings.critic.optimizer)
-        trainables = [
-            Trainable(name, objective, optimizer, settings.run_steps(self.supply.samples_per_row, name))
-            for name, (objective, optimizer) in minimised.items()
-        ]
-        return RLModule(models, trainables, max_skipped_in_a_row=settings.trainer.max_skipped_in_a_row)
+        return models, minimised
 
     @property
     def critic_model(self) -> ModelConfig:

@@ -25,7 +25,7 @@ from rlmodule.data.prompts import DataConfig
 from rlmodule.losses import LOSSES
 from rlmodule.losses.sft import SFT
 from rlmodule.models.lora import LoraSettings
-from rlmodule.models.policy import NO_VALUE, SEPARATE, SHARED, ModelConfig
+from rlmodule.models.policy import NO_VALUE, ONLY, SEPARATE, SHARED, ModelConfig
 from rlmodule.objective import DEMONSTRATIONS, PREFERENCES, AlgorithmConfig
 from rlmodule.optimizer import OptimizerConfig
 from rlmodule.rewards import REWARDS
@@ -153,11 +153,12 @@ class Settings:
                 key="logger", got=logger, because="no logger has that name", fix=did_you_mean(logger, LOGGERS)
             )
         algorithm = convert(AlgorithmConfig, node.algorithm, "algorithm")
+        model = convert(ModelConfig, node.model, "model")
         loss, imitates = component(LOSSES, node.loss), algorithm.source == DEMONSTRATIONS
         has_advantage = "advantage" in loss.needs and not imitates
         return cls(
             run=convert(RunSection, {k: node[k] for k in ("task", "seed", "resume", "run_dir", "output_root")}, ""),
-            model=convert(ModelConfig, node.model, "model"),
+            model=model,
             data=data,
             rollout=component(ROLLOUTS, node.rollout),
             algorithm=algorithm if data.rollouts is None else algorithm.for_stored_rollouts(),
@@ -176,7 +177,8 @@ class Settings:
             if data.task is None
             else convert(TASKS.get(data.task, "data.task"), data.task_args, "data.task_args"),
             advantage=component(ADVANTAGES, node.advantage) if has_advantage else None,
-            reward=None if imitates else component(REWARDS, node.reward),
+            # A reward model answers no prompt.
+            reward=None if imitates or model.value == ONLY else component(REWARDS, node.reward),
             logger=logger,
             callbacks={
                 name: convert(CALLBACKS.get(name, "callbacks"), node.callbacks[name] or {}, f"callbacks.{name}")
@@ -255,19 +257,24 @@ class Settings:
     @property
     def value_model(self) -> str | None:
         """Name of the model that says values, if any does."""
-        return {NO_VALUE: None, SHARED: POLICY, SEPARATE: CRITIC}[self.model.value]
+        return {NO_VALUE: None, SHARED: POLICY, SEPARATE: CRITIC, ONLY: None}[self.model.value]
+
+    @property
+    def leading_model(self) -> str:
+        """Name of the model that a run is about."""
+        return CRITIC if self.model.value == ONLY else POLICY
 
     @property
     def mini_batch_sizes(self) -> dict[str, int]:
         """Name of each model that trains -> samples of one of its optimizer steps."""
         size = self.batching.mini_batch_size
-        sizes = {POLICY: size}
+        sizes = {self.leading_model: size}
         return sizes | {CRITIC: self.critic.mini_batch_size or size} if self.model.value == SEPARATE else sizes
 
     def trains_in(self, iteration: int) -> dict[str, int]:
         """The same for one iteration: while the critic warms up it trains alone."""
         sizes = self.mini_batch_sizes
-        if CRITIC in sizes and iteration < self.critic.warmup_iterations:
+        if self.model.value == SEPARATE and iteration < self.critic.warmup_iterations:
             del sizes[POLICY]
         return sizes
 
@@ -276,7 +283,7 @@ class Settings:
         """Iterations whose rollouts are trained on again, once there are as many."""
         return self.rollout.staleness if self.algorithm.is_sampled and self.data.rollouts is None else 0
 
-    def steps_per_iteration(self, samples_per_row: float, name: str = POLICY, *, replayed: int = 0) -> int:
+    def steps_per_iteration(self, samples_per_row: float, name: str, *, replayed: int = 0) -> int:
         """Optimizer steps of a model in an iteration in which it trains.
 
         Args:
@@ -287,7 +294,7 @@ class Settings:
         samples = self.algorithm.train_batch_size * samples_per_row * (1 + replayed)
         return math.ceil(samples / self.mini_batch_sizes[name]) * self.algorithm.ppo_epochs
 
-    def run_steps(self, samples_per_row: float, name: str = POLICY) -> int:
+    def run_steps(self, samples_per_row: float, name: str) -> int:
         """Optimizer steps of a model in the whole run, none skipped."""
         return sum(
             self.steps_per_iteration(samples_per_row, name, replayed=min(iteration, self.replayed))

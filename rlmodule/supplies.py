@@ -20,6 +20,8 @@ from rlmodule.data.preferences import Pair, file_preferences, task_preferences
 from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.rollouts import RolloutTable, load_rollouts
 from rlmodule.data.stream import PromptStream
+from rlmodule.experience.token_facts import one_token_on
+from rlmodule.models.policy import ONLY
 from rlmodule.objective import DEMONSTRATIONS, PREFERENCES, ROLLOUTS
 from rlmodule.preflight.lengths import check_lengths
 from rlmodule.preflight.stored_rollouts import check_rollouts
@@ -182,11 +184,15 @@ class Preferences(Written):
 
     @cached_property
     def pairs(self) -> Sequence[Pair]:
-        """The pairs of a task or of files."""
+        """The pairs of a task or of files; a reward model gives its score at the place after the end."""
         s = self.settings
         if s.task is not None:
-            return task_preferences(s.task, MADE_UP_PAIRS, s.run.seed, s.data, self.tokenizer)
-        return file_preferences(s.data, self.tokenizer)
+            pairs = task_preferences(s.task, MADE_UP_PAIRS, s.run.seed, s.data, self.tokenizer)
+        else:
+            pairs = file_preferences(s.data, self.tokenizer)
+        if s.model.value == ONLY:
+            pairs = [Pair(one_token_on(pair.chosen), one_token_on(pair.rejected)) for pair in pairs]
+        return pairs
 
     @cached_property
     def rows(self) -> Sequence[Sequence[Sample]]:

@@ -63,11 +63,12 @@ class ExportPolicy(L.Callback):
         if running.data.next_iteration < self.context.max_iterations:
             return
         policy, critic = running.policy, running.critic
-        weights, head = self._weights(running.strategy, policy)
+        weights, head = ({}, {}) if policy is None else self._weights(running.strategy, policy)
         of_critic = {} if critic is None else dict(running.strategy.full_weights(CRITIC, self.dtype))
         problem = None
         if trainer.is_global_zero:
-            problem = self._write(POLICY, lambda folder: self._save_policy(folder, policy, weights, head))
+            if policy is not None:
+                problem = self._write(POLICY, lambda folder: self._save_policy(folder, policy, weights, head))
             if problem is None and critic is not None:
                 save = partial(save_pretrained, lm=critic.lm, tokenizer=self.context.tokenizer, weights=of_critic)
                 problem = self._write(CRITIC, save)

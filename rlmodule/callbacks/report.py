@@ -29,6 +29,7 @@ import rlmodule
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.checkpoint.state import best_of, oldest_first
 from rlmodule.core.config import at_least
+from rlmodule.core.types import CRITIC
 from rlmodule.journal import Record, whole_file
 from rlmodule.run_context import RunContext, Running
 from rlmodule.run_directory import RunDirectory
@@ -129,6 +130,7 @@ def places(directory: RunDirectory) -> dict[str, str]:
         "checkpoint": checkpoints[-1] if checkpoints else directory.checkpoints,
         **({"best": best} if best is not None else {}),
         "policy": directory.policy,
+        "critic": root / CRITIC,
         "tensorboard": root / "tensorboard",
     }
     return {label: str(path) for label, path in found.items() if path.exists()}

@@ -39,8 +39,7 @@ from rlmodule.ops.attention import SegmentBuckets
 from rlmodule.ops.head import linear_energies, linear_logprobs, linear_loss
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16}
-NO_VALUE, SHARED, SEPARATE = "none", "shared", "separate"
-VALUES = (NO_VALUE, SHARED, SEPARATE)
+NO_VALUE, SHARED, SEPARATE, ONLY = VALUES = ("none", "shared", "separate", "only")
 DRAWN_IN_TRAINING = {"phimoe"}  # families whose train mode samples where their eval mode chooses
 PACKED_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers that can be told where a sample ends
 
@@ -58,7 +57,7 @@ class ModelConfig:
     activation_offload: bool = False  # inputs of blocks wait in host memory; with activation_checkpointing=full
     compile: bool = False  # compile the blocks; for long runs on an accelerator
     lora: LoraSettings = field(default_factory=LoraSettings)  # low-rank adapters instead of every weight
-    value: str = NO_VALUE  # none, shared (a head on the policy's trunk) or separate (a model of its own); PPO needs one
+    value: str = NO_VALUE  # PPO: shared (a head on the policy) or separate (a model); only: a reward model, no policy
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)

@@ -70,11 +70,13 @@ class ValueModel(nn.Module):
     Attributes:
         sequence: ranks that share a packed row, set by the strategy; the model then sees a slice of it.
         stored: where parameters on the meta device are to be read from, None where there are none.
+        loading: how the weights come from disk, in words; empty where they do not.
     """
 
     lm: PreTrainedModel
     sequence: SequenceRanks | None = None
     stored: StoredWeights | None = None
+    loading: str = ""
 
     def __init__(self, lm: PreTrainedModel, *, compute_dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -162,46 +164,51 @@ def value_config(policy: ModelConfig, path: str | None, architecture: Mapping[st
     )
 
 
-def build_value_model(config: ModelConfig, *, seed: int) -> ValueModel:
+def build_value_model(config: ModelConfig, *, seed: int, section: str = "critic") -> ValueModel:
     """Load the weights in fp32, or draw random ones from ``seed`` without touching the global random state.
 
-    A policy's weights give the trunk, and the head says 0; a reward model's give both.
+    A policy's weights give the trunk, and the head says 0; a reward model's give both. ``section`` of the configuration
+    is named in errors.
 
     Raises:
         ConfigError: it cannot be built, or lacks weights that a value model has.
     """
-    lm, missing = _token_classifier(config, seed)
+    lm, missing = _token_classifier(config, seed, section)
     loaded = {} if config.path is None else dict(getattr(lm, "score", nn.Identity()).named_parameters())
-    return _value_around(lm, {name: loaded[name] for name in loaded if f"score.{name}" not in missing}, missing, config)
+    score = {name: loaded[name] for name in loaded if f"score.{name}" not in missing}
+    model = _value_around(lm, score, missing, config, section)
+    if config.path is not None:
+        model.loading = "every process reads the whole model into its memory"
+    return model
 
 
-def outline_value_model(config: ModelConfig, *, seed: int) -> ValueModel:
+def outline_value_model(config: ModelConfig, *, seed: int, section: str = "critic") -> ValueModel:
     """``build_value_model``, but a trunk that can be read tensor by tensor is left on disk for the strategy to read."""
     if config.path is None or is_adapter(config.path):
-        return build_value_model(config, seed=seed)
-    hf_config = load_model_config(config, "critic")
+        return build_value_model(config, seed=seed, section=section)
+    hf_config = load_model_config(config, section)
     hf_config.num_labels = 1
     try:
-        with said_of(config, "critic"):
+        with said_of(config, section):
             lm, stored = outline(
                 config.path,
                 lambda: AutoModelForTokenClassification.from_config(hf_config, **lm_options(config)),
                 may_lack=SCORE,
             )
     except NotByNameError:
-        return build_value_model(config, seed=seed)
+        return build_value_model(config, seed=seed, section=section)
     score = {name.removeprefix("score."): stored.read(name) for name in SCORE & stored.places.keys()}
-    model = _value_around(lm, score, SCORE - stored.places.keys(), config)
-    model.stored = stored
+    model = _value_around(lm, score, SCORE - stored.places.keys(), config, section)
+    model.stored, model.loading = stored, "each process reads what it keeps"
     return model
 
 
 def _value_around(
-    lm: PreTrainedModel, score: Mapping[str, Tensor], missing: Collection[str], config: ModelConfig
+    lm: PreTrainedModel, score: Mapping[str, Tensor], missing: Collection[str], config: ModelConfig, section: str
 ) -> ValueModel:
     """A value model with ``lm`` as its trunk and a head of the numbers in ``score``; ``missing`` were not on disk."""
     refuse_leaks(lm, config)
-    _refuse_without_head(lm, set(missing), config)
+    _refuse_without_head(lm, set(missing), config, section)
     head = ValueHead(lm.config.get_text_config().hidden_size)
     for name, numbers in score.items():
         getattr(head, name).data.copy_(numbers)
@@ -213,11 +220,11 @@ def _value_around(
     return ValueModel(lm, compute_dtype=PRECISIONS[config.precision])
 
 
-def _token_classifier(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, set[str]]:
+def _token_classifier(config: ModelConfig, seed: int, section: str) -> tuple[PreTrainedModel, set[str]]:
     """(transformers' model with one label, names of weights that the files do not hold)."""
-    with said_of(config, "critic"), without_report():
+    with said_of(config, section), without_report():
         if config.path is None:
-            hf_config = load_model_config(config, "critic")
+            hf_config = load_model_config(config, section)
             hf_config.num_labels = 1
             return random_lm(AutoModelForTokenClassification, hf_config, config, seed), set()
         lm, info = AutoModelForTokenClassification.from_pretrained(
@@ -226,7 +233,7 @@ def _token_classifier(config: ModelConfig, seed: int) -> tuple[PreTrainedModel, 
         return lm, set(info["missing_keys"])
 
 
-def _refuse_without_head(lm: PreTrainedModel, missing: set[str], config: ModelConfig) -> None:
+def _refuse_without_head(lm: PreTrainedModel, missing: set[str], config: ModelConfig, section: str) -> None:
     """Only a policy's weights may lack a head: that of a reward or value model must not get lost on the way."""
     is_policy = all(name.endswith("ForCausalLM") for name in lm.config.architectures or ())
     reason = None
@@ -238,7 +245,7 @@ def _refuse_without_head(lm: PreTrainedModel, missing: set[str], config: ModelCo
         reason = "the weights lack score.weight, and they are no policy's, which would have none"
     if reason is not None:
         raise ConfigError(
-            key="critic.path", got=config.path, because=reason, fix="Give a policy or a reward model with one score"
+            key=f"{section}.path", got=config.path, because=reason, fix="Give a policy or a reward model with one score"
         )
 
 

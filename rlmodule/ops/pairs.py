@@ -23,12 +23,25 @@ def log_ratios_of_pairs(x: LossInputs, *, per_token: bool = False) -> Tensor:
         Nats; the first G rows are the groups, by number, the others are 0.
     """
     assert x.ref_logprob is not None, "pairs are compared with ref_logprob"
+    return sums_of_pairs(x, x.logprob - x.ref_logprob, per_token=per_token)
+
+
+def sums_of_pairs(x: LossInputs, value: Tensor, *, per_token: bool = False) -> Tensor:
+    """[N] of each loss token -> [B, 2] sums over the chosen and the rejected sequence of each group.
+
+    Args:
+        x: needs ``advantage``, of which the sign counts, and ``group``.
+        value: what is added up.
+        per_token: means over the tokens of a sequence instead of sums.
+
+    Returns:
+        The first G rows are the groups, by number, the others are 0.
+    """
     assert x.advantage is not None, "the advantage says which sequence was chosen"
     assert x.group is not None, "pairs are groups"
-    log_ratio = x.logprob - x.ref_logprob
     # Chosen and rejected in columns of their own: one sum over slices serves both.
     sides = torch.stack([x.advantage > 0, x.advantage < 0], dim=1)  # [N, 2]
-    of_sequence = x.sum_per_sequence(torch.where(sides, log_ratio[:, None], 0.0))  # [B, 2]
+    of_sequence = x.sum_per_sequence(torch.where(sides, value[:, None], 0.0))  # [B, 2]
     if per_token:
         of_sequence = of_sequence / x.loss_tokens.clamp(min=1)[:, None]
     return torch.zeros_like(of_sequence).index_add(0, x.group, of_sequence)

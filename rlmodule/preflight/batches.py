@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import CRITIC, POLICY
 from rlmodule.settings import Settings
 
-SIZE_KEYS = {POLICY: "batching.mini_batch_size", CRITIC: "critic.mini_batch_size"}  # of each model's mini-batches
+
+def _size_key(settings: Settings, name: str) -> str:
+    """The key that sizes the mini-batches of a model."""
+    return "batching.mini_batch_size" if name == settings.leading_model else "critic.mini_batch_size"
 
 
 def check_equal_counts(settings: Settings, layout: Layout) -> None:
@@ -15,10 +17,10 @@ def check_equal_counts(settings: Settings, layout: Layout) -> None:
     for name, size in settings.mini_batch_sizes.items():
         if settings.batching.equal_counts and size % layout.dp_size:
             raise ConfigError(
-                key=SIZE_KEYS[name],
+                key=_size_key(settings, name),
                 got=size,
                 because=f"equal counts on {layout.dp_size} data ranks need a multiple of {layout.dp_size}",
-                fix=f"Use {SIZE_KEYS[name]}={-(-size // layout.dp_size) * layout.dp_size}, "
+                fix=f"Use {_size_key(settings, name)}={-(-size // layout.dp_size) * layout.dp_size}, "
                 "or batching.equal_counts=false",
             )
 
@@ -32,10 +34,10 @@ def check_kept_groups(settings: Settings) -> None:
     for name, of_step in settings.mini_batch_sizes.items():
         if of_step % size:
             raise ConfigError(
-                key=SIZE_KEYS[name],
+                key=_size_key(settings, name),
                 got=of_step,
                 because=f"{because}, and it is no multiple of {size}",
-                fix=f"Use {SIZE_KEYS[name]}={-(-of_step // size) * size}, or batching.keep_groups=false",
+                fix=f"Use {_size_key(settings, name)}={-(-of_step // size) * size}, or batching.keep_groups=false",
             )
     per_micro_batch = batching.micro_batch_size_per_gpu
     if not batching.use_dynamic_bsz and per_micro_batch is not None and per_micro_batch < size:

@@ -8,7 +8,8 @@ from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
 from rlmodule.critic import CriticConfig
 from rlmodule.models.lora import is_adapter
-from rlmodule.models.policy import NO_VALUE, SEPARATE, SHARED
+from rlmodule.models.policy import NO_VALUE, ONLY, SEPARATE, SHARED
+from rlmodule.objective import PREFERENCES
 from rlmodule.preflight.layout import check_layout
 from rlmodule.preflight.lengths import check_positions
 from rlmodule.settings import Settings
@@ -18,22 +19,24 @@ def check_value(settings: Settings) -> None:
     """Values are made for an advantage that reads them, and by a model that can."""
     kind, critic, advantage = settings.model.value, settings.critic, settings.advantage
     reads = advantage is not None and advantage.needs_value
-    if reads and kind == NO_VALUE:
+    if kind == ONLY:
+        _check_reward_model(settings)
+    if reads and kind in (NO_VALUE, ONLY):
         raise ConfigError(
             key="model.value",
             got=kind,
             because=f"advantage {type(advantage).__name__} is made of values",
             fix="Use model.value=shared or model.value=separate, or another advantage",
         )
-    if kind != NO_VALUE and not reads:
+    if kind in (SHARED, SEPARATE) and not reads:
         raise ConfigError(
             key="model.value",
             got=kind,
             because="nothing reads values here: no advantage of this run is made of them",
             fix="Use algorithm=ppo or advantage=gae, or model.value=none",
         )
-    if kind == SHARED:
-        _refuse_for_shared(critic)
+    if kind in (SHARED, ONLY):
+        _refuse_what_a_critic_has(kind, critic)
     if kind == SEPARATE and critic.warmup_iterations >= settings.trainer.max_epochs:
         raise ConfigError(
             key="critic.warmup_iterations",
@@ -51,21 +54,42 @@ def check_value(settings: Settings) -> None:
         )
 
 
-def _refuse_for_shared(critic: CriticConfig) -> None:
-    """A head on the policy's trunk cannot have what a model of its own has."""
-    same = "the head is a part of the policy"
-    for name, because in (
-        ("path", f"{same}, and starts with it"),
-        ("architecture", f"{same}, and starts with it"),
-        ("mini_batch_size", f"{same}, and takes its steps"),
-        ("warmup_iterations", f"{same}: training its trunk would change the policy"),
-    ):
+def _refuse_what_a_critic_has(kind: str, critic: CriticConfig) -> None:
+    """A head on the policy's trunk, or a reward model, cannot have what a value model beside the policy has."""
+    for name in ("path", "architecture", "mini_batch_size", "warmup_iterations"):
         if getattr(critic, name) not in (None, {}, 0):
             raise ConfigError(
                 key=f"critic.{name}",
                 got=getattr(critic, name),
-                because=f"with model.value=shared {because}",
+                because=f"with model.value={kind} there is no value model beside the policy, which this is for",
                 fix="Leave it out, or use model.value=separate",
+            )
+
+
+def _check_reward_model(settings: Settings) -> None:
+    """A model that gives scores and nothing else."""
+    reads_policy = settings.loss.needs & {"old_logprob", "ref_logprob", "selected"}
+    if reads_policy or "group" not in settings.loss.needs:
+        raise ConfigError(
+            key="model.value",
+            got=ONLY,
+            because=f"{type(settings.loss).__name__} is made of the log-probabilities of a policy, and there is none",
+            fix="Use algorithm=rm, or model.value=none",
+        )
+    if settings.algorithm.source != PREFERENCES:
+        raise ConfigError(
+            key="algorithm.source",
+            got=settings.algorithm.source,
+            because="a reward model learns from pairs that are there already",
+            fix="Use algorithm=rm",
+        )
+    for key, is_on in (
+        ("model.lora.r", settings.model.lora.is_on),
+        ("algorithm.entropy_coeff", settings.algorithm.entropy_coeff != 0),
+    ):
+        if is_on:
+            raise ConfigError(
+                key=key, got=True, because="it is for policies, and model.value=only has none", fix=f"Use {key}=0"
             )
 
 

@@ -13,6 +13,7 @@ import torch
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import LossInputs
+from rlmodule.losses.bradley_terry import BradleyTerry
 from rlmodule.losses.dpo import DPO
 from rlmodule.losses.ipo import IPO
 from rlmodule.objective import AlgorithmConfig
@@ -88,7 +89,28 @@ def test_ipo_by_hand():
     torch.testing.assert_close(logprob.grad, torch.tensor(expected))
 
 
-@pytest.mark.parametrize("loss", [DPO(), DPO(label_smoothing=0.1, nll_coef=0.5), IPO()])
+def test_bradley_terry_by_hand():
+    """One loss token per response, and its score: 2 against 0.5, then -1 against 1; prices of the squared sums 2.5, 0."""
+    scores = torch.tensor([2.0, 0.5, -1.0, 1.0], requires_grad=True)
+    pairs_of_scores = LossInputs(
+        logprob=scores,
+        sequence=torch.arange(4),
+        loss_tokens=torch.ones(4, dtype=torch.int64),
+        advantage=torch.tensor([1.0, -1.0, 1.0, -1.0]),
+        group=torch.tensor([0, 0, 1, 1]),
+    )
+    out = BradleyTerry(center_coef=0.01)(pairs_of_scores)
+    first, second = -math.log(sigmoid(1.5)) + 0.01 * 2.5**2, -math.log(sigmoid(-2.0))
+    assert out.loss.tolist() == pytest.approx([first, first, second, second])
+    assert out.shares["pair_accuracy"].tolist() == [1, 1, 0, 0]
+    assert out.shares["reward_margin"].tolist() == [1.5, 1.5, -2, -2]
+    (out.loss[0] + out.loss[2]).backward()
+    # d/ds of -log sigmoid(s) is sigmoid(s) - 1, and of 0.01 s^2 0.05 at 2.5.
+    push, pull = sigmoid(1.5) - 1, sigmoid(-2.0) - 1
+    assert scores.grad.tolist() == pytest.approx([push + 0.05, -push + 0.05, pull, -pull])
+
+
+@pytest.mark.parametrize("loss", [DPO(), DPO(label_smoothing=0.1, nll_coef=0.5), IPO(), BradleyTerry(center_coef=0.1)])
 def test_the_gradient_is_that_of_the_loss(loss):
     data = rollouts(seed=3)
     assert torch.autograd.gradcheck(
@@ -148,6 +170,7 @@ def test_ranks_change_nothing(whole, world_size):
         (partial(DPO, label_smoothing=0.6), "label_smoothing"),
         (partial(DPO, nll_coef=-1), "nll_coef"),
         (partial(IPO, beta=0), "beta"),
+        (partial(BradleyTerry, center_coef=-1), "center_coef"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(make, key):

@@ -1,0 +1,44 @@
+"""Pairs told apart by a score: what a reward model learns from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.nn.functional import softplus
+
+from rlmodule.core.config import at_least
+from rlmodule.core.types import LossInputs, TokenLoss
+from rlmodule.losses import LOSSES
+from rlmodule.ops.pairs import loss_of_pairs, sums_of_pairs
+
+
+@LOSSES.register
+@dataclass(frozen=True)
+class BradleyTerry:
+    """Bradley and Terry's model of choices (Biometrika 39, 1952), as reward models are trained (arXiv:2203.02155).
+
+    With s the score of a response, the loss of a pair is ``-log sigmoid(s_chosen - s_rejected)``, plus ``center_coef``
+    times the square of their sum, which keeps scores around 0 (arXiv:2312.09244). A reward model gives its score where
+    a policy gives the log-probability of a token, at the one loss token of a response, which stands for its end. (A
+    policy would be scored by the log-probabilities of its responses.)
+
+    Metrics, means over pairs: ``chosen_reward``, ``rejected_reward``, ``reward_margin``, ``pair_accuracy``.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset({"advantage", "group"})
+    whole_sequences: ClassVar[bool] = True
+    zero_at_zero_advantage: ClassVar[bool] = False
+
+    center_coef: float = 0.0  # price of the squared sum of a pair's scores
+
+    def __post_init__(self) -> None:
+        at_least("center_coef", self.center_coef, 0)
+
+    def __call__(self, x: LossInputs) -> TokenLoss:
+        """[N] loss tokens of whole pairs -> [N] losses and metrics."""
+        scores = sums_of_pairs(x, x.logprob)
+        chosen, rejected = scores.unbind(1)  # [B] each
+        return loss_of_pairs(
+            x, softplus(rejected - chosen) + self.center_coef * (chosen + rejected).square(), scores, beta=1.0
+        )
