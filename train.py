@@ -84,8 +84,8 @@ def from_command_line(config: DictConfig) -> float | None:
         if session.settings.run.task == "parity":
             if not same_everywhere(session):
                 raise SystemExit(launch.DIFFERENT_NUMBERS)
-        elif session.needs_supervisor:
-            code = launch.supervise(SCRIPT, session.run_dir.root, session.num_processes)
+        elif session.machine.needs_supervisor:
+            code = launch.supervise(SCRIPT, session.run_dir.root, session.machine.num_processes)
             if code:
                 raise SystemExit(code)
         else:

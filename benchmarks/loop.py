@@ -26,6 +26,7 @@ import record
 import torch
 from update import Ours, Sizes, make_rows, seconds
 
+from rlmodule.assembly.trainer import quieten
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.prefetch import PackedAhead
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
@@ -39,7 +40,6 @@ from rlmodule.module import RLModule
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig
 from rlmodule.reduction import reduce_metrics
-from rlmodule.session import quieten
 from rlmodule.update import Trainable, update
 from strategies.parts.collectives import LocalCollectives
 from strategies.single import SingleOptions, SingleStrategy

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from rlmodule.assembly.models import critic_model
 from rlmodule.checkpoint.state import folder_of
 from rlmodule.models.policy import build_policy
 from rlmodule.models.value import build_value_model
@@ -35,7 +36,7 @@ def test_while_the_critic_warms_up_the_policy_stays_as_it_is(tmp_path):
     records = run_small(tmp_path / "run", *overrides)
     session = small_session(tmp_path / "other", *overrides)
     policy = build_policy(session.settings.model, seed=0, temperature=1.0)
-    critic = build_value_model(session.critic_model, seed=0)
+    critic = build_value_model(critic_model(session.settings), seed=0)
     after = [folder_of(tmp_path / "run" / "checkpoints", iteration) for iteration in (1, 2)]
     assert changed(after[0], "policy", policy) == []
     assert "lm.score.weight" in changed(after[0], "critic", critic)

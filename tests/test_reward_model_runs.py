@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlmodule.assembly.models import critic_model
 from rlmodule.batching.collate import pack_rows
 from rlmodule.core.types import ExperienceRow, StepTotals
 from rlmodule.models.policy import ModelConfig
@@ -45,7 +46,7 @@ def test_a_reward_model_starts_undecided_and_learns_to_tell_pairs_apart(tmp_path
 
 def test_the_score_of_a_response_is_read_at_its_last_token(tmp_path):
     session = small_session(tmp_path, *RM)
-    model = build_value_model(session.critic_model, seed=0)
+    model = build_value_model(critic_model(session.settings), seed=0)
     torch.nn.init.normal_(model.lm.score.weight, generator=torch.Generator().manual_seed(1))
     rows = [sample for pair in session.supply.pairs[:4] for sample in (pair.chosen, pair.rejected)]
     assert all(int(sample.loss_mask.sum()) == 1 for sample in rows)

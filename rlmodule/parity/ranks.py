@@ -22,6 +22,9 @@ import lightning as L
 import torch
 from torch import Tensor
 
+from rlmodule.assembly.data import new_maker
+from rlmodule.assembly.models import new_module
+from rlmodule.assembly.trainer import new_trainer, quieten
 from rlmodule.core.errors import RLModuleError
 from rlmodule.core.types import POLICY
 from rlmodule.data.stream import PromptStream
@@ -32,7 +35,7 @@ from rlmodule.parity.compare import parameter_difference
 from rlmodule.parity.layouts import ParityLayout
 from rlmodule.parity.samples import FixedSource, MadeUpAdvantage, make_samples
 from rlmodule.run_context import Running
-from rlmodule.session import Session, quieten
+from rlmodule.session import Session
 
 PRELOAD = ["rlmodule.parity.ranks"]
 REFERENCE_FILE = "parity_reference.pt"
@@ -91,10 +94,10 @@ def session_for(session: Session, layout: ParityLayout) -> Session:
 
 
 def run(session: Session, *, is_reference: bool) -> Outcome | str:
-    """Train in ``session.num_processes`` processes; returns what came out, or what went wrong."""
+    """Train in ``session.machine.num_processes`` processes; returns what came out, or what went wrong."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    world_size, port = session.num_processes, free_port()
+    world_size, port = session.machine.num_processes, free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
         context.Process(target=_rank, args=(rank, world_size, port, session, is_reference, sender), daemon=True)
@@ -167,16 +170,18 @@ def train(session: Session, *, is_first: bool, is_reference: bool) -> Outcome | 
     torch.set_num_threads(settings.trainer.num_threads or 1)
     samples = make_samples(session.supply.examples(), settings.parity)
     objective = Objective(settings.loss, settings.algorithm)
-    module, strategy = session.new_module(objective), session.new_strategy()
+    module = new_module(settings, objective, session.supply.samples_per_row)
+    strategy = session.strategy.new()
     data = RLDataModule(
         FixedSource(samples, lambda: strategy.layout),
         PromptStream(len(samples), settings.run.seed),
-        partial(session.maker, objective, strategy),
+        partial(new_maker, settings, session.supply, objective, strategy),
     )
     reference = session.run_dir.root / REFERENCE_FILE
     recorder = Recorder(reference, is_first=is_first, is_reference=is_reference)
     start = time.perf_counter()
-    session.trainer(strategy, [recorder], None).fit(module, datamodule=data)
+    trainer = new_trainer(settings, session.machine, session.run_dir, strategy, [recorder])
+    trainer.fit(module, datamodule=data)
     seconds = time.perf_counter() - start
     if not is_first:
         return None

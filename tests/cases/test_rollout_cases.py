@@ -12,6 +12,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from rlmodule.advantages.grpo import GRPO
+from rlmodule.assembly.models import frozen_copy
 from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.contract import SampleRequest
@@ -27,7 +28,6 @@ from rlmodule.models.policy import PolicyModel
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.rewards.exact_match import ExactMatch
 from rlmodule.rollout.hf import HFRollout
-from rlmodule.session import frozen_copy
 from rlmodule.summary import length_metrics
 from tests.helpers.sessions import rollouts, run_small, small_session
 from tests.helpers.tiny import Stepper, sample, single, stock, tiny_policy

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rlmodule.advantages.grpo import GRPO
+from rlmodule.assembly.models import frozen_copy
 from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.types import Score, ScoredSample, StepTotals
@@ -22,7 +23,6 @@ from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.policy import save_pretrained
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
-from rlmodule.session import frozen_copy
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import SMOOTH, Stepper, mixed_rows, row, sample, share_rows, tiny_policy, train_on
 

@@ -11,6 +11,7 @@ import lightning as L
 import numpy as np
 from torch.utils.data import DataLoader
 
+from rlmodule.assembly.trainer import quieten
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.errors import TrainingError
@@ -19,7 +20,6 @@ from rlmodule.experience.iteration import Experience
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.module import RLModule
 from rlmodule.objective import AlgorithmConfig, Objective
-from rlmodule.session import quieten
 from rlmodule.update import Trainable
 from strategies.parts.mesh import current_layout
 from strategies.registry import STRATEGIES

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch.utils.data import DataLoader
 
+from rlmodule.assembly.models import frozen_copy
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.types import ExperienceRow, Prompt, Sample
@@ -22,7 +23,6 @@ from rlmodule.models.policy import ModelConfig, PolicyModel, outline_policy
 from rlmodule.module import RLModule
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig
-from rlmodule.session import frozen_copy
 from rlmodule.update import Trainable
 from strategies.registry import STRATEGIES
 

@@ -1,0 +1,110 @@
+"""The data module of a run, and the maker that it has make experience of what it collects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from rlmodule.batching.collate import DynamicCollator
+from rlmodule.batching.sampler import BalancedSampler
+from rlmodule.batching.workload import Workload
+from rlmodule.core.contract import RolloutEngine
+from rlmodule.core.types import Prompt, SampleMeta
+from rlmodule.data.stream import PromptStream
+from rlmodule.datamodule import RLDataModule
+from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.reference_scores import ReferenceScores
+from rlmodule.models.policy import shape_of
+from rlmodule.objective import Objective
+from rlmodule.replay import ReplayMemory
+from rlmodule.settings import Settings
+from rlmodule.shaping import KLController
+from rlmodule.sources import Examination
+from rlmodule.supplies import Supply
+
+
+def new_datamodule(
+    settings: Settings,
+    supply: Supply,
+    val_prompts: Sequence[Prompt],
+    objective: Objective,
+    strategy: Any,
+    start: Callable[[int], None],
+) -> RLDataModule:
+    """What gives the mini-batches of a run.
+
+    Args:
+        settings: of the run.
+        supply: what it learns from.
+        val_prompts: held-out prompts; empty for no validation.
+        objective: what is minimised.
+        strategy: where models and ranks are, once it is set up.
+        start: called with the number of each iteration that begins.
+    """
+    s = settings
+    stream = PromptStream(len(supply), s.run.seed, s.data.shuffle)
+    layout = lambda: strategy.layout  # noqa: E731  known once the strategy is set up
+
+    def engine() -> RolloutEngine:
+        return s.rollout.connect(
+            partial(strategy.generator, "policy"),
+            partial(strategy.generation_mode, "policy"),
+            supply.tokenizer,
+            strategy.root_device,
+        )
+
+    controller = KLController(s.algorithm.kl_in_reward) if s.algorithm.use_kl_in_reward else None
+    kept = None if s.algorithm.is_sampled else ReferenceScores()
+    return RLDataModule(
+        supply.source(stream, layout, engine),
+        stream,
+        partial(new_maker, s, supply, objective, strategy, kl_controller=controller, reference_scores=kept),
+        examine=Examination(val_prompts, engine, s.reward, layout) if s.reward and val_prompts else None,
+        kl_controller=controller,
+        replay=ReplayMemory(s.replayed),
+        start=start,
+    )
+
+
+def new_maker(
+    settings: Settings,
+    supply: Supply,
+    objective: Objective,
+    strategy: Any,
+    iteration: int,
+    *,
+    kl_controller: KLController | None = None,
+    reference_scores: ReferenceScores | None = None,
+) -> ExperienceMaker:
+    """Turns the samples of one iteration into mini-batches; what it is given is that of ``new_datamodule``."""
+    s, layout, cost = settings, strategy.layout, Workload(shape_of(supply.hf_config))
+
+    def make_sampler(metas: Sequence[SampleMeta]) -> BalancedSampler:
+        return BalancedSampler(
+            metas,
+            s.batching,
+            layout,
+            seed=s.run.seed,
+            iteration=iteration,
+            epochs=s.algorithm.ppo_epochs,
+            cost=cost,
+            trains=s.trains_in(iteration),
+        )
+
+    pad = supply.tokenizer.pad_token_id
+    collator = DynamicCollator(
+        0 if pad is None else pad, layout.sp_size, layout.sp_rank, share_prompts=s.batching.share_prompts
+    )
+    return ExperienceMaker(
+        strategy,
+        objective,
+        s.advantage,
+        collator,
+        make_sampler,
+        strategy.root_device,
+        reference_in_policy=s.model.lora.is_on,
+        kl_controller=kl_controller,
+        value_model=s.value_model,
+        reference_scores=reference_scores,
+    )
