@@ -303,7 +303,7 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         ([*SHARED, "critic.warmup_iterations=1"], "critic.warmup_iterations", 1, "no value model beside the policy"),
         ([*SHARED, "critic.mini_batch_size=64"], "critic.mini_batch_size", 64, "model.value=separate"),
         ([*SHARED, "critic.path=folder"], "critic.path", "folder", "model.value=separate"),
-        (["algorithm=rm", "model.lora.r=4"], "model.lora.r", True, "Use model.lora.r=0"),
+        (["algorithm=rm", "model.lora.r=4"], "model.lora.r", 4, "Use model.lora.r=0"),
         (["algorithm=rm", "critic.path=folder"], "critic.path", "folder", "model.value=separate"),
         (["algorithm=rm", "loss=dpo"], "model.value", "only", "Use algorithm=rm, or model.value=none"),
         (["algorithm=rm", "algorithm.source=rollouts", "rollout.n=2"], "algorithm.source", "rollouts", "algorithm=rm"),

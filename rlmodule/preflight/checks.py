@@ -13,8 +13,9 @@ from rlmodule.preflight.groups import check_groups, check_pairs
 from rlmodule.preflight.layout import check_selection
 from rlmodule.preflight.lengths import check_budget, check_positions
 from rlmodule.preflight.responses import check_old_logprob, check_reward, check_staleness, check_temperature
+from rlmodule.preflight.reward_model import check_reward_model
 from rlmodule.preflight.stored_rollouts import check_stored
-from rlmodule.preflight.value_model import check_value
+from rlmodule.preflight.value_model import check_critic, check_value
 from rlmodule.settings import Settings
 
 OF_SETTINGS: tuple[Callable[[Settings], None], ...] = (
@@ -23,7 +24,9 @@ OF_SETTINGS: tuple[Callable[[Settings], None], ...] = (
     check_reward,
     check_kept_groups,
     check_pairs,
+    check_reward_model,
     check_value,
+    check_critic,
     check_old_logprob,
     check_stored,
     check_staleness,

@@ -9,7 +9,6 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.critic import CriticConfig
 from rlmodule.models.lora import is_adapter
 from rlmodule.models.policy import NO_VALUE, ONLY, SEPARATE, SHARED
-from rlmodule.objective import PREFERENCES
 from rlmodule.preflight.layout import check_layout
 from rlmodule.preflight.lengths import check_positions
 from rlmodule.settings import Settings
@@ -17,10 +16,8 @@ from rlmodule.settings import Settings
 
 def check_value(settings: Settings) -> None:
     """Values are made for an advantage that reads them, and by a model that can."""
-    kind, critic, advantage = settings.model.value, settings.critic, settings.advantage
+    kind, advantage = settings.model.value, settings.advantage
     reads = advantage is not None and advantage.needs_value
-    if kind == ONLY:
-        _check_reward_model(settings)
     if reads and kind in (NO_VALUE, ONLY):
         raise ConfigError(
             key="model.value",
@@ -35,6 +32,11 @@ def check_value(settings: Settings) -> None:
             because="nothing reads values here: no advantage of this run is made of them",
             fix="Use algorithm=ppo or advantage=gae, or model.value=none",
         )
+
+
+def check_critic(settings: Settings) -> None:
+    """What is said of a value model of its own is said where there is one, and can be done."""
+    kind, critic = settings.model.value, settings.critic
     if kind in (SHARED, ONLY):
         _refuse_what_a_critic_has(kind, critic)
     if kind == SEPARATE and critic.warmup_iterations >= settings.trainer.max_epochs:
@@ -63,33 +65,6 @@ def _refuse_what_a_critic_has(kind: str, critic: CriticConfig) -> None:
                 got=getattr(critic, name),
                 because=f"with model.value={kind} there is no value model beside the policy, which this is for",
                 fix="Leave it out, or use model.value=separate",
-            )
-
-
-def _check_reward_model(settings: Settings) -> None:
-    """A model that gives scores and nothing else."""
-    reads_policy = settings.loss.needs & {"old_logprob", "ref_logprob", "selected"}
-    if reads_policy or "group" not in settings.loss.needs:
-        raise ConfigError(
-            key="model.value",
-            got=ONLY,
-            because=f"{type(settings.loss).__name__} is made of the log-probabilities of a policy, and there is none",
-            fix="Use algorithm=rm, or model.value=none",
-        )
-    if settings.algorithm.source != PREFERENCES:
-        raise ConfigError(
-            key="algorithm.source",
-            got=settings.algorithm.source,
-            because="a reward model learns from pairs that are there already",
-            fix="Use algorithm=rm",
-        )
-    for key, is_on in (
-        ("model.lora.r", settings.model.lora.is_on),
-        ("algorithm.entropy_coeff", settings.algorithm.entropy_coeff != 0),
-    ):
-        if is_on:
-            raise ConfigError(
-                key=key, got=True, because="it is for policies, and model.value=only has none", fix=f"Use {key}=0"
             )
 
 
