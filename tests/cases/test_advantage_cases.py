@@ -27,7 +27,8 @@ def close(value, tolerance=TOLERANCE):
 @pytest.mark.parametrize("group", [[0.7, 0.7, 0.7, 0.7], [0.1, 0.1, 0.1], [0.0, 0.0]])
 def test_adv_01_a_group_with_identical_rewards_gets_exact_zeros(estimator, group):
     """ADV-01."""
-    assert estimator(scored(group, [3] * len(group))).tolist() == [0.0] * len(group)
+    advantages = estimator(scored(group, [3] * len(group)))  # one for each response, or for each of its tokens
+    assert advantages.tolist() == [0.0] * len(advantages)
 
 
 @pytest.mark.parametrize("estimator", [MEAN_CENTRED, *COMPARING])

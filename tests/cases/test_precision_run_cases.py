@@ -7,6 +7,8 @@ a thought. What holds today is the rest of the case: the norm that is logged is 
 
 from functools import partial
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -125,12 +127,7 @@ def test_prec_05_a_norm_that_is_not_finite_changes_nothing():
 def with_nan(rows: list[ExperienceRow], position: int) -> list[ExperienceRow]:
     """One advantage that is NaN; on two ranks only one of them meets it."""
     rows = list(rows)
-    rows[position] = ExperienceRow(
-        rows[position].sample,
-        rows[position].advantage * torch.nan,
-        rows[position].old_logprob,
-        rows[position].ref_logprob,
-    )
+    rows[position] = replace(rows[position], advantage=rows[position].advantage * torch.nan)
     return rows
 
 
