@@ -5,9 +5,8 @@ PREC-04 speaks of a loss scale that must be taken out before clipping. No loss i
 a thought. What holds today is the rest of the case: the norm that is logged is that of the true gradient, before clipping.
 """
 
-from functools import partial
-
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
