@@ -21,7 +21,15 @@ from rlmodule.session import Session
 from strategies.registry import STRATEGIES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-RUN = ["debug=fast", "algorithm=sft", "callbacks=export", "logger=none", "optimizer.lr=1e-2", "model.lora.r=4"]
+RUN = [
+    "debug=fast",
+    "trainer.num_threads=1",
+    "algorithm=sft",
+    "callbacks=export",
+    "logger=none",
+    "optimizer.lr=1e-2",
+    "model.lora.r=4",
+]
 
 
 def session_in(folder: Path, *overrides: str) -> Session:
