@@ -61,7 +61,8 @@ def update_table(numbers: Numbers) -> str:
     rows = [[name, *(f"{x[column]:.2f}" for column in columns)] for name, x in numbers["ways"].items()]
     facts = (
         f"{numbers['rollouts']} rollouts, {numbers['prompt_tokens']:,} prompt + {numbers['response_tokens']:,} "
-        f"response tokens, vocabulary {numbers['vocabulary']:,}, {numbers['rounds']} rounds, "
+        f"response tokens, vocabulary {numbers['vocabulary']:,}, "
+        f"{numbers['rounds']} round{'s' * (numbers['rounds'] > 1)}, "
         f"GEMM peak {numbers['gemm_gflop_per_cpu_second']:.0f} GFLOP per CPU second, "
         f"gradient norm {numbers['grad_norm']:.4f} every way."
     )
