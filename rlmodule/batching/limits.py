@@ -1,76 +1,81 @@
-"""Samples and groups that no plan has room for, refused with the numbers and a remedy.
+"""What optimizer steps and micro-batches hold at most; samples and groups that no plan has room for are refused.
 
-The plan assumes afterwards that every item fits. Leaves out what follows from the settings alone (``preflight/``).
+The plan assumes afterwards that every unit fits. Leaves out what follows from the settings alone (``preflight/``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from rlmodule.batching.partition import Ints
+from rlmodule.batching.units import Units
+from rlmodule.core.config import at_least
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import SampleMeta
 
 
-def check_lengths(metas: Sequence[SampleMeta], token_budget: int, sp_size: int) -> None:
-    """No sample is longer than a micro-batch.
+@dataclass(frozen=True)
+class Limits:
+    """Room for samples and tokens.
 
     Args:
-        metas: the samples that are computed.
-        token_budget: most tokens of one micro-batch.
-        sp_size: sequence ranks that share them.
-
-    Raises:
-        ConfigError: names the longest one.
-    """
-    longest = max(metas, key=lambda m: m.length, default=None)
-    if longest is None or longest.length <= token_budget:
-        return
-    raise ConfigError(
-        key="batching.max_token_len_per_gpu",
-        got=token_budget // sp_size,
-        because=f"sample {longest.sample_id} has {longest.length} tokens ({longest.prompt_len} prompt + "
-        f"{longest.response_len} response), one micro-batch holds {token_budget} (sp_size={sp_size})",
-        fix=f"Use {-(-longest.length // sp_size)} or more, raise sp_size, or shorten prompts and responses",
-    )
-
-
-def check_groups(
-    metas: Sequence[SampleMeta],
-    group: Ints,
-    length: Ints,
-    *,
-    mini_batch_size: int,
-    micro_batch_size: int | None,
-    token_budget: int,
-    sp_size: int,
-) -> None:
-    """No group has more samples than a mini-batch, nor computes more than one micro-batch holds.
-
-    Args:
-        metas: the samples.
-        group: [n] their groups, numbered from 0.
-        length: [n] tokens that each adds to a micro-batch, 0 where it is not computed.
         mini_batch_size: samples of one optimizer step.
-        micro_batch_size: samples of one micro-batch; None where tokens are counted.
-        token_budget: most tokens of one micro-batch.
-        sp_size: sequence ranks that share them.
+        token_budget: tokens of one micro-batch, on all its sequence ranks together.
+        micro_batch_size: samples of one micro-batch; given, its tokens have no limit.
+        sp_size: sequence ranks that share a micro-batch.
 
     Raises:
-        ConfigError: names the largest group.
+        ConfigError: a limit below 1.
     """
-    names = {int(number): m.group_id for number, m in zip(group, metas, strict=True)}
-    samples = np.bincount(group)
-    tokens = np.bincount(group, weights=length)
-    _refuse_larger(names, samples, "samples", "mini_batch_size", mini_batch_size)
-    if micro_batch_size is None:
-        _refuse_larger(names, tokens, "tokens", "max_token_len_per_gpu", token_budget, sp_size)
-    else:
-        _refuse_larger(names, samples, "samples", "micro_batch_size_per_gpu", micro_batch_size)
+
+    mini_batch_size: int
+    token_budget: int
+    micro_batch_size: int | None
+    sp_size: int
+
+    def __post_init__(self) -> None:
+        at_least("batching.mini_batch_size", self.mini_batch_size, 1)
+        if self.micro_batch_size is None:
+            at_least("batching.max_token_len_per_gpu", self.token_budget, 1)
+        else:
+            at_least("batching.micro_batch_size_per_gpu", self.micro_batch_size, 1)
+
+    def check_samples(self, metas: Sequence[SampleMeta]) -> None:
+        """No sample that is computed is longer than a micro-batch.
+
+        Raises:
+            ConfigError: names the longest one.
+        """
+        longest = max((m for m in metas if not m.is_left_out), key=lambda m: m.length, default=None)
+        if self.micro_batch_size is not None or longest is None or longest.length <= self.token_budget:
+            return
+        raise ConfigError(
+            key="batching.max_token_len_per_gpu",
+            got=self.token_budget // self.sp_size,
+            because=f"sample {longest.sample_id} has {longest.length} tokens ({longest.prompt_len} prompt + "
+            f"{longest.response_len} response), one micro-batch holds {self.token_budget} (sp_size={self.sp_size})",
+            fix=f"Use {-(-longest.length // self.sp_size)} or more, raise sp_size, or shorten prompts and responses",
+        )
+
+    def check_groups(self, metas: Sequence[SampleMeta], units: Units) -> None:
+        """No group has more samples than a mini-batch, nor computes more than one micro-batch holds.
+
+        Args:
+            metas: the samples.
+            units: their groups.
+
+        Raises:
+            ConfigError: names the largest group.
+        """
+        names = {int(number): m.group_id for number, m in zip(units.unit, metas, strict=True)}
+        _refuse_larger(names, units.sizes, "samples", "mini_batch_size", self.mini_batch_size)
+        if self.micro_batch_size is None:
+            _refuse_larger(names, units.tokens, "tokens", "max_token_len_per_gpu", self.token_budget, self.sp_size)
+        else:
+            _refuse_larger(names, units.sizes, "samples", "micro_batch_size_per_gpu", self.micro_batch_size)
 
 
 def _refuse_larger(

@@ -1,39 +1,30 @@
 """The plan: which samples share an optimizer step, on which data rank and in which micro-step each of them trains.
 
 Made from lengths alone, alike in every process, without a collective and without reading a token. The planners are in
-``joint.py`` and ``classic.py``; what the cells cost is in ``workload.py``. Leaves out fetching and packing the samples.
+``joint.py`` and ``classic.py``, what they are given in ``units.py``. Leaves out fetching and packing the samples.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import TypeVar
 
 import numpy as np
 
 from rlmodule.batching.classic import plan_classic, plan_fixed_size, plan_fixed_size_classic
 from rlmodule.batching.joint import plan_joint
-from rlmodule.batching.limits import check_groups, check_lengths
-from rlmodule.batching.membership import (
-    blocks_in_order,
-    blocks_of_one_mix,
-    numbered_by_appearance,
-    positions_of_blocks,
-)
+from rlmodule.batching.limits import Limits
+from rlmodule.batching.membership import blocks_in_order, blocks_of_one_mix, positions_of_blocks
 from rlmodule.batching.packing import Packing
 from rlmodule.batching.partition import Ints
-from rlmodule.batching.shared_prompts import repeated_prompt_tokens, with_shared_prompts
-from rlmodule.batching.workload import Floats, Numbers, Workload, as_floats
-from rlmodule.core.errors import ConfigError, did_you_mean
+from rlmodule.batching.shared_prompts import repeated_prompt_tokens
+from rlmodule.batching.units import Packer, Units, units_of
+from rlmodule.batching.workload import Floats, Numbers, Workload
+from rlmodule.core.config import one_of
 from rlmodule.core.types import SampleMeta, StepTotals
-
-Output = TypeVar("Output")
-Packer = Callable[[Floats, Ints], Packing]  # [n] cost and tokens of what is packed -> where it sits
 
 PLANNERS = ("joint", "joint_free", "karmarkar_karp")
 ORDERS = ("largest_first", "balanced_ends")
@@ -168,201 +159,88 @@ def plan_batch(
     Raises:
         ConfigError: a setting that cannot work, or a sample (a group, where they are kept) that fits nowhere.
     """
-    _check_settings(mini_batch_size, dp_size, token_budget, planner, micro_batch_size, order, multiple_of)
-    if micro_batch_size is None:
-        check_lengths([m for m in metas if not m.is_left_out], token_budget, sp_size)
-    length = np.fromiter((m.length for m in metas), np.int64, len(metas))
-    costs, step_cost = _costs(metas, length, cost)
-    is_left_out = np.fromiter((m.is_left_out for m in metas), np.bool_, len(metas))
-    unit = np.arange(len(metas))  # what is planned as one
-    placed_length, placed_cost = length, costs
+    assert min(dp_size, multiple_of) >= 1, f"sizes are positive, got dp_size={dp_size}, multiple_of={multiple_of}"
+    one_of("batching.planner", planner, PLANNERS)
+    one_of("batching.order", order, ORDERS)
+    cost = Workload() if cost is None else cost
+    limits = Limits(mini_batch_size, token_budget, micro_batch_size, sp_size)
+    limits.check_samples(metas)
+    units = units_of(metas, cost, keep_groups=keep_groups, share_prompts=share_prompts)
     if keep_groups:
-        unit = numbered_by_appearance(np.fromiter((m.group_id for m in metas), np.int64, len(metas)))
-        if share_prompts:
-            assert cost is None or isinstance(cost, Workload), "numbers do not say what a prompt costs"
-            placed_length, placed_cost = with_shared_prompts(metas, unit, length, costs, cost or Workload())
-        check_groups(
-            metas,
-            unit,
-            np.where(is_left_out, 0, placed_length),
-            mini_batch_size=mini_batch_size,
-            micro_batch_size=micro_batch_size,
-            token_budget=token_budget,
-            sp_size=sp_size,
-        )
-    largest = int(np.bincount(unit).max(initial=1))  # samples
-    units_per_micro_batch = None if micro_batch_size is None else micro_batch_size // largest
-    pack = _packer(planner, dp_size, token_budget, units_per_micro_batch, step_cost, multiple_of)
-    if planner == "joint_free":
-        block_of_unit = blocks_of_one_mix(_sums(unit, costs), mini_batch_size // largest, seed)
-    else:
-        block_of_unit = blocks_in_order(np.bincount(unit), mini_batch_size)
+        limits.check_groups(metas, units)
+    pack = _packer(planner, dp_size, limits, units.largest, cost, multiple_of)
     plans = []
-    for block in positions_of_blocks(block_of_unit[unit]):
-        computed = block[~is_left_out[block]]
-        block_cost, block_length = placed_cost[computed], placed_length[computed]
-        if len(computed) == 0:
-            packing = Packing(computed, 1, dp_size)
-        elif keep_groups:
-            packing = _packed_by_group(block_cost, block_length, unit[computed], pack)
-        else:
-            packing = pack(block_cost, block_length)
-        assert micro_batch_size or packing.sums(block_length).max() <= token_budget, "a micro-batch exceeds the budget"
-        totals = _totals([metas[position] for position in block.tolist()], dp_size, sp_size)
-        plan = _assemble(metas, computed, block_cost, packing, totals, order, multiple_of)
-        shared = repeated_prompt_tokens(metas, chain.from_iterable(plan.micro_batches)) if share_prompts else 0
-        plans.append(replace(plan, num_left_out=len(block) - len(computed), shared_prompt_tokens=shared))
+    for block in _membership(units, planner, mini_batch_size, seed):
+        computed = block[units.is_computed[block]]
+        packing = units.packed(computed, pack) if len(computed) else Packing(computed, 1, dp_size)
+        tokens = packing.sums(units.length[computed])
+        assert micro_batch_size or tokens.max() <= token_budget, "a micro-batch exceeds the budget"
+        packing = _in_run_order(packing, units.cost[computed], order).with_steps_multiple_of(multiple_of)
+        plans.append(_assemble(metas, block, units, packing, sp_size, share_prompts))
     held = np.sort(np.fromiter(chain.from_iterable(plan.positions for plan in plans), np.int64))
-    assert np.array_equal(held, np.flatnonzero(~is_left_out)), "the plans together hold each computed sample once"
+    assert np.array_equal(held, np.flatnonzero(units.is_computed)), "the plans together hold each computed sample once"
     return tuple(plans)
 
 
-def required_multiple(dp_size: int, *mini_batch_sizes: int) -> int:
-    """Smallest batch size that equal counts per rank and whole mini-batches of every trained model allow."""
-    return math.lcm(dp_size, *mini_batch_sizes)
-
-
-def top_up(metas: Sequence[SampleMeta], multiple: int, mini_batch_size: int) -> list[SampleMeta]:
-    """Add fillers until the number of samples is a multiple; the samples keep their order.
-
-    Args:
-        metas: the samples.
-        multiple: see ``required_multiple``.
-        mini_batch_size: fillers are spread evenly over the mini-batches of this size, each at the end of its share.
-
-    Returns:
-        The samples and ``-len(metas) % multiple`` fillers of one prompt and one response token without loss; sample
-        and group ids of fillers are negative and new.
-    """
-    size = len(metas) + -len(metas) % multiple
-    num_fillers = size - len(metas)
-    below = min([0, *(m.sample_id for m in metas), *(m.group_id for m in metas)])
-    filled: list[SampleMeta] = []
-    real = iter(metas)
-    added = 0
-    for start in range(0, size, mini_batch_size):
-        end = min(start + mini_batch_size, size)
-        due = end * num_fillers // size - added
-        filled += [next(real) for _ in range(end - start - due)]
-        filled += [_filler(below - added - i) for i in range(1, due + 1)]
-        added += due
-    return filled
-
-
-def restore_order(
-    micro_indices: Sequence[Sequence[int | None]], micro_outputs: Sequence[Sequence[Output]]
-) -> list[Output]:
-    """Results of micro-batches back in input order.
-
-    Args:
-        micro_indices: [micro-batch][sample] place of each sample in the input; None for what was added to fill up.
-        micro_outputs: the result of each, of any kind and length.
-
-    Returns:
-        The results by place; those of fillers are left out.
-    """
-    by_place = {
-        place: output
-        for indices, outputs in zip(micro_indices, micro_outputs, strict=True)
-        for place, output in zip(indices, outputs, strict=True)
-        if place is not None
-    }
-    wanted = sum(place is not None for indices in micro_indices for place in indices)
-    assert len(by_place) == wanted, f"{wanted} results for {len(by_place)} places"
-    return [by_place[place] for place in sorted(by_place)]
-
-
-def _filler(new_id: int) -> SampleMeta:
-    return SampleMeta(sample_id=new_id, group_id=new_id, prompt_len=1, response_len=1, loss_tokens=0, is_padding=True)
-
-
-def _check_settings(
-    mini_batch_size: int,
-    dp_size: int,
-    token_budget: int,
-    planner: str,
-    micro_batch_size: int | None,
-    order: str,
-    multiple_of: int,
-) -> None:
-    assert min(dp_size, multiple_of) >= 1, f"sizes are positive, got dp_size={dp_size}, multiple_of={multiple_of}"
-    settings = {"mini_batch_size": mini_batch_size, "micro_batch_size_per_gpu": micro_batch_size}
-    if micro_batch_size is None:
-        settings["max_token_len_per_gpu"] = token_budget
-    for name, value in settings.items():
-        if value is not None and value < 1:
-            raise ConfigError(key=f"batching.{name}", got=value, because="not a positive number", fix="Use 1 or more")
-    for name, word, known in (("planner", planner, PLANNERS), ("order", order, ORDERS)):
-        if word not in known:
-            raise ConfigError(
-                key=f"batching.{name}", got=word, because=f"no {name} has that name", fix=did_you_mean(word, known)
-            )
+def _membership(units: Units, planner: str, mini_batch_size: int, seed: int) -> list[Ints]:
+    """The samples of each optimizer step, ascending positions."""
+    if planner == "joint_free":
+        block = blocks_of_one_mix(units.own_costs, mini_batch_size // units.largest, seed)
+    else:
+        block = blocks_in_order(units.sizes, mini_batch_size)
+    return positions_of_blocks(block[units.unit])
 
 
 def _packer(
-    planner: str,
-    dp_size: int,
-    token_budget: int,
-    micro_batch_size: int | None,
-    step_cost: float,
-    multiple_of: int,
+    planner: str, dp_size: int, limits: Limits, largest: int, cost: Workload | Numbers, multiple_of: int
 ) -> Packer:
-    """How one mini-batch is packed."""
-    if micro_batch_size is not None:
+    """How one mini-batch is packed; ``largest`` is how many samples a unit may have."""
+    if limits.micro_batch_size is not None:
         fixed = plan_fixed_size_classic if planner == "karmarkar_karp" else plan_fixed_size
-        return lambda cost, length: fixed(cost, dp_size, micro_batch_size)
+        num_units = limits.micro_batch_size // largest
+        return lambda cost, length: fixed(cost, dp_size, num_units)
+    budget = limits.token_budget
     if planner == "karmarkar_karp":
-        return partial(plan_classic, dp_size=dp_size, token_budget=token_budget, multiple_of=multiple_of)
-    return partial(plan_joint, dp_size=dp_size, token_budget=token_budget, step_cost=step_cost, multiple_of=multiple_of)
+        return partial(plan_classic, dp_size=dp_size, token_budget=budget, multiple_of=multiple_of)
+    step_cost = cost.step_cost if isinstance(cost, Workload) else 0.0
+    return partial(plan_joint, dp_size=dp_size, token_budget=budget, step_cost=step_cost, multiple_of=multiple_of)
 
 
-def _packed_by_group(cost: Floats, length: Ints, group: Ints, pack: Packer) -> Packing:
-    """Packs each group as one item that costs and holds what its samples do together; all arguments are [n]."""
-    _, item = np.unique(group, return_inverse=True)
-    packing = pack(_sums(item, cost), _sums(item, length).astype(np.int64))
-    return replace(packing, cell=packing.cell[item])
-
-
-def _sums(unit: Ints, values: Floats | Ints) -> Floats:
-    """[n] a number per sample -> [u] its sum over each unit."""
-    return np.bincount(unit, weights=values).astype(np.float64, copy=False)
-
-
-def _costs(metas: Sequence[SampleMeta], length: Ints, cost: Workload | Numbers | None) -> tuple[Floats, float]:
-    """[n] float64 cost of every sample, and the price of a micro-step in the same unit."""
-    if cost is None or isinstance(cost, Workload):
-        workload = cost or Workload()
-        loss_tokens = np.fromiter((m.loss_tokens for m in metas), np.int64, len(metas))
-        return workload.cost(length, loss_tokens), workload.step_cost
-    costs = as_floats(cost)
-    assert costs.shape == length.shape, f"one cost per sample: {len(length)} samples, costs of shape {costs.shape}"
-    assert (np.isfinite(costs) & (costs >= 0)).all(), "costs are finite and not negative"
-    return costs, 0.0
+def _in_run_order(packing: Packing, cost: Floats, order: str) -> Packing:
+    """The micro-steps by their dearest micro-batch; ``cost`` is [n]."""
+    falling = np.argsort(-packing.sums(cost).max(axis=1), kind="stable")
+    if order == "largest_first":
+        return packing.in_order(falling)
+    return packing.in_order(np.concatenate([falling[::2][::-1], falling[1::2]]))  # the largest in the middle
 
 
 def _assemble(
-    metas: Sequence[SampleMeta],
-    computed: Ints,
-    cost: Floats,
-    packing: Packing,
-    totals: StepTotals,
-    order: str,
-    multiple_of: int,
+    metas: Sequence[SampleMeta], block: Ints, units: Units, packing: Packing, sp_size: int, share_prompts: bool
 ) -> MiniBatchPlan:
-    """Order the micro-steps, name the samples by position and count what the log needs."""
-    packing = packing.in_order(_step_order(packing.sums(cost).max(axis=1), order)).with_steps_multiple_of(multiple_of)
+    """Name the samples by position and count what the log needs.
+
+    Args:
+        metas: the samples of the iteration.
+        block: positions of those of the mini-batch, ascending.
+        units: say which of them are computed, and at what cost.
+        packing: of those that are computed.
+        sp_size, share_prompts: those of ``plan_batch``.
+    """
+    computed = block[units.is_computed[block]]
     members = [metas[position] for position in computed.tolist()]
     tokens = np.array([0 if m.is_padding else m.length for m in members], np.float64)  # [n]
     micro_batches = packing.members(computed)  # [step][rank]
-    costs = packing.sums(cost)  # [step, rank]
-    num_dummies = sum(not micro_batch for step in micro_batches for micro_batch in step)
+    cells = list(chain.from_iterable(micro_batches))
+    num_dummies = sum(not cell for cell in cells)
     return MiniBatchPlan(
         micro_batches=tuple(zip(*micro_batches, strict=True)),
-        totals=totals,
-        cost=tuple(map(tuple, costs.T.tolist())),
+        totals=_totals([metas[position] for position in block.tolist()], packing.dp_size, sp_size),
+        cost=tuple(map(tuple, packing.sums(units.cost[computed]).T.tolist())),
         rank_tokens=tuple(int(t) for t in packing.sums(tokens).sum(axis=0)),
         rank_tokens_unplanned=tuple(int(part.sum()) for part in np.array_split(tokens, packing.dp_size)),
         padding_tokens=sum(m.length for m in members if m.is_padding) + DUMMY_TOKENS * num_dummies,
+        num_left_out=len(block) - len(computed),
+        shared_prompt_tokens=repeated_prompt_tokens(metas, cells) if share_prompts else 0,
     )
 
 
@@ -378,14 +256,6 @@ def _totals(members: Sequence[SampleMeta], dp_size: int, sp_size: int) -> StepTo
         sp_size=sp_size,
         group_tokens=dict(group_tokens),
     )
-
-
-def _step_order(step_cost: Floats, order: str) -> Ints:
-    """[M] height of each micro-step -> [M] the order they run in."""
-    falling = np.argsort(-step_cost, kind="stable")
-    if order == "largest_first":
-        return falling
-    return np.concatenate([falling[::2][::-1], falling[1::2]])  # the largest in the middle
 
 
 def _doubled(positions: Sequence[int]) -> list[int]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch.utils.data import Sampler
 
-from rlmodule.batching.plan import ORDERS, PLANNERS, MiniBatchPlan, plan_batch, required_multiple, top_up
+from rlmodule.batching.equal_counts import required_multiple, top_up
+from rlmodule.batching.plan import ORDERS, PLANNERS, MiniBatchPlan, plan_batch
 from rlmodule.batching.workload import Workload
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.contract import Layout

@@ -172,13 +172,13 @@ class Scorer:
             said: {
                 p: r
                 for row, at in zip(rows if sequence is None else sequence.gather_slices(rows), places, strict=True)
-                for p, r in _by_sample(row, at, samples).items()
+                for p, r in by_sample(row, at, samples).items()
             }
             for said, rows in on_host.items()
         }
 
 
-def _by_sample(logprob: Tensor, positions: Sequence[int], samples: Mapping[int, Sample]) -> dict[int, Tensor]:
+def by_sample(output: Tensor, positions: Sequence[int], samples: Mapping[int, Sample]) -> dict[int, Tensor]:
     """[N] of one micro-batch -> position -> [R]; fillers carry no loss tokens and no position."""
     scores: dict[int, Tensor] = {}
     start = 0
@@ -187,7 +187,7 @@ def _by_sample(logprob: Tensor, positions: Sequence[int], samples: Mapping[int, 
             continue
         mask = samples[position].loss_mask
         count = int(mask.sum())
-        scores[position] = torch.zeros(len(mask)).masked_scatter_(mask, logprob[start : start + count])
+        scores[position] = torch.zeros(len(mask)).masked_scatter_(mask, output[start : start + count])
         start += count
-    assert start == len(logprob), f"{len(logprob)} log-probabilities for {start} loss tokens"
+    assert start == len(output), f"{len(output)} numbers for {start} loss tokens"
     return scores

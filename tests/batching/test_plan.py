@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmodule.batching.plan import PLANNERS, MiniBatchPlan, plan_batch, required_multiple, restore_order, top_up
+from rlmodule.batching.plan import PLANNERS, MiniBatchPlan, plan_batch
 from rlmodule.batching.workload import ModelShape, Workload
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import SampleMeta, StepTotals
@@ -296,44 +296,3 @@ def test_a_plan_with_unequal_micro_steps_is_refused():
     totals = StepTotals(tokens=3, sequences=3)
     with pytest.raises(AssertionError, match=r"same number of micro-steps, got \[1, 2\]"):
         MiniBatchPlan((((0,), (1,)), ((2,),)), totals, ((1.0, 1.0), (1.0,)), (2, 1), (2, 1), 0)
-
-
-def test_required_multiple_is_the_least_common_one():
-    assert required_multiple(8) == 8
-    assert required_multiple(8, 12) == 24
-    assert required_multiple(4, 32, 48) == 96
-
-
-@given(st.integers(0, 40), st.integers(1, 6), st.integers(1, 4))
-def test_topped_up_batches_spread_fillers_over_the_mini_batches(num_samples, mini_batch_size, num_mini_batches):
-    metas = metas_of([5] * num_samples)
-    multiple = mini_batch_size * num_mini_batches
-    filled = top_up(metas, multiple, mini_batch_size)
-    assert len(filled) == num_samples + -num_samples % multiple
-    assert [m for m in filled if not m.is_padding] == metas
-    added = [
-        sum(m.is_padding for m in filled[start : start + mini_batch_size])
-        for start in range(0, len(filled), mini_batch_size)
-    ]
-    assert max(added, default=0) - min(added, default=0) <= 1
-
-
-def test_fillers_are_minimal_without_loss_and_have_new_negative_ids():
-    filled = top_up([SampleMeta(-5, 3, 4, 4, 4)], 4, 2)
-    fillers = [m for m in filled if m.is_padding]
-    assert len(fillers) == 3
-    assert {(m.prompt_len, m.response_len, m.loss_tokens) for m in fillers} == {(1, 1, 0)}
-    assert all(m.sample_id < -5 and m.group_id < -5 for m in fillers)
-    assert len({m.sample_id for m in fillers}) == len({m.group_id for m in fillers}) == 3
-
-
-@given(st.permutations(range(12)), st.integers(1, 5))
-def test_results_come_back_in_input_order(order, size):
-    cut = [list(order[start : start + size]) for start in range(0, 12, size)]
-    outputs = [[[place] * place for place in part] for part in cut]  # of every length
-    assert restore_order(cut, outputs) == [[place] * place for place in range(12)]
-
-
-def test_a_result_for_every_place_is_required():
-    with pytest.raises(AssertionError, match="2 results for 1 places"):
-        restore_order([[0], [0]], [["a"], ["b"]])

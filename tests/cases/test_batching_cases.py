@@ -7,10 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from rlmodule.batching.equal_counts import top_up
 from rlmodule.batching.partition import balanced_counts, karmarkar_karp
-from rlmodule.batching.plan import PLANNERS, plan_batch, restore_order, top_up
+from rlmodule.batching.plan import PLANNERS, plan_batch
 from rlmodule.core.types import SampleMeta
+from rlmodule.experience.scoring import by_sample
+from tests.helpers.tiny import sample
 
 ROOT = Path(__file__).parents[2]
 
@@ -129,5 +133,10 @@ def test_bat_09_differencing_is_better_than_greedy_and_not_optimal():
 
 
 def test_bat_11_outputs_come_back_in_input_order():
-    assert restore_order([[2, 0], [3, None, 1]], [[20, 0], [30, -1, 10]]) == [0, 10, 20, 30]
-    assert restore_order([[1], [None, 0]], [["long"], ["", "a"]]) == ["a", "long"]
+    """Place 4 is a filler: it has no loss token, so a forward pass says nothing of it. Samples 2 and 3 are longer."""
+    masks = ([True], [True], [True, False, True], [True, True])
+    samples = {p: sample(p, response_len=len(mask), loss_mask=mask) for p, mask in enumerate(masks)}
+    outputs = {}
+    for positions, said in (((2, 0), [20.0, 21.0, 0.0]), ((3, 4, 1), [30.0, 31.0, 10.0])):
+        outputs |= by_sample(torch.tensor(said), positions, samples)
+    assert [outputs[p].tolist() for p in range(4)] == [[0], [10], [20, 0, 21], [30, 31]]
