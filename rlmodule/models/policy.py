@@ -36,7 +36,7 @@ from rlmodule.models.recompute import FULL, NONE, recompute_activations
 from rlmodule.models.recompute import MODES as RECOMPUTE_MODES
 from rlmodule.models.weights import NotByNameError, StoredWeights, outline, stand_ins
 from rlmodule.ops.attention import SegmentBuckets
-from rlmodule.ops.head import linear_energies, linear_logprobs, linear_loss
+from rlmodule.ops.head import linear_logprobs, linear_loss
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16}
 NO_VALUE, SHARED, SEPARATE, ONLY = VALUES = ("none", "shared", "separate", "only")
@@ -356,37 +356,30 @@ class PolicyModel(nn.Module):
                 state.enter_context(without_adapter(self.lm))
             if isinstance(batch, MicroBatch):
                 hidden = packed_hidden(self.lm, batch, self.sequence)[batch.loss_positions]
-                if with_energy:
-                    return self._with_energy(hidden, batch.labels)
-                return self.answer(hidden, batch.labels, objective, with_entropy)
+                asked = {"with_entropy": with_entropy, "with_energy": with_energy}
+                return self.answer(hidden, batch.labels, objective, **asked)
             if self.compiled:
                 state.enter_context(torch.compiler.set_stance("force_eager"))
             return self._prefill(batch) if isinstance(batch, PrefillBatch) else self._decode(batch)
 
-    def _with_energy(self, hidden: Tensor, labels: Tensor) -> TokenOutputs:
-        inputs, options = self._to_head(hidden, labels)
-        logprob, energy = linear_energies(*inputs, **options)
-        return TokenOutputs(logprob, energy=energy)
-
-    def _to_head(self, hidden: Tensor, labels: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-        head = self.lm.get_output_embeddings()
-        options = {"bias": head.bias, "temperature": self.temperature, "softcap": self.head.softcap}
-        return (hidden * self.head.scale, head.weight, labels), options
-
     def answer(
-        self, hidden: Tensor, labels: Tensor, objective: TokenObjective | None, with_entropy: bool
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        objective: TokenObjective | None,
+        *,
+        with_entropy: bool,
+        with_energy: bool,
     ) -> Tensor | TokenOutputs:
         """[N, H] hidden states at the positions that predict ``labels`` [N] -> the objective, or what it is made of."""
-        inputs, options = self._to_head(hidden, labels)
+        head = self.lm.get_output_embeddings()
+        hidden = hidden * self.head.scale
+        options: dict[str, Any] = {"bias": head.bias, "temperature": self.temperature, "softcap": self.head.softcap}
         if objective is None:
-            return TokenOutputs(*linear_logprobs(*inputs, **options, with_entropy=with_entropy))
-        return linear_loss(
-            *inputs,
-            objective,
-            **options,
-            with_entropy=objective.needs_entropy,
-            whole_sequences=objective.whole_sequences,
-        )
+            options |= {"with_entropy": with_entropy, "with_energy": with_energy}
+            return linear_logprobs(hidden, head.weight, labels, **options)
+        options |= {"with_entropy": objective.needs_entropy, "whole_sequences": objective.whole_sequences}
+        return linear_loss(hidden, head.weight, labels, objective, **options)
 
     def _prefill(self, batch: PrefillBatch) -> Tensor:
         segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)

@@ -107,9 +107,9 @@ class PolicyValueModel(PolicyModel):
         self.stored, self.loading = policy.stored, policy.loading
         self.value_head = ValueHead(self.lm.config.get_text_config().hidden_size)
 
-    def answer(self, hidden: Tensor, labels: Tensor, objective: Any, with_entropy: bool) -> Tensor | TokenOutputs:
+    def answer(self, hidden: Tensor, labels: Tensor, objective: Any, **asked: bool) -> Tensor | TokenOutputs:
         """[N, H] hidden states -> what the policy says of them and, beside it, their values."""
-        said = super().answer(hidden, labels, objective, with_entropy)
+        said = super().answer(hidden, labels, objective, **asked)
         value = self.value_head(hidden)
         if isinstance(said, TokenOutputs):
             return replace(said, value=value)

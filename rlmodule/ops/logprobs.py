@@ -98,9 +98,9 @@ def _entropy_of_logprobs_(logp: Tensor) -> Tensor:
 
 
 def chunks(num_tokens: int, chunk_size: int) -> list[slice]:
-    """As few chunks as possible, of almost the same size."""
-    count = -(-num_tokens // chunk_size)
-    borders = [num_tokens * i // count for i in range(count)] + [num_tokens]
+    """As few chunks as possible, of almost the same size; without tokens one that is empty."""
+    count = max(1, -(-num_tokens // chunk_size))
+    borders = [num_tokens * i // count for i in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(borders)]
 
 

@@ -53,7 +53,7 @@ def test_loss_12_entropy_in_chunks_over_tokens(chunk_size):
     assert entropy_from_logits(logits.unsqueeze(0), chunk_size)[0].tolist() == close(ENTROPY_12, 1e-6)
     hidden, weight = head_of(logits)
     labels = torch.zeros(5, dtype=torch.int64)
-    _, entropy = linear_logprobs(hidden, weight, labels, chunk_size=chunk_size, with_entropy=True)
+    entropy = linear_logprobs(hidden, weight, labels, chunk_size=chunk_size, with_entropy=True).entropy
     assert entropy.tolist() == close(ENTROPY_12, 1e-6)
 
 
@@ -72,7 +72,7 @@ def test_bat_18_logits_at_t_minus_1_score_the_token_at_t():
     assert logprobs_from_logits(logits[:-1], tokens[1:]).tolist() == close(expected, 1e-5)
     hidden, weight = head_of(logits)
     positions = torch.tensor([0, 1])  # the last row scores nothing
-    logprob, _ = linear_logprobs(hidden[positions], weight, tokens[positions + 1])
+    logprob = linear_logprobs(hidden[positions], weight, tokens[positions + 1]).logprob
     assert logprob.tolist() == close(expected, 1e-5)
 
 
@@ -82,7 +82,7 @@ def test_roll_01_the_temperature_divides_the_logits():
     hidden, weight = head_of(logits)
     for logprob in (
         logprobs_from_logits(logits, token, temperature=0.5),
-        linear_logprobs(hidden, weight, token, temperature=0.5)[0],
+        linear_logprobs(hidden, weight, token, temperature=0.5).logprob,
     ):
         assert logprob.item() == close(-0.14293162849989915, 1e-5)
     for refused in (
@@ -103,8 +103,8 @@ def test_prec_01_log_probabilities_of_a_bfloat16_model_are_float32():
     labels = torch.randint(500, (64,), generator=rng)
     exact = logits.double().log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     hidden, weight = (x.bfloat16() for x in head_of(logits))
-    old, _ = linear_logprobs(hidden, weight, labels)
-    new, _ = linear_logprobs(hidden, weight, labels)
+    old = linear_logprobs(hidden, weight, labels).logprob
+    new = linear_logprobs(hidden, weight, labels).logprob
     for logprob in (logprobs_from_logits(logits, labels), old):
         assert logprob.dtype == torch.float32
         torch.testing.assert_close(logprob.double(), exact, rtol=0, atol=1e-5)

@@ -7,7 +7,8 @@ import torch
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlmodule.ops.head import LONG_ROW, linear_energies, linear_logprobs, linear_loss
+from rlmodule.ops.head import linear_logprobs, linear_loss
+from rlmodule.ops.head_chunks import LONG_ROW
 from rlmodule.ops.logprobs import entropy_from_logits, logprobs_from_logits
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 11, 6, 17
@@ -115,10 +116,10 @@ def test_scores_are_those_of_the_definition(temperature, softcap, with_bias, chu
     hidden, weight, bias, labels = problem()
     bias = bias if with_bias else None
     settings = {"bias": bias, "temperature": temperature, "softcap": softcap}
-    scores = linear_logprobs(hidden, weight, labels, **settings, chunk_size=chunk_size, with_entropy=True)
+    said = linear_logprobs(hidden, weight, labels, **settings, chunk_size=chunk_size, with_entropy=True)
     expected = plain(hidden, weight, bias, labels, temperature, softcap)
-    torch.testing.assert_close(scores, expected, rtol=1e-12, atol=1e-12)
-    assert not scores[0].requires_grad
+    torch.testing.assert_close((said.logprob, said.entropy), expected, rtol=1e-12, atol=1e-12)
+    assert not said.logprob.requires_grad
 
 
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, 2.0)])
@@ -126,14 +127,14 @@ def test_scores_are_those_of_the_definition(temperature, softcap, with_bias, chu
 def test_an_energy_is_the_squared_gradient_of_the_log_probability_by_the_logits(temperature, softcap, chunk_size):
     hidden, weight, bias, labels = problem()
     settings = {"bias": bias, "temperature": temperature, "softcap": softcap}
-    logprob, energy = linear_energies(hidden, weight, labels, **settings, chunk_size=chunk_size)
+    said = linear_logprobs(hidden, weight, labels, **settings, chunk_size=chunk_size, with_energy=True)
     logits = hidden @ weight.t() + bias
     logits = logits if softcap is None else softcap * (logits / softcap).tanh()
     logits = (logits / temperature).detach().requires_grad_()
     expected = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
     [gradient] = torch.autograd.grad(expected.sum(), logits)
-    torch.testing.assert_close(logprob, expected.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(energy, gradient.square().sum(-1), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(said.logprob, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(said.energy, gradient.square().sum(-1), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)))
@@ -197,8 +198,8 @@ def test_without_loss_tokens_every_gradient_is_zero_and_present(whole_sequences)
     assert hidden.grad.shape == (0, HIDDEN)
     assert not weight.grad.any()
     assert not bias.grad.any()
-    logprob, entropy = linear_logprobs(hidden, weight, labels, bias=bias, with_entropy=True)
-    assert logprob.shape == entropy.shape == (0,)
+    said = linear_logprobs(hidden, weight, labels, bias=bias, with_entropy=True, with_energy=True)
+    assert said.logprob.shape == said.entropy.shape == said.energy.shape == (0,)
 
 
 def test_every_token_is_scored_once_and_in_order():
@@ -218,7 +219,9 @@ def test_numbers_do_not_depend_on_the_chunk_in_float32():
 
     def run(size):
         loss = linear_loss(hidden, weight, labels, weighted, chunk_size=size, with_entropy=True)
-        return linear_logprobs(hidden, weight, labels, chunk_size=size)[0], *torch.autograd.grad(loss, (hidden, weight))
+        return linear_logprobs(hidden, weight, labels, chunk_size=size).logprob, *torch.autograd.grad(
+            loss, (hidden, weight)
+        )
 
     whole = run(40)
     for size in (1, 7, 39):
@@ -232,7 +235,7 @@ def test_numbers_do_not_depend_on_the_chunk_in_float32():
 def test_scoring_and_training_give_the_same_bits(dtype, chunk_size, whole_sequences):
     """Old log-probabilities come from a pass without gradients or entropy; the first ratio has to be exactly 1."""
     hidden, weight, _, labels = problem(dtype)
-    scored, _ = linear_logprobs(hidden, weight, labels, chunk_size=chunk_size)
+    scored = linear_logprobs(hidden, weight, labels, chunk_size=chunk_size).logprob
     trained = torch.empty_like(scored)
 
     def score(logprob, entropy, part):
@@ -255,7 +258,7 @@ def test_a_label_too_rare_for_float32_keeps_log_probability_and_gradient(nats, w
     weight = torch.tensor([[0.0], [-nats]])
     hidden.requires_grad_()
     weight.requires_grad_()
-    logprob, _ = linear_logprobs(hidden, weight, labels)
+    logprob = linear_logprobs(hidden, weight, labels).logprob
     assert logprob.tolist() == pytest.approx([-nats, 0.0], rel=1e-6)
     linear_loss(hidden, weight, labels, added, with_entropy=with_entropy).backward()
     # d logp / dz = onehot - p = (-1, 1) for the rare label and (0, 0) for the sure one, up to exp(-nats).
@@ -285,8 +288,8 @@ def test_a_bias_may_push_all_logits_down():
     """Only differences count: a floor on logits instead of on log-probabilities would show here."""
     hidden, weight, _, labels = problem()
     low = torch.full((VOCABULARY,), -3e4, dtype=torch.float64)
-    scores = linear_logprobs(hidden, weight, labels, bias=low, with_entropy=True)
-    torch.testing.assert_close(scores, plain(hidden, weight, None, labels), rtol=1e-8, atol=1e-8)
+    said = linear_logprobs(hidden, weight, labels, bias=low, with_entropy=True)
+    torch.testing.assert_close((said.logprob, said.entropy), plain(hidden, weight, None, labels), rtol=1e-8, atol=1e-8)
 
 
 def test_a_large_vocabulary_goes_another_way_to_the_same_entropy():
@@ -294,19 +297,20 @@ def test_a_large_vocabulary_goes_another_way_to_the_same_entropy():
     hidden = torch.randn(5, 4, generator=rng)
     weight = torch.randn(2 * LONG_ROW, 4, generator=rng)
     labels = torch.arange(5)
-    _, entropy = linear_logprobs(hidden, weight, labels, chunk_size=2, with_entropy=True)
+    entropy = linear_logprobs(hidden, weight, labels, chunk_size=2, with_entropy=True).entropy
     torch.testing.assert_close(entropy.double(), plain(hidden, weight, None, labels)[1], rtol=1e-6, atol=1e-6)
+    assert linear_logprobs(hidden[:0], weight, labels[:0], with_entropy=True).entropy.shape == (0,)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 100.0, 1e4])
 def test_float32_is_close_to_float64_at_any_sharpness(scale):
     hidden, weight, _, labels = problem(torch.float32)
     hidden = hidden.detach() * scale
-    logprob, entropy = linear_logprobs(hidden, weight, labels, with_entropy=True)
+    said = linear_logprobs(hidden, weight, labels, with_entropy=True)
     expected_logprob, expected_entropy = plain(hidden, weight, None, labels)
     # The logits themselves carry 1e-7 of their size.
-    torch.testing.assert_close(logprob.double(), expected_logprob, rtol=1e-6, atol=1e-6 * max(scale, 1))
-    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=1e-5, atol=1e-6 * max(scale, 1))
+    torch.testing.assert_close(said.logprob.double(), expected_logprob, rtol=1e-6, atol=1e-6 * max(scale, 1))
+    torch.testing.assert_close(said.entropy.double(), expected_entropy, rtol=1e-5, atol=1e-6 * max(scale, 1))
 
 
 # ---- half precision
@@ -316,11 +320,13 @@ def test_float32_is_close_to_float64_at_any_sharpness(scale):
 def test_half_precision_models_get_float32_numbers(dtype):
     """Only the product hidden @ weight is rounded: from its logits on, everything agrees with float64 to 1e-5."""
     hidden, weight, _, labels = problem(dtype)
-    logprob, entropy = linear_logprobs(hidden, weight, labels, temperature=0.8, chunk_size=4, with_entropy=True)
-    assert logprob.dtype == entropy.dtype == torch.float32
+    said = linear_logprobs(hidden, weight, labels, temperature=0.8, chunk_size=4, with_entropy=True)
+    assert said.logprob.dtype == said.entropy.dtype == torch.float32
     logp = ((hidden / 0.8 @ weight.t()).double()).log_softmax(-1)
-    torch.testing.assert_close(logprob.double(), logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), rtol=0, atol=1e-5)
-    torch.testing.assert_close(entropy.double(), -(logp * logp.exp()).sum(-1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        said.logprob.double(), logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), rtol=0, atol=1e-5
+    )
+    torch.testing.assert_close(said.entropy.double(), -(logp * logp.exp()).sum(-1), rtol=0, atol=1e-5)
     loss = linear_loss(hidden, weight, labels, added)
     assert loss.dtype == torch.float32
     loss.backward()
@@ -354,9 +360,9 @@ def test_autocast_decides_the_products_and_leaves_float32_gradients(with_entropy
     settings = {"chunk_size": 4, "with_entropy": with_entropy}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = linear_loss(hidden, weight, labels, weighted, **settings)
-        logprob, _ = linear_logprobs(hidden, weight, labels, **settings)
+        logprob = linear_logprobs(hidden, weight, labels, **settings).logprob
     loss.backward()
-    assert torch.equal(logprob, linear_logprobs(half_hidden, half_weight, labels, **settings)[0])
+    assert torch.equal(logprob, linear_logprobs(half_hidden, half_weight, labels, **settings).logprob)
     expected = linear_loss(half_hidden, half_weight, labels, weighted, **settings)
     assert torch.equal(loss, expected)
     expected.backward()
@@ -442,9 +448,9 @@ def test_what_is_not_positive_is_refused(wrong):
 def test_given_logits_agree_with_the_head():
     hidden, weight, _, labels = problem()
     logits = (hidden @ weight.t()).detach()
-    logprob, entropy = linear_logprobs(hidden, weight, labels, temperature=0.6, with_entropy=True)
-    torch.testing.assert_close(logprobs_from_logits(logits, labels, 0.6), logprob, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(entropy_from_logits(logits, 3, 0.6), entropy, rtol=1e-12, atol=1e-12)
+    said = linear_logprobs(hidden, weight, labels, temperature=0.6, with_entropy=True)
+    torch.testing.assert_close(logprobs_from_logits(logits, labels, 0.6), said.logprob, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropy_from_logits(logits, 3, 0.6), said.entropy, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the head on a CUDA device with float64 on the host")
