@@ -19,7 +19,7 @@ entropy out of the update (TRL's and ours do not), so both are measured with it 
     openrlhf     `Actor.forward` with packing, `PolicyLoss`
     trl          `GRPOTrainer.compute_loss`, eight samples at a time
 
-    python benchmarks/peers.py [--small] [--vocabulary 32768 151936] [--rounds 3] [--json PATH]
+    python benchmarks/peers.py [--small] [--vocabulary 32768 151936] [--rounds 3 1] [--json PATH]
 """
 
 from __future__ import annotations
@@ -407,20 +407,26 @@ WAYS: Mapping[str, update.MakeWay] = {
 }
 
 
+def measured_updates(vocabulary: int, rounds: int) -> dict[str, Any]:
+    """The update step by everybody's code; half the rollouts where logits are large."""
+    groups = 8 if vocabulary < 100_000 else 4
+    return update.measure(update.make_rows(groups, 8, vocabulary), update.Sizes(vocabulary, 256, 4), rounds, WAYS)
+
+
 def main() -> None:
     """Measure, print, and write what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a quick look: few cases, a small model, one round")
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_768, 151_936])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, nargs="+", default=[3, 1], help="of each vocabulary")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    models = [update.Sizes(2048, 128, 2)] if args.small else [update.Sizes(v, 256, 4) for v in args.vocabulary]
-    rounds = 1 if args.small else args.rounds
     versions = {name: importlib.metadata.version(name) for name in PEERS}
     cases = json.loads(planner.CASES.read_text())["cases"]
-    plans = measured_plans([case for case in cases if len(case["lengths"]) <= (256 if args.small else 8192)], rounds)
+    if args.small:
+        cases = [case for case in cases if len(case["lengths"]) <= 256]
+    plans = measured_plans(cases, rounds=1 if args.small else 3)
     for row in plans:
         step, ms = row["step"], row["ms"]
         print(
@@ -433,11 +439,12 @@ def main() -> None:
         ms = row["ms"]
         sizes_word = "equal" if row["equal_size"] else "free"
         print(f"{row['items']} items, {row['parts']} parts, {sizes_word} sizes: {ms['verl'] / ms['rlmodule']:.1f}x")
-    updates = []
-    for sizes in models:
-        groups = 4 if sizes.vocabulary < 100_000 else 2
-        updates.append(update.measure(update.make_rows(groups, 8, sizes.vocabulary), sizes, rounds, WAYS))
-        update.show(updates[-1])
+    if args.small:
+        updates = [update.measure(update.make_rows(2, 8, 2048), update.Sizes(2048, 128, 2), 1, WAYS)]
+    else:
+        updates = [measured_updates(*each) for each in zip(args.vocabulary, args.rounds, strict=True)]
+    for report in updates:
+        update.show(report)
     if args.json:
         record.write(args.json, {"versions": versions, "plans": plans, "partitions": partitions, "updates": updates})
 

@@ -102,10 +102,10 @@ class Ours:
         ).grad_norm
 
     def score(self) -> None:
-        """Log-probabilities and entropies without gradients."""
+        """Log-probabilities without gradients, as the passes for old and reference ones make them."""
         with self.strategy.eval_mode("policy"):
             for micro_batch in self.mini_batch.micro_batches:
-                self.policy(micro_batch, with_entropy=True)
+                self.policy(micro_batch)
 
 
 class FullLogits:
@@ -116,29 +116,28 @@ class FullLogits:
         self.mini_batch, self.policy = ours.mini_batch, ours.policy
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, batch: MicroBatch, with_entropy: bool = True) -> Tensor:
         segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)
         ids, positions = batch.input_ids[None], batch.position_ids[None]
         logits = self.policy.lm(input_ids=ids, position_ids=positions, use_cache=False, segments=segments).logits[0]
         labels = torch.zeros(len(logits), dtype=torch.int64).index_put((batch.loss_positions,), batch.labels)
         log_softmax = logits.log_softmax(-1)
-        with torch.no_grad():  # entropy is logged, not trained
-            entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-        logprob = log_softmax.gather(-1, labels[:, None]).squeeze(-1)
-        return logprob[batch.loss_positions], entropy[batch.loss_positions]
+        if with_entropy:
+            entropy_of(log_softmax)
+        return log_softmax.gather(-1, labels[:, None]).squeeze(-1)[batch.loss_positions]
 
     def step(self) -> float:
         """One optimizer step; the gradient norm."""
         for batch in self.mini_batch.micro_batches:
-            logprob, _ = self._logprobs(batch)
+            logprob = self._logprobs(batch)
             (ppo(logprob, batch.old_logprob, batch.advantage).sum() / self.mini_batch.totals.tokens).backward()
         return clip_and_step(self.policy, self.optimizer)
 
     @torch.no_grad()
     def score(self) -> None:
-        """Log-probabilities and entropies without gradients."""
+        """Log-probabilities without gradients."""
         for batch in self.mini_batch.micro_batches:
-            self._logprobs(batch)
+            self._logprobs(batch, with_entropy=False)
 
 
 class Padded:
@@ -152,7 +151,7 @@ class Padded:
         self.tokens = sum(len(r.sample.response_ids) for r in rows)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def _logprobs(self, rows: list[ExperienceRow]) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, rows: list[ExperienceRow], with_entropy: bool = True) -> tuple[Tensor, Tensor]:
         prompts = [torch.tensor(r.sample.prompt.ids) for r in rows]
         responses = [r.sample.response_ids for r in rows]
         left, right = max(map(len, prompts)), max(map(len, responses))
@@ -166,8 +165,8 @@ class Padded:
         window = {"use_cache": False, "logits_to_keep": right + 1}
         logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, **window).logits[:, :-1]
         log_softmax = logits.log_softmax(-1)
-        with torch.no_grad():
-            _ = -(log_softmax.exp() * log_softmax).sum(-1)
+        if with_entropy:
+            entropy_of(log_softmax)
         return log_softmax.gather(-1, ids[:, left:, None]).squeeze(-1), mask[:, left:].bool()
 
     def step(self) -> float:
@@ -181,9 +180,15 @@ class Padded:
 
     @torch.no_grad()
     def score(self) -> None:
-        """Log-probabilities and entropies without gradients."""
+        """Log-probabilities without gradients."""
         for rows in self.batches:
-            self._logprobs(rows)
+            self._logprobs(rows, with_entropy=False)
+
+
+@torch.no_grad()
+def entropy_of(log_softmax: Tensor) -> Tensor:
+    """[..., V] -> [...]; logged, not trained."""
+    return -(log_softmax.exp() * log_softmax).sum(-1)
 
 
 def ppo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor) -> Tensor:
@@ -244,7 +249,7 @@ class Way(Protocol):
         """One optimizer step; the gradient norm."""
 
     def score(self) -> None:
-        """Log-probabilities and entropies without gradients."""
+        """Log-probabilities without gradients."""
 
 
 MakeWay = Callable[[list[ExperienceRow], Sizes], Way]
