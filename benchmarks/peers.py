@@ -202,7 +202,9 @@ class Verl(Peer):
         engine.compute_entropy_from_logits = torch_functional.entropy_from_logits
         engine.get_data_parallel_group = lambda: None
         self.engine = engine
-        config = ActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1, clip_ratio=CLIP)
+        # Its third clip, which the others leave off: no ratio comes near it.
+        clips = {"clip_ratio": CLIP, "clip_ratio_c": 1e6}
+        config = ActorConfig(strategy="fsdp", rollout_n=8, ppo_micro_batch_size_per_gpu=1, **clips)
         self.loss_function = partial(ppo_loss, config)
         self.micro_batches = self._cut()
 
