@@ -8,7 +8,9 @@ equal counts (`get_seqlen_balanced_partitions`), cut each share into optimizer s
 (`rearrange_micro_batches`) into as many micro-batches as the neediest rank needs. `verl` takes a share in data order,
 as its present trainer does (``trainer/ppo/v1``); `verl, older` sorts it by length first, as ``ray_trainer.py`` does,
 which puts samples of alike length into one optimizer step: less waiting, for mini-batches that differ several times in
-tokens. Differencing is its `karmarkar_karp` on a plain list.
+tokens. Both choose the samples of a step by their place after balancing; `rlmodule` keeps the steps of the data order,
+`rlmodule, free` (``planner=joint_free``) chooses steps of one mix of lengths. Differencing is its `karmarkar_karp` on a
+plain list.
 
 Update: each peer does the work of ``update.py`` on the same samples with its own code: batching, log-probabilities,
 entropy, policy loss, normalising. What a CPU cannot run is replaced by something no slower: where verl and OpenRLHF
@@ -106,12 +108,14 @@ def measured_plans(cases: Sequence[Mapping[str, Any]], rounds: int) -> list[dict
         made, ms = planner.in_turns(
             {
                 "rlmodule": partial(plan_batch, metas, **sizes),
+                "rlmodule, free": partial(plan_batch, metas, **sizes, planner="joint_free"),
                 "verl": partial(verl_flow, case),
                 "verl, older": partial(verl_flow, case, by_length=True),
             },
             rounds,
         )
-        step = {**made, "rlmodule": planner.lockstep_time(made["rlmodule"], case["dp_size"])}
+        ours = ("rlmodule", "rlmodule, free")
+        step = {**made, **{name: planner.lockstep_time(made[name], case["dp_size"]) for name in ours}}
         rows.append({"name": case["name"], "step": step, "ms": ms})
     return rows
 

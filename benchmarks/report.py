@@ -197,7 +197,7 @@ def scaling_chart(numbers: Numbers, axes: plt.Axes) -> None:
 
 def peers_table(numbers: Numbers) -> str:
     """Plans, differencing and the update step against released packages."""
-    planners = ("rlmodule", "verl", "verl, older")
+    planners = ("rlmodule", "rlmodule, free", "verl", "verl, older")
     plans = numbers["plans"]
     rows = [
         [
@@ -207,9 +207,11 @@ def peers_table(numbers: Numbers) -> str:
         ]
         for row in plans
     ]
-    ratios = {
-        name: statistics.median(row["step"]["rlmodule"] / row["step"][name] for row in plans) for name in planners[1:]
-    }
+    medians = [
+        f"{ours} over {peer}: {statistics.median(row['step'][ours] / row['step'][peer] for row in plans):.2f}"
+        for ours in planners[:2]
+        for peer in planners[2:]
+    ]
     parts = [
         [
             f"{row['items']} items, {row['parts']} parts, {'equal' if row['equal_size'] else 'free'} sizes",
@@ -222,7 +224,7 @@ def peers_table(numbers: Numbers) -> str:
     sections = [
         f"Packages: {versions}.",
         table(["lock-step time", *planners, *(f"{name}, ms" for name in planners)], rows),
-        "Median of rlmodule over " + ", ".join(f"{name}: {ratio:.2f}" for name, ratio in ratios.items()) + ".",
+        f"Medians: {'; '.join(medians)}.",
         table(["largest differencing", "rlmodule, ms", "verl, ms", "ratio"], parts),
         *(update_table(report) for report in numbers["updates"]),
     ]

@@ -1,6 +1,6 @@
 """Which tokens of a whole mini-batch a loss treats in a way of their own; the same for any cut, on any number of ranks.
 
-Two small exchanges between data ranks: sums for the means, then each rank's best candidates. Leaves out what makes a
+Two small exchanges between token ranks: sums for the means, then each rank's best candidates. Leaves out what makes a
 token worth selecting (the loss) and what becomes of it (the loss too).
 """
 
@@ -65,7 +65,7 @@ def _means(inputs: Sequence[LossInputs], collectives: Collectives) -> TokenMeans
 
 
 def highest(priorities: Sequence[Tensor], keys: Sequence[Tensor], count: int, collectives: Collectives) -> list[Tensor]:
-    """Marks the ``count`` entries of highest priority over all parts and data ranks.
+    """Marks the ``count`` entries of highest priority over all parts and token ranks.
 
     Args:
         priorities: [N] float64 of each part; minus infinity is never marked.

@@ -17,15 +17,13 @@ import train
 from rlmodule.advantages import ADVANTAGES
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.critic import CriticConfig
 from rlmodule.data.prompts import DataConfig
 from rlmodule.losses import LOSSES
-from rlmodule.models.policy import ModelConfig, load_model_config
+from rlmodule.models.policy import ModelConfig
 from rlmodule.objective import AlgorithmConfig
 from rlmodule.optimizer import OptimizerConfig
-from rlmodule.preflight.checks import check
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.run_directory import RunDirectory
@@ -326,15 +324,6 @@ def test_a_wrong_value_names_key_value_and_fix(tmp_path, overrides, key, got, sa
     assert says in str(error)
     assert error.because
     assert not (tmp_path / "run").exists(), "a run that is refused leaves nothing behind"
-
-
-@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
-def test_losses_that_select_tokens_refuse_slices_of_sequences(loss):
-    settings = Settings.read(compose(f"loss={loss}"))
-    config = load_model_config(settings.model)
-    check(settings, config, Layout(2))
-    with pytest.raises(ConfigError, match=r"strategy\.sp_size=2: .* whole mini-batches"):
-        check(settings, config, Layout(2, sp_size=2))
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="it is refused where there is no accelerator")

@@ -10,8 +10,10 @@ from rlmodule.core.types import LossInputs, TokenMeans
 from rlmodule.losses.clip_cov import ClipCov
 from rlmodule.losses.kl_cov import KLCov
 from rlmodule.selection import highest, with_selection
+from strategies.parts.mesh import Mesh
+from strategies.parts.ulysses import Ulysses
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.tiny import current_layout, ddp, mixed_rows, share_rows, single, tiny_policy
+from tests.helpers.tiny import current_layout, mixed_rows, share_rows, single, tiny_policy, wrap_here
 
 LENGTHS = ((3, 4), (5, 1), (2, 9), (4, 3), (1, 6), (6, 2), (3, 11), (2, 2), (4, 4), (2, 7), (1, 1), (5, 5))
 ROWS = mixed_rows(LENGTHS)
@@ -23,10 +25,12 @@ LOSSES = {
 }
 
 
-def selected_on(rank, name, config):
+def selected_on(rank, name, config, sp_size=1):
     """(sample, place) of every token this rank has selected, with what selection looked at."""
-    layout = current_layout()
-    strategy = (single if layout.world_size == 1 else ddp)({"policy": tiny_policy()})
+    layout, policy = current_layout(sp_size), tiny_policy()
+    strategy = wrap_here({"policy": policy})
+    if sp_size > 1:
+        policy.sequence = Ulysses.of(Mesh.of_running("cpu", sp_size=sp_size).sequence_group, torch.device("cpu"))
     [mini_batch] = share_rows(ROWS, config, layout)
     picked = with_selection(mini_batch, LOSSES[name], strategy)
     return [
@@ -68,6 +72,14 @@ def test_the_cut_changes_nothing(name):
 @pytest.mark.parametrize("name", LOSSES)
 def test_ranks_change_nothing(name):
     ranks = run_on_ranks(2, partial(selected_on, name=name, config=CUT))
+    assert sorted(token for rank in ranks for token in rank) == by_a_plain_sort(name)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("world_size", [2, 4], ids=["sp2", "dp2 x sp2"])
+def test_cutting_rows_over_sequence_ranks_changes_nothing(name, world_size):
+    ranks = run_on_ranks(world_size, partial(selected_on, name=name, config=CUT, sp_size=2))
     assert sorted(token for rank in ranks for token in rank) == by_a_plain_sort(name)
 
 

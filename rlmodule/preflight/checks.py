@@ -10,7 +10,6 @@ from rlmodule.core.contract import Layout
 from rlmodule.preflight.adapters import check_lora
 from rlmodule.preflight.batches import check_equal_counts, check_kept_groups
 from rlmodule.preflight.groups import check_groups, check_pairs
-from rlmodule.preflight.layout import check_selection
 from rlmodule.preflight.lengths import check_budget, check_positions
 from rlmodule.preflight.responses import check_old_logprob, check_reward, check_staleness, check_temperature
 from rlmodule.preflight.reward_model import check_reward_model
@@ -32,7 +31,7 @@ OF_SETTINGS: tuple[Callable[[Settings], None], ...] = (
     check_staleness,
     check_temperature,
 )
-OF_LAYOUT: tuple[Callable[[Settings, Layout], None], ...] = (check_budget, check_equal_counts, check_selection)
+OF_LAYOUT: tuple[Callable[[Settings, Layout], None], ...] = (check_budget, check_equal_counts)
 OF_MODEL: tuple[Callable[[Settings, PreTrainedConfig], None], ...] = (check_positions,)
 
 

@@ -1,4 +1,4 @@
-"""How ranks split the model: heads over sequence ranks, and losses that look over them."""
+"""How ranks split the model: heads over sequence ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from transformers import PreTrainedConfig
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
 from rlmodule.models.policy import shape_of
-from rlmodule.settings import Settings
 
 
 def check_layout(hf_config: PreTrainedConfig, layout: Layout) -> None:
@@ -30,18 +29,6 @@ def check_layout(hf_config: PreTrainedConfig, layout: Layout) -> None:
             + (f" after tp_size={layout.tp_size}" if layout.tp_size > 1 else "")
             + ": it must divide the former, and divide or be a multiple of the latter",
             fix=f"Use one of {fits}",
-        )
-
-
-def check_selection(settings: Settings, layout: Layout) -> None:
-    """Tokens are selected among those of whole mini-batches, which sequence ranks hold in parts."""
-    if layout.sp_size > 1 and "selected" in settings.loss.needs:
-        raise ConfigError(
-            key="strategy.sp_size",
-            got=layout.sp_size,
-            because=f"{type(settings.loss).__name__} selects tokens of whole mini-batches, "
-            "and no exchange finds those of sequence ranks yet",
-            fix="Use strategy.sp_size=1, or another loss",
         )
 
 

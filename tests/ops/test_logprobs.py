@@ -37,7 +37,7 @@ def test_what_is_not_positive_is_refused():
 
 
 def test_chunks_are_as_large_as_the_budget_allows_and_alike():
-    assert default_chunk(151_936, "cpu") == 138
+    assert default_chunk(151_936, "cpu") == 193
     assert default_chunk(100, "cpu") > 200_000
     assert default_chunk(10**9, "cpu") == 1
     sizes = [part.stop - part.start for part in chunks(1000, 138)]
