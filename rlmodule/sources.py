@@ -1,4 +1,4 @@
-"""Where samples come from: rollouts of the current policy, stored ones, demonstrations, or pairs somebody judged.
+"""Where samples come from: rollouts of the current policy, stored ones, or what somebody wrote.
 
 All feed the same planner and step. Also the examination of the policy on held-out prompts.
 """
@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, TypeVar
 
 from rlmodule.core.contract import Layout, Reward, RolloutEngine, SampleRequest
-from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import Prompt, Sample, Score, ScoredSample
-from rlmodule.data.preferences import Pair
 from rlmodule.data.rollouts import RolloutTable
 from rlmodule.data.stream import PromptStream
 from rlmodule.experience.stopwatch import Stopwatch
@@ -35,17 +33,34 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
+class Draw:
+    """Takes the rows of an iteration; each falls to one token rank.
+
+    Args:
+        stream: order of the rows and how far it has been read; the same on every rank.
+        batch_size: rows of an iteration, over all ranks.
+        layout: gives this process's place once the strategy is set up.
+    """
+
+    stream: PromptStream
+    batch_size: int
+    layout: Callable[[], Layout]
+
+    def __call__(self) -> list[tuple[int, int]]:
+        """(counter, row) of this rank's share; ids are made from counters, so a row that comes again has new ones."""
+        return share_of_rank(self.stream.take(self.batch_size), self.layout())
+
+
+@dataclass(frozen=True, eq=False)
 class RolloutSource:
     """Prompts -> responses of the current policy -> rewards.
 
     Args:
         prompts: rows to draw from.
-        stream: order of the rows and how far it has been read; the same on every rank.
-        batch_size: prompts of an iteration, over all ranks.
+        draw: this rank's share of an iteration's prompts.
         n: responses per prompt.
         engine: gives the rollout engine once the strategy is set up.
         reward: the judge.
-        layout: gives this process's place once the strategy is set up.
         seed: keys the sampling.
         greedy_baseline: answer every prompt greedily once more, for advantages against that answer.
     """
@@ -54,19 +69,16 @@ class RolloutSource:
     is_fresh: ClassVar[bool] = True
 
     prompts: Sequence[Prompt]
-    stream: PromptStream
-    batch_size: int
+    draw: Draw
     n: int
     engine: Callable[[], RolloutEngine]
     reward: Reward
-    layout: Callable[[], Layout]
     seed: int
     greedy_baseline: bool = False
 
     def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
-        """Every prompt is answered by one token rank; ids come from the stream's counter, not from ranks."""
-        drawn = self.stream.take(self.batch_size)
-        mine = share_of_rank(drawn, self.layout())
+        """The ``n`` responses to each prompt, with their verdicts."""
+        mine = self.draw()
         requests = [
             SampleRequest(prompt=i, sample_id=counter * self.n + j, group_id=counter, seed=self.seed)
             for i, (counter, _) in enumerate(mine)
@@ -90,33 +102,55 @@ class RolloutSource:
 
 @dataclass(frozen=True, eq=False)
 class StoredSource:
-    """Whole groups of responses that were sampled earlier, in a seeded order; nothing is drawn and nothing judged.
+    """Whole groups of responses that were sampled earlier; nothing is drawn and nothing judged.
 
     Args:
         table: the responses by group.
-        stream: order of the groups and how far it has been read; the same on every rank.
-        batch_size: groups of an iteration, over all ranks.
-        layout: gives this process's place once the strategy is set up.
+        draw: this rank's share of an iteration's groups.
     """
 
     is_judged: ClassVar[bool] = True
     is_fresh: ClassVar[bool] = False
 
     table: RolloutTable
-    stream: PromptStream
-    batch_size: int
-    layout: Callable[[], Layout]
+    draw: Draw
 
     def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
-        """Every group is read by one token rank; ids come from the stream's counter, so a new pass has new ones."""
-        scored: list[ScoredSample] = []
+        """The responses of each group, with the verdicts that were stored."""
         with watch.phase("read"):
-            for counter, group in share_of_rank(self.stream.take(self.batch_size), self.layout()):
-                responses = self.table.read(self.table.groups[group])
-                scored += [
-                    response.scored(counter * self.table.largest + i, counter) for i, response in enumerate(responses)
-                ]
-        return scored
+            return [
+                response.scored(counter * self.table.largest + i, counter)
+                for counter, group in self.draw()
+                for i, response in enumerate(self.table.read(self.table.groups[group]))
+            ]
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenSource:
+    """Rows of responses that somebody wrote; those of a row are a group.
+
+    Args:
+        rows: one response to imitate each, or a better and a worse one.
+        verdicts: what the responses of a row score, in every row alike.
+        draw: this rank's share of an iteration's rows.
+    """
+
+    is_judged: ClassVar[bool] = False  # the verdicts never change
+    is_fresh: ClassVar[bool] = False
+
+    rows: Sequence[Sequence[Sample]]
+    verdicts: Sequence[float]
+    draw: Draw
+
+    def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
+        """The responses of each row under the ids of a run."""
+        return [
+            ScoredSample(
+                replace(sample, sample_id=counter * len(self.verdicts) + place, group_id=counter), Score(value)
+            )
+            for counter, row in self.draw()
+            for place, (sample, value) in enumerate(zip(self.rows[row], self.verdicts, strict=True))
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,59 +180,6 @@ class Examination:
         samples = self.engine().generate([prompt for _, prompt in mine], requests)
         scores = self.reward(samples) if samples else []
         return [ScoredSample(sample, score) for sample, score in zip(samples, scores, strict=True)]
-
-
-@dataclass(frozen=True, eq=False)
-class DemonstrationSource:
-    """Fixed samples to imitate, in a seeded order."""
-
-    is_judged: ClassVar[bool] = False
-    is_fresh: ClassVar[bool] = False
-
-    samples: Sequence[Sample]
-    stream: PromptStream
-    batch_size: int
-    layout: Callable[[], Layout]
-
-    def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
-        """This rank's share of the next demonstrations; each is worth imitating, so each scores 1."""
-        if not self.samples:
-            raise TrainingError("there are no demonstrations to imitate")
-        drawn = share_of_rank(self.stream.take(self.batch_size), self.layout())
-        return [ScoredSample(_renamed(self.samples[row], counter, counter), Score(1.0)) for counter, row in drawn]
-
-
-@dataclass(frozen=True, eq=False)
-class PreferenceSource:
-    """Fixed pairs in a seeded order; the two samples of a pair are a group.
-
-    Args:
-        pairs: rows to draw from.
-        stream: order of the rows and how far it has been read; the same on every rank.
-        batch_size: pairs of an iteration, over all ranks.
-        layout: gives this process's place once the strategy is set up.
-    """
-
-    is_judged: ClassVar[bool] = False  # the verdicts of pairs never change
-    is_fresh: ClassVar[bool] = False
-
-    pairs: Sequence[Pair]
-    stream: PromptStream
-    batch_size: int
-    layout: Callable[[], Layout]
-
-    def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
-        """This rank's share of the next pairs; a chosen response scores 1, a rejected one -1."""
-        drawn = share_of_rank(self.stream.take(self.batch_size), self.layout())
-        return [
-            ScoredSample(_renamed(sample, 2 * counter + place, counter), Score(value))
-            for counter, row in drawn
-            for place, (sample, value) in enumerate(((self.pairs[row].chosen, 1.0), (self.pairs[row].rejected, -1.0)))
-        ]
-
-
-def _renamed(sample: Sample, sample_id: int, group_id: int) -> Sample:
-    return replace(sample, sample_id=sample_id, group_id=group_id)
 
 
 def share_of_rank(items: Sequence[T], layout: Layout) -> list[T]:

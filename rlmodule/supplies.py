@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -19,14 +20,13 @@ from rlmodule.data.demonstrations import file_demonstrations, task_demonstration
 from rlmodule.data.preferences import Pair, file_preferences, task_preferences
 from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.rollouts import RolloutTable, load_rollouts
-from rlmodule.data.stream import PromptStream
 from rlmodule.experience.token_facts import one_token_on
 from rlmodule.models.policy import ONLY
 from rlmodule.objective import DEMONSTRATIONS, PREFERENCES, ROLLOUTS
 from rlmodule.preflight.lengths import check_lengths
 from rlmodule.preflight.stored_rollouts import check_rollouts
 from rlmodule.settings import STORED, Settings
-from rlmodule.sources import DemonstrationSource, PreferenceSource, RolloutSource, Source, StoredSource
+from rlmodule.sources import Draw, RolloutSource, Source, StoredSource, WrittenSource
 
 MADE_UP_DEMONSTRATIONS, MADE_UP_PAIRS = 16384, 4096  # drawn from a built-in task that is asked for some
 
@@ -69,7 +69,7 @@ class Supply(ABC):
         """Rows that lend their tokens to made-up samples."""
 
     @abstractmethod
-    def source(self, stream: PromptStream, layout: Callable[[], Layout], engine: Callable[[], RolloutEngine]) -> Source:
+    def source(self, draw: Draw, engine: Callable[[], RolloutEngine]) -> Source:
         """What gives the samples of each iteration."""
 
 
@@ -107,18 +107,16 @@ class Prompts(Supply):
         """The prompts."""
         return self.table
 
-    def source(self, stream: PromptStream, layout: Callable[[], Layout], engine: Callable[[], RolloutEngine]) -> Source:
+    def source(self, draw: Draw, engine: Callable[[], RolloutEngine]) -> Source:
         """Rollouts of the current policy."""
         s = self.settings
         assert s.reward is not None, "rollouts are judged"
         return RolloutSource(
             self.table,
-            stream,
-            s.algorithm.train_batch_size,
+            draw,
             s.rollout.n,
             engine,
             s.reward,
-            layout,
             s.run.seed,
             greedy_baseline=s.advantage is not None and s.advantage.needs_baseline,
         )
@@ -126,6 +124,8 @@ class Prompts(Supply):
 
 class Written(Supply):
     """Responses that somebody wrote, one row after the other."""
+
+    verdicts: ClassVar[tuple[float, ...]]  # of the samples of every row
 
     @property
     @abstractmethod
@@ -157,9 +157,15 @@ class Written(Supply):
         """All of them."""
         return [sample for samples in self.rows for sample in samples]
 
+    def source(self, draw: Draw, engine: Callable[[], RolloutEngine]) -> Source:
+        """The same rows again and again."""
+        return WrittenSource(self.rows, self.verdicts, draw)
+
 
 class Demonstrations(Written):
     """Samples to imitate."""
+
+    verdicts: ClassVar[tuple[float, ...]] = (1.0,)
 
     @cached_property
     def samples(self) -> Sequence[Sample]:
@@ -174,13 +180,11 @@ class Demonstrations(Written):
         """Each by itself."""
         return [(sample,) for sample in self.samples]
 
-    def source(self, stream: PromptStream, layout: Callable[[], Layout], engine: Callable[[], RolloutEngine]) -> Source:
-        """The same samples again and again."""
-        return DemonstrationSource(self.samples, stream, self.settings.algorithm.train_batch_size, layout)
-
 
 class Preferences(Written):
     """Pairs of a better and a worse response."""
+
+    verdicts: ClassVar[tuple[float, ...]] = (1.0, -1.0)
 
     @cached_property
     def pairs(self) -> Sequence[Pair]:
@@ -198,10 +202,6 @@ class Preferences(Written):
     def rows(self) -> Sequence[Sequence[Sample]]:
         """Both of each pair."""
         return [(pair.chosen, pair.rejected) for pair in self.pairs]
-
-    def source(self, stream: PromptStream, layout: Callable[[], Layout], engine: Callable[[], RolloutEngine]) -> Source:
-        """The same pairs again and again."""
-        return PreferenceSource(self.pairs, stream, self.settings.algorithm.train_batch_size, layout)
 
 
 class StoredRollouts(Supply):
@@ -243,9 +243,9 @@ class StoredRollouts(Supply):
         rows = self.table.read(self.table.groups[0])
         return [row.scored(sample_id, 0).sample for sample_id, row in enumerate(rows)]
 
-    def source(self, stream: PromptStream, layout: Callable[[], Layout], engine: Callable[[], RolloutEngine]) -> Source:
+    def source(self, draw: Draw, engine: Callable[[], RolloutEngine]) -> Source:
         """Groups in a seeded order."""
-        return StoredSource(self.table, stream, self.settings.algorithm.train_batch_size, layout)
+        return StoredSource(self.table, draw)
 
 
 SUPPLIES: Mapping[str, type[Supply]] = {

@@ -23,7 +23,7 @@ from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.losses.dpo import DPO
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.settings import Settings
-from rlmodule.sources import PreferenceSource
+from rlmodule.sources import Draw, WrittenSource
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.sessions import compose, run_small, small_session
 from tests.helpers.tiny import sample, tiny_policy, wrap_here
@@ -43,7 +43,8 @@ def steps(records, name):
 
 
 def source_of(layout):
-    return PreferenceSource(PAIRS, PromptStream(4, seed=0), 3, lambda: layout)
+    rows = [(pair.chosen, pair.rejected) for pair in PAIRS]
+    return WrittenSource(rows, (1.0, -1.0), Draw(PromptStream(4, seed=0), 3, lambda: layout))
 
 
 def test_a_pair_is_a_group_of_a_chosen_and_a_rejected_sample():

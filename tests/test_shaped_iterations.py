@@ -23,7 +23,7 @@ from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.ops.kl import kl_per_token
 from rlmodule.rollout_correction import RolloutCorrection, correction_weights
 from rlmodule.shaping import FilterGroups, KLController, KLInReward, OverlongBuffer
-from rlmodule.sources import RolloutSource
+from rlmodule.sources import Draw, RolloutSource
 from strategies.parts.mesh import current_layout
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import ddp, sample, single, tiny_policy
@@ -260,7 +260,7 @@ def test_every_prompt_is_answered_greedily_once_more():
         return [Score(s.prompt.row + (0.5 if int(s.response_ids[0]) == 7 else 0.0)) for s in samples]
 
     source = RolloutSource(
-        prompts, PromptStream(3, seed=0), 3, 2, Scripted, reward, Layout, seed=0, greedy_baseline=True
+        prompts, Draw(PromptStream(3, seed=0), 3, Layout), 2, Scripted, reward, seed=0, greedy_baseline=True
     )
     collected = source.collect(0, Stopwatch())
     assert [s.sample.sample_id for s in collected] == list(range(6))

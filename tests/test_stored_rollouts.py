@@ -12,7 +12,7 @@ from rlmodule.core.types import ExperienceRow, StepTotals
 from rlmodule.data.stream import PromptStream
 from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.models.policy import ModelConfig, build_policy
-from rlmodule.sources import StoredSource
+from rlmodule.sources import Draw, StoredSource
 from tests.helpers.sessions import numbers, run_small, small_session
 
 GROUPS = 4
@@ -28,7 +28,7 @@ def earlier(tmp_path_factory):
 
 def source_of(session, layout, seed=0):
     table = session.supply.table
-    return StoredSource(table, PromptStream(len(table), seed), GROUPS, lambda: layout)
+    return StoredSource(table, Draw(PromptStream(len(table), seed), GROUPS, lambda: layout))
 
 
 def rewritten(earlier, tmp_path, change):

@@ -20,7 +20,7 @@ from rlmodule.objective import Objective
 from rlmodule.replay import ReplayMemory
 from rlmodule.settings import Settings
 from rlmodule.shaping import KLController
-from rlmodule.sources import Examination
+from rlmodule.sources import Draw, Examination
 from rlmodule.supplies import Supply
 
 
@@ -57,7 +57,7 @@ def new_datamodule(
     controller = KLController(s.algorithm.kl_in_reward) if s.algorithm.use_kl_in_reward else None
     kept = None if s.algorithm.is_sampled else ReferenceScores()
     return RLDataModule(
-        supply.source(stream, layout, engine),
+        supply.source(Draw(stream, s.algorithm.train_batch_size, layout), engine),
         stream,
         partial(new_maker, s, supply, objective, strategy, kl_controller=controller, reference_scores=kept),
         examine=Examination(val_prompts, engine, s.reward, layout) if s.reward and val_prompts else None,

@@ -27,7 +27,7 @@ from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig
 from rlmodule.rollout.hf import HFRollout
 from rlmodule.run_context import EventLog, RunContext
-from rlmodule.sources import DemonstrationSource, Examination, RolloutSource, Source
+from rlmodule.sources import Draw, Examination, RolloutSource, Source, WrittenSource
 from rlmodule.update import Trainable
 from strategies.ddp import DDPOptions, DDPStrategy
 from strategies.single import SingleOptions, SingleStrategy
@@ -102,12 +102,11 @@ class SmallRun:
             lambda: strategy.wrapped("policy"), lambda: strategy.eval_mode("policy"), TOKENIZER, torch.device("cpu")
         )
         stream = PromptStream(len(PROMPTS), seed=0)
-        source: Source = RolloutSource(
-            PROMPTS, stream, 4, 2, lambda: engine, self.reward, lambda: strategy.layout, seed=0
-        )
+        layout = lambda: strategy.layout  # noqa: E731
+        source: Source = RolloutSource(PROMPTS, Draw(stream, 4, layout), 2, lambda: engine, self.reward, seed=0)
         if self.imitates:
-            demonstrations = [scored(i, prompt.text, "09", 1.0).sample for i, prompt in enumerate(PROMPTS)]
-            source = DemonstrationSource(demonstrations, stream, 8, lambda: strategy.layout)
+            demonstrations = [[scored(i, prompt.text, "09", 1.0).sample] for i, prompt in enumerate(PROMPTS)]
+            source = WrittenSource(demonstrations, [1.0], Draw(stream, 8, layout))
 
         def make(iteration: int) -> ExperienceMaker:
             batching = BatchingConfig(mini_batch_size=4)
@@ -130,7 +129,6 @@ class SmallRun:
             val_prompts=PROMPTS[:3],
             tokenizer=TOKENIZER,
         )
-        layout = lambda: strategy.layout  # noqa: E731
         examine = None if self.imitates else Examination(PROMPTS[:3], lambda: engine, self.reward, layout)
         data = RLDataModule(source, stream, make, examine=examine, start=context.journal.begin_iteration)
         trainable = Trainable("policy", objective, OptimizerConfig(lr=1e-2, warmup_steps=0), run_steps=8)
