@@ -255,6 +255,15 @@ class Settings:
         return {DEMONSTRATIONS: 1, PREFERENCES: 2}.get(self.algorithm.source, self.rollout.n)
 
     @property
+    def longest_sample(self) -> int:
+        """Tokens that a prompt and its response can have together."""
+        return self.data.max_prompt_length + self.rollout.max_response_length
+
+    def advantage_reads(self, name: str) -> bool:
+        """Whether there is an estimator that reads the field ``name`` of AdvantageInputs."""
+        return self.advantage is not None and name in self.advantage.needs
+
+    @property
     def value_model(self) -> str | None:
         """Name of the model that says values, if any does."""
         return {NO_VALUE: None, SHARED: POLICY, SEPARATE: CRITIC, ONLY: None}[self.model.value]

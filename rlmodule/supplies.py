@@ -118,7 +118,7 @@ class Prompts(Supply):
             engine,
             s.reward,
             s.run.seed,
-            greedy_baseline=s.advantage is not None and s.advantage.needs_baseline,
+            greedy_baseline=s.advantage_reads("baseline"),
         )
 
 

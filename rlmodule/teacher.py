@@ -8,7 +8,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.policy import ModelConfig, load_model_config, load_tokenizer
+from rlmodule.models.policy import ModelConfig, load_model_config, load_tokenizer, positions_of
 from rlmodule.settings import STORED, Settings
 
 KEY = "algorithm.teacher"
@@ -66,10 +66,9 @@ def _check_size(settings: Settings, student: PreTrainedConfig, teacher: PreTrain
     if theirs < ours:
         because = f"it scores {theirs} token ids, and the policy may draw any of {ours}"
         raise _refusal(path, because, "Use a teacher with as many ids, or more")
-    longest = settings.data.max_prompt_length + settings.rollout.max_response_length
-    positions = getattr(teacher.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and longest > positions:
-        because = f"it has {positions} positions, and a sample can have {longest} tokens"
+    positions = positions_of(teacher)
+    if positions is not None and settings.longest_sample > positions:
+        because = f"it has {positions} positions, and a sample can have {settings.longest_sample} tokens"
         raise _refusal(path, because, "Lower rollout.max_response_length, or use another teacher")
 
 

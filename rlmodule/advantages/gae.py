@@ -23,10 +23,7 @@ class GAE:
     The reward sits on the last loss token, charges on their own. Unscored responses leave the statistics and get 0.
     """
 
-    needs_group: ClassVar[bool] = False
-    needs_baseline: ClassVar[bool] = False
-    needs_value: ClassVar[bool] = True
-    needs_energy: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset({"tokens"})
     per_token: ClassVar[bool] = True
 
     gamma: float = 1.0  # discount per loss token

@@ -26,10 +26,7 @@ class GDPO:
     components counts as one. Groups that are flat in every component give exactly 0; unscored responses get 0.
     """
 
-    needs_group: ClassVar[bool] = True
-    needs_baseline: ClassVar[bool] = False
-    needs_value: ClassVar[bool] = False
-    needs_energy: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset({"group"})
     per_token: ClassVar[bool] = False
 
     weights: dict[str, float] = field(default_factory=dict)  # component -> weight; empty for all of them, 1 each

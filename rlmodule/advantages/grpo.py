@@ -24,10 +24,7 @@ class GRPO:
     deviation of the rewards of the whole iteration instead (arXiv:2508.08221), which small groups estimate badly.
     """
 
-    needs_group: ClassVar[bool] = True
-    needs_baseline: ClassVar[bool] = False
-    needs_value: ClassVar[bool] = False
-    needs_energy: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset({"group"})
     per_token: ClassVar[bool] = False
 
     normalize_by_std: bool = True  # divide by a standard deviation

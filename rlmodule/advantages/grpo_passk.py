@@ -24,10 +24,7 @@ class GRPOPassK:
     0; unscored responses leave the comparison and get 0.
     """
 
-    needs_group: ClassVar[bool] = True
-    needs_baseline: ClassVar[bool] = False
-    needs_value: ClassVar[bool] = False
-    needs_energy: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset({"group"})
     per_token: ClassVar[bool] = False
 
     normalize_by_std: bool = True  # divide by the group's standard deviation

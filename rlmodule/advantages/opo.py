@@ -22,10 +22,7 @@ class OPO:
     groups of one give exactly 0; unscored responses leave the statistics and get 0.
     """
 
-    needs_group: ClassVar[bool] = True
-    needs_baseline: ClassVar[bool] = False
-    needs_value: ClassVar[bool] = False
-    needs_energy: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset({"group"})
     per_token: ClassVar[bool] = False
 
     def __call__(self, x: AdvantageInputs) -> Tensor:

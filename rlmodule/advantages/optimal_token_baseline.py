@@ -26,10 +26,7 @@ class OptimalTokenBaseline:
     unscored responses leave the sums and get 0.
     """
 
-    needs_group: ClassVar[bool] = True
-    needs_baseline: ClassVar[bool] = False
-    needs_value: ClassVar[bool] = False
-    needs_energy: ClassVar[bool] = True
+    needs: ClassVar[frozenset[str]] = frozenset({"group", "energy"})
     per_token: ClassVar[bool] = True
 
     eps: float = 1e-8  # added to an energy, so that responses the policy is sure of count alike

@@ -24,10 +24,7 @@ class ReinforcePP:
     ranks. Unscored responses leave the statistics and get 0.
     """
 
-    needs_group: ClassVar[bool] = False
-    needs_baseline: ClassVar[bool] = False
-    needs_value: ClassVar[bool] = False
-    needs_energy: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset()
     per_token: ClassVar[bool] = True
 
     gamma: float = 1.0  # discount per loss token

@@ -20,10 +20,7 @@ class ReMax:
     Needs no group, and one more response per prompt. Responses that are unscored, or whose baseline is, get 0.
     """
 
-    needs_group: ClassVar[bool] = False
-    needs_baseline: ClassVar[bool] = True
-    needs_value: ClassVar[bool] = False
-    needs_energy: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset({"baseline"})
     per_token: ClassVar[bool] = False
 
     def __call__(self, x: AdvantageInputs) -> Tensor:

@@ -320,17 +320,14 @@ class ModelObjective(Protocol):
 class Advantage(Protocol):
     """An advantage estimator. Frozen dataclass whose fields are its config keys.
 
-    ``needs_group``: it compares the responses of a prompt, and one response has nothing to be compared with.
-    ``needs_baseline``: it reads ``baseline``, so every prompt is answered greedily once more.
-    ``needs_value``: it reads ``tokens``, so there is a value function, which it also says what to learn.
-    ``needs_energy``: it reads ``energy``, so the policy says more of each token than how likely it was.
-    ``per_token``: it gives one number per loss token instead of one per response.
+    ``needs`` names the fields of AdvantageInputs, beside rewards and lengths, that it reads; whoever calls it provides
+    them. One that reads ``group`` compares the responses of a prompt, and one response has nothing to be compared with.
+    For ``baseline`` every prompt is answered greedily once more, for ``tokens`` there is a value function, which it
+    also says what to learn, for ``energy`` the policy says more of each token than how likely it was.
+    ``per_token`` says that it gives one number per loss token instead of one per response.
     """
 
-    needs_group: ClassVar[bool]
-    needs_baseline: ClassVar[bool]
-    needs_value: ClassVar[bool]
-    needs_energy: ClassVar[bool]
+    needs: ClassVar[frozenset[str]]
     per_token: ClassVar[bool]
 
     def __call__(self, x: AdvantageInputs) -> Tensor:
@@ -342,7 +339,7 @@ class Advantage(Protocol):
 
 @runtime_checkable
 class ValueAdvantage(Advantage, Protocol):
-    """An estimator with ``needs_value``: it gives one advantage per loss token."""
+    """An estimator that reads ``tokens``: it gives one advantage per loss token."""
 
     bootstrap_truncated: bool
 

@@ -40,7 +40,7 @@ class Estimation:
     @property
     def needs_energy(self) -> bool:
         """Whether the estimator reads the energy of each token."""
-        return self.advantage is not None and self.advantage.needs_energy and self.objective.needs("advantage")
+        return self.advantage is not None and "energy" in self.advantage.needs and self.objective.needs("advantage")
 
     @property
     def needs_next_value(self) -> bool:
@@ -59,10 +59,10 @@ class Estimation:
         if self.kl_controller is not None:
             kl_coef = self.kl_controller.coef
             kl = self._kl_per_response(len(facts), rows, metrics, torch.isfinite(reward))
-            if not self.advantage.needs_value:  # which is charged token by token
+            if "tokens" not in self.advantage.needs:  # which is charged token by token
                 reward = reward - kl_coef * kl
         tokens = None
-        if self.advantage.needs_value:
+        if "tokens" in self.advantage.needs:
             mine = {p: self._tokens(row, kl_coef) for p, row in rows.items()}
             tokens = gather_tokens(mine, loss_tokens, self.collectives)
         return AdvantageInputs(
@@ -73,7 +73,7 @@ class Estimation:
                 name: numbers([f.parts.get(name) for f in facts])
                 for name in sorted({name for f in facts for name in f.parts})
             },
-            baseline=numbers([f.baseline for f in facts]) if self.advantage.needs_baseline else None,
+            baseline=numbers([f.baseline for f in facts]) if "baseline" in self.advantage.needs else None,
             tokens=tokens,
             energy=self._energies(rows, loss_tokens) if self.needs_energy else None,
         )

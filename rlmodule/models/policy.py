@@ -496,6 +496,11 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
     )
 
 
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """Tokens a sample may have at most, None where the model sets no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
 def parameter_count(model: nn.Module) -> int:
     """Parameters of a model, tied ones once."""
     return sum(p.numel() for p in model.parameters())

@@ -79,10 +79,7 @@ class FixedSource:
 class MadeUpAdvantage:
     """Advantages between -1 and 1 that depend on a sample's place alone."""
 
-    needs_group: ClassVar[bool] = False
-    needs_baseline: ClassVar[bool] = False
-    needs_value: ClassVar[bool] = False
-    needs_energy: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset()
     per_token: ClassVar[bool] = False
 
     def __call__(self, x: AdvantageInputs) -> Tensor:

@@ -17,14 +17,14 @@ def check_groups(settings: Settings) -> None:
             because="algorithm.filter_groups leaves out groups without two different rewards, so all of one",
             fix="Use rollout.n=8, or algorithm.filter_groups.enable=false",
         )
-    if settings.advantage is not None and settings.advantage.needs_baseline and not settings.algorithm.is_sampled:
+    if settings.advantage_reads("baseline") and not settings.algorithm.is_sampled:
         raise ConfigError(
             key="advantage",
             got=type(settings.advantage).__name__,
             because=f"it compares with the policy's own answer, and {settings.algorithm.source} are not answered anew",
             fix="Use advantage=grpo",
         )
-    if settings.advantage is not None and settings.advantage.needs_group and settings.group_size == 1:
+    if settings.advantage_reads("group") and settings.group_size == 1:
         raise ConfigError(
             key="rollout.n",
             got=1,

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig
 
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
+from rlmodule.models.policy import positions_of
 from rlmodule.objective import ROLLOUTS
 from rlmodule.settings import Settings
 
@@ -17,7 +18,6 @@ def check_budget(settings: Settings, layout: Layout) -> None:
     batching, data = settings.batching, settings.data
     if not batching.use_dynamic_bsz or settings.supply != ROLLOUTS:
         return  # samples are there already, see check_lengths
-    longest = data.max_prompt_length + settings.rollout.max_response_length
     budget = batching.max_token_len_per_gpu * layout.sp_size
     together = settings.group_size if batching.keep_groups else 1  # samples that share a micro-batch
     of_prompts, behind = together * data.max_prompt_length, ""
@@ -30,7 +30,7 @@ def check_budget(settings: Settings, layout: Layout) -> None:
             key="batching.max_token_len_per_gpu",
             got=batching.max_token_len_per_gpu,
             because=f"a sample can have data.max_prompt_length={data.max_prompt_length} + rollout.max_response_length="
-            f"{settings.rollout.max_response_length} = {longest} tokens, "
+            f"{settings.rollout.max_response_length} = {settings.longest_sample} tokens, "
             + (f"batching.keep_groups keeps {together} of them together{behind}, " if together > 1 else "")
             + f"and one micro-batch holds {budget}",
             fix=f"Use batching.max_token_len_per_gpu={-(-needed // layout.sp_size)} or more, or lower either length",
@@ -66,17 +66,11 @@ def check_lengths(rows: Iterable[tuple[str, Sequence[int]]], settings: Settings,
 def check_positions(settings: Settings, hf_config: PreTrainedConfig) -> None:
     """The longest sample that settings allow has a position for every token."""
     limit = positions_of(hf_config)
-    longest = settings.data.max_prompt_length + settings.rollout.max_response_length
-    if limit is not None and longest > limit:
+    if limit is not None and settings.longest_sample > limit:
         raise ConfigError(
             key="rollout.max_response_length",
             got=settings.rollout.max_response_length,
-            because=f"with data.max_prompt_length={settings.data.max_prompt_length} a sample can have {longest} "
-            f"tokens, and the model has {limit} positions",
+            because=f"with data.max_prompt_length={settings.data.max_prompt_length} a sample can have "
+            f"{settings.longest_sample} tokens, and the model has {limit} positions",
             fix=f"Lower one of the two so that they add up to {limit} at most",
         )
-
-
-def positions_of(hf_config: PreTrainedConfig) -> int | None:
-    """Tokens a sample may have at most, None where the model sets no limit."""
-    return getattr(hf_config.get_text_config(), "max_position_embeddings", None)

@@ -7,7 +7,8 @@ from transformers import PreTrainedConfig
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.data.rollouts import RolloutTable
-from rlmodule.preflight.lengths import check_lengths, positions_of
+from rlmodule.models.policy import positions_of
+from rlmodule.preflight.lengths import check_lengths
 from rlmodule.settings import PARITY, Settings
 
 
@@ -19,7 +20,7 @@ def check_stored(settings: Settings) -> None:
         (f"algorithm.source={settings.algorithm.source}", not settings.algorithm.is_sampled),
         ("task=parity", settings.run.task == PARITY),
         ("batching.keep_groups, which counts on groups of one size", settings.batching.keep_groups),
-        ("a greedy answer to every prompt", settings.advantage is not None and settings.advantage.needs_baseline),
+        ("a greedy answer to every prompt", settings.advantage_reads("baseline")),
     ):
         if is_on:
             raise ConfigError(
@@ -53,7 +54,7 @@ def _check_positions(table: RolloutTable, limit: int | None) -> None:
 
 
 def _check_groups(table: RolloutTable, settings: Settings) -> None:
-    if settings.advantage is not None and settings.advantage.needs_group and table.largest == 1:
+    if settings.advantage_reads("group") and table.largest == 1:
         raise DataError(
             place=table.name,
             because=f"every group has one response, and {type(settings.advantage).__name__} compares the responses of "

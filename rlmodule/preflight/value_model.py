@@ -16,13 +16,12 @@ from rlmodule.settings import Settings
 
 def check_value(settings: Settings) -> None:
     """Values are made for an advantage that reads them, and by a model that can."""
-    kind, advantage = settings.model.value, settings.advantage
-    reads = advantage is not None and advantage.needs_value
+    kind, reads = settings.model.value, settings.advantage_reads("tokens")
     if reads and kind in (NO_VALUE, ONLY):
         raise ConfigError(
             key="model.value",
             got=kind,
-            because=f"advantage {type(advantage).__name__} is made of values",
+            because=f"advantage {type(settings.advantage).__name__} is made of values",
             fix="Use model.value=shared or model.value=separate, or another advantage",
         )
     if kind in (SHARED, SEPARATE) and not reads:

@@ -113,8 +113,7 @@ def test_a_policy_that_is_sure_of_everything_leaves_the_mean_of_the_group():
 def test_remax_needs_no_group():
     x = replace(scored([1.0, 0.0, 1.0], [0, 1, 2]), baseline=torch.tensor([1.0, 1.0, math.nan]))
     assert ReMax()(x).tolist() == [0, -1, 0]
-    assert ReMax.needs_baseline
-    assert not ReMax.needs_group
+    assert ReMax.needs == {"baseline"}
 
 
 def test_the_deviation_of_the_batch():
