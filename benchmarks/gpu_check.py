@@ -33,7 +33,8 @@ from rlmodule.batching.workload import Workload
 from rlmodule.core.contract import Layout
 from rlmodule.core.types import ExperienceRow
 from rlmodule.losses.ppo_clip import PPOClip
-from rlmodule.models.policy import PolicyModel, shape_of
+from rlmodule.models.description import shape_of
+from rlmodule.models.policy import PolicyModel
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
 from rlmodule.update import Trainable, update

@@ -35,7 +35,8 @@ from rlmodule.core.metrics import merge
 from rlmodule.core.types import ExperienceRow, MiniBatch
 from rlmodule.experience.iteration import Experience
 from rlmodule.losses.ppo_clip import PPOClip
-from rlmodule.models.policy import PolicyModel, parameter_count
+from rlmodule.models.building import parameter_count
+from rlmodule.models.policy import PolicyModel
 from rlmodule.module import RLModule
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig

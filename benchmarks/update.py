@@ -39,7 +39,8 @@ from rlmodule.core.contract import Layout
 from rlmodule.core.types import ExperienceRow, MicroBatch, Prompt, Sample
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.attention import ATTENTION
-from rlmodule.models.policy import PolicyModel, shape_of
+from rlmodule.models.description import shape_of
+from rlmodule.models.policy import PolicyModel
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.ops.attention import SegmentBuckets
 from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlmodule.core.contract import Layout
-from rlmodule.models.policy import NO_VALUE, ONLY, SHARED
+from rlmodule.models.description import NO_VALUE, ONLY, SHARED
 from rlmodule.settings import Settings
 
 

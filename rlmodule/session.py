@@ -32,8 +32,9 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import Prompt
 from rlmodule.data.prompts import load_prompts
 from rlmodule.launch import launched_from_outside
+from rlmodule.models.building import parameter_count
 from rlmodule.models.compiled import check_compiler
-from rlmodule.models.policy import SEPARATE, load_model_config, load_tokenizer, parameter_count
+from rlmodule.models.description import SEPARATE, load_model_config, load_tokenizer
 from rlmodule.models.recompute import SELECTIVE, check_offload
 from rlmodule.objective import Objective
 from rlmodule.preflight.checks import check

@@ -24,8 +24,8 @@ from rlmodule.critic import CriticConfig
 from rlmodule.data.prompts import DataConfig
 from rlmodule.losses import LOSSES
 from rlmodule.losses.sft import SFT
+from rlmodule.models.description import NO_VALUE, ONLY, SEPARATE, SHARED, ModelConfig
 from rlmodule.models.lora import LoraSettings
-from rlmodule.models.policy import NO_VALUE, ONLY, SEPARATE, SHARED, ModelConfig
 from rlmodule.objective import DEMONSTRATIONS, PREFERENCES, AlgorithmConfig
 from rlmodule.optimizer import OptimizerConfig
 from rlmodule.rewards import REWARDS

@@ -21,7 +21,7 @@ from rlmodule.data.preferences import Pair, file_preferences, task_preferences
 from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.rollouts import RolloutTable, load_rollouts
 from rlmodule.experience.token_facts import one_token_on
-from rlmodule.models.policy import ONLY
+from rlmodule.models.description import ONLY
 from rlmodule.objective import DEMONSTRATIONS, PREFERENCES, ROLLOUTS
 from rlmodule.preflight.lengths import check_lengths
 from rlmodule.preflight.stored_rollouts import check_rollouts

@@ -8,7 +8,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.policy import ModelConfig, load_model_config, load_tokenizer, positions_of
+from rlmodule.models.description import ModelConfig, load_model_config, load_tokenizer, positions_of
 from rlmodule.settings import STORED, Settings
 
 KEY = "algorithm.teacher"

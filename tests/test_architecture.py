@@ -115,7 +115,7 @@ DEFERRED = {
     ("train.py", "rlmodule.parity.report"),  # likewise
     ("rlmodule/models/lora.py", ""),  # peft, optional: for those who train adapters
     (
-        "rlmodule/models/policy.py",
+        "rlmodule/models/description.py",
         "transformers.models.auto.configuration_auto",
     ),  # only to say what exists, on an error
 }

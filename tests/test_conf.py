@@ -21,7 +21,7 @@ from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.critic import CriticConfig
 from rlmodule.data.prompts import DataConfig
 from rlmodule.losses import LOSSES
-from rlmodule.models.policy import ModelConfig
+from rlmodule.models.description import ModelConfig
 from rlmodule.objective import AlgorithmConfig
 from rlmodule.optimizer import OptimizerConfig
 from rlmodule.rewards import REWARDS

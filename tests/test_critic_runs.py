@@ -6,7 +6,7 @@ import torch.distributed.checkpoint as dcp
 
 from rlmodule.assembly.models import critic_model
 from rlmodule.checkpoint.state import folder_of
-from rlmodule.models.policy import build_policy
+from rlmodule.models.building import build_policy
 from rlmodule.models.value import build_value_model
 from strategies.parts.saved_state import SHARDS
 from tests.helpers.sessions import run_small, small_session

@@ -14,7 +14,8 @@ from rlmodule.core.errors import RLModuleError
 from rlmodule.core.types import ExperienceRow, LossInputs, Prompt, Sample, StepTotals
 from rlmodule.journal import read_records
 from rlmodule.losses.distill import Distill
-from rlmodule.models.policy import ModelConfig, build_policy
+from rlmodule.models.building import build_policy
+from rlmodule.models.description import ModelConfig
 from rlmodule.teacher import teacher_model
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.sessions import numbers, run_small, small_session

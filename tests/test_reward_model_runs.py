@@ -12,7 +12,7 @@ import torch
 from rlmodule.assembly.models import critic_model
 from rlmodule.batching.collate import pack_rows
 from rlmodule.core.types import ExperienceRow, StepTotals
-from rlmodule.models.policy import ModelConfig
+from rlmodule.models.description import ModelConfig
 from rlmodule.models.value import build_value_model
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.sessions import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, run_small, small_session

@@ -16,7 +16,7 @@ from rlmodule.losses.clip_cov import ClipCov
 from rlmodule.losses.dpo import DPO
 from rlmodule.losses.gspo import GSPO
 from rlmodule.losses.ppo_clip import PPOClip
-from rlmodule.models.policy import ModelConfig
+from rlmodule.models.description import ModelConfig
 from rlmodule.models.recompute import recompute_activations
 from rlmodule.models.value import build_value_model
 from rlmodule.objective import AlgorithmConfig

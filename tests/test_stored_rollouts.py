@@ -11,7 +11,8 @@ from rlmodule.core.errors import RLModuleError
 from rlmodule.core.types import ExperienceRow, StepTotals
 from rlmodule.data.stream import PromptStream
 from rlmodule.experience.stopwatch import Stopwatch
-from rlmodule.models.policy import ModelConfig, build_policy
+from rlmodule.models.building import build_policy
+from rlmodule.models.description import ModelConfig
 from rlmodule.sources import Draw, StoredSource
 from tests.helpers.sessions import numbers, run_small, small_session
 

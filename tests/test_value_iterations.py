@@ -20,7 +20,7 @@ from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.experience.token_facts import one_token_on
 from rlmodule.losses.ppo_clip import PPOClip
-from rlmodule.models.policy import ModelConfig
+from rlmodule.models.description import ModelConfig
 from rlmodule.models.value import PolicyValueModel, build_value_model
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.shaping import KLController, KLInReward

@@ -15,7 +15,7 @@ from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.reference_scores import ReferenceScores
-from rlmodule.models.policy import shape_of
+from rlmodule.models.description import shape_of
 from rlmodule.objective import Objective
 from rlmodule.replay import ReplayMemory
 from rlmodule.settings import Settings

@@ -12,7 +12,8 @@ from torch import nn
 from rlmodule.core.contract import ModelObjective
 from rlmodule.core.types import CRITIC, POLICY, REFERENCE, TEACHER
 from rlmodule.critic import CriticObjective, JointObjective
-from rlmodule.models.policy import ONLY, SEPARATE, SHARED, ModelConfig, outline_policy
+from rlmodule.models.building import outline_policy
+from rlmodule.models.description import ONLY, SEPARATE, SHARED, ModelConfig
 from rlmodule.models.value import outline_value_model, value_config, with_value_head
 from rlmodule.module import RLModule
 from rlmodule.objective import Objective

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from rlmodule.assembly.machine import Machine
 from rlmodule.core.config import convert
 from rlmodule.core.contract import Layout
-from rlmodule.models.policy import NO_VALUE, ONLY, SEPARATE, SHARED
+from rlmodule.models.description import NO_VALUE, ONLY, SEPARATE, SHARED
 from rlmodule.settings import Settings
 
 # What a strategy must be able to spread, by model.value.

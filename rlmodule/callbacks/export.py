@@ -18,8 +18,9 @@ from rlmodule.core.config import one_of
 from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import CRITIC, POLICY
+from rlmodule.models.building import save_pretrained
 from rlmodule.models.lora import adapter_only, merged, save_adapter
-from rlmodule.models.policy import PolicyModel, save_pretrained
+from rlmodule.models.policy import PolicyModel
 from rlmodule.models.value import save_head, without_head
 from rlmodule.models.weights import disk_errors
 from rlmodule.run_context import RunContext, Running

@@ -23,21 +23,11 @@ from transformers.utils import logging as transformers_logging
 from rlmodule.core.contract import JointObjective, SequenceRanks, ValueObjective
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import MicroBatch, TokenOutputs, ValueOutputs
+from rlmodule.models.building import lm_options, random_lm, refuse_leaks, said_of
 from rlmodule.models.compiled import compile_blocks
+from rlmodule.models.description import PRECISIONS, ModelConfig, first_line, load_model_config
 from rlmodule.models.lora import LoraSettings, is_adapter
-from rlmodule.models.policy import (
-    PRECISIONS,
-    ModelConfig,
-    PolicyModel,
-    first_line,
-    lm_options,
-    load_model_config,
-    packed_hidden,
-    random_lm,
-    refuse_leaks,
-    said_of,
-    silence_dropout,
-)
+from rlmodule.models.policy import PolicyModel, packed_hidden, silence_dropout
 from rlmodule.models.recompute import recompute_activations
 from rlmodule.models.weights import NotByNameError, StoredWeights, outline
 

@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.policy import shape_of
+from rlmodule.models.description import shape_of
 
 
 def check_layout(hf_config: PreTrainedConfig, layout: Layout) -> None:

@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.policy import positions_of
+from rlmodule.models.description import positions_of
 from rlmodule.objective import ROLLOUTS
 from rlmodule.settings import Settings
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.policy import ONLY
+from rlmodule.models.description import ONLY
 from rlmodule.objective import PREFERENCES
 from rlmodule.settings import Settings
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedConfig
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.data.rollouts import RolloutTable
-from rlmodule.models.policy import positions_of
+from rlmodule.models.description import positions_of
 from rlmodule.preflight.lengths import check_lengths
 from rlmodule.settings import PARITY, Settings
 

@@ -7,8 +7,8 @@ from transformers import PreTrainedConfig
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
 from rlmodule.critic import CriticConfig
+from rlmodule.models.description import NO_VALUE, ONLY, SEPARATE, SHARED
 from rlmodule.models.lora import is_adapter
-from rlmodule.models.policy import NO_VALUE, ONLY, SEPARATE, SHARED
 from rlmodule.preflight.layout import check_layout
 from rlmodule.preflight.lengths import check_positions
 from rlmodule.settings import Settings

@@ -21,7 +21,8 @@ from rlmodule.datamodule import RLDataModule
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
-from rlmodule.models.policy import ModelConfig, build_policy
+from rlmodule.models.building import build_policy
+from rlmodule.models.description import ModelConfig
 from rlmodule.module import RLModule
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig

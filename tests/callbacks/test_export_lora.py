@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from rlmodule.core.errors import ConfigError
+from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
-from rlmodule.models.policy import ModelConfig, build_policy, save_pretrained
+from rlmodule.models.description import ModelConfig
 from rlmodule.run_directory import RunDirectory
 from rlmodule.session import Session
 from strategies.registry import STRATEGIES

@@ -14,8 +14,9 @@ import torch
 
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.types import ExperienceRow
+from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
-from rlmodule.models.policy import PRECISIONS, ModelConfig, build_policy, save_pretrained
+from rlmodule.models.description import PRECISIONS, ModelConfig
 from rlmodule.optimizer import OptimizerConfig
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import (

@@ -19,8 +19,8 @@ from rlmodule.core.types import Score, ScoredSample, StepTotals
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.losses.ppo_clip import PPOClip
+from rlmodule.models.building import save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
-from rlmodule.models.policy import save_pretrained
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
 from tests.helpers.ranks import run_on_ranks

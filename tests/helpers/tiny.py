@@ -29,7 +29,9 @@ from rlmodule.core.types import (
 )
 from rlmodule.experience.iteration import Experience
 from rlmodule.losses.ppo_clip import PPOClip
-from rlmodule.models.policy import ModelConfig, PolicyModel, build_policy
+from rlmodule.models.building import build_policy
+from rlmodule.models.description import ModelConfig
+from rlmodule.models.policy import PolicyModel
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig, build_schedule, matrices_of, optimizer_over
 from rlmodule.reduction import reduce_metrics

@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import constants, is_offline_mode
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.policy import ModelConfig, load_model_config
+from rlmodule.models.description import ModelConfig, load_model_config
 
 
 @pytest.fixture

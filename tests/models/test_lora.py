@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.errors import ConfigError
 from rlmodule.models import lora
+from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
+from rlmodule.models.description import ModelConfig, load_model_config
 from rlmodule.models.lora import LoraSettings, adapter_only, merged, save_adapter
-from rlmodule.models.policy import ModelConfig, PolicyModel, build_policy, load_model_config, save_pretrained
+from rlmodule.models.policy import PolicyModel
 from rlmodule.optimizer import OptimizerConfig
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import Stepper, architecture, ddp, mixed_rows, share_rows, single, weights_of

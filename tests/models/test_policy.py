@@ -13,16 +13,9 @@ from rlmodule.batching.collate import pack_rows
 from rlmodule.batching.workload import ModelShape
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import StepTotals
-from rlmodule.models.policy import (
-    ModelConfig,
-    build_policy,
-    load_model_config,
-    load_tokenizer,
-    parameter_count,
-    save_pretrained,
-    shape_of,
-    silence_dropout,
-)
+from rlmodule.models.building import build_policy, parameter_count, save_pretrained
+from rlmodule.models.description import ModelConfig, load_model_config, load_tokenizer, shape_of
+from rlmodule.models.policy import silence_dropout
 from tests.helpers.tiny import FAMILIES, WINDOWED, architecture, mixed_rows, sample, stock, tiny_policy, without_loss
 
 ROWS = mixed_rows()

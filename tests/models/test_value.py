@@ -7,8 +7,9 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from rlmodule.batching.collate import pack_rows
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import StepTotals
+from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
-from rlmodule.models.policy import ModelConfig, build_policy, load_model_config, save_pretrained
+from rlmodule.models.description import ModelConfig, load_model_config
 from rlmodule.models.value import (
     HEAD_FILE,
     PolicyValueModel,

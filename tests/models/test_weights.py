@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.parameters import tied
 from rlmodule.models import weights
+from rlmodule.models.building import build_policy, outline_policy, parameter_count, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
+from rlmodule.models.description import ModelConfig
 from rlmodule.models.lora import LoraSettings
-from rlmodule.models.policy import ModelConfig, build_policy, outline_policy, parameter_count, save_pretrained
 from tests.helpers.tiny import FAMILIES, filled, tiny_policy
 
 BY_NAME = [family for family in FAMILIES if not family.endswith("_moe")]  # their experts are fused at load

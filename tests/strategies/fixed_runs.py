@@ -19,7 +19,9 @@ from rlmodule.core.types import ExperienceRow, Prompt, Sample
 from rlmodule.datamodule import RLDataModule
 from rlmodule.experience.iteration import Experience
 from rlmodule.losses.ppo_clip import PPOClip
-from rlmodule.models.policy import ModelConfig, PolicyModel, outline_policy
+from rlmodule.models.building import outline_policy
+from rlmodule.models.description import ModelConfig
+from rlmodule.models.policy import PolicyModel
 from rlmodule.module import RLModule
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from rlmodule.checkpoint.state import folder_of
-from rlmodule.models.policy import ModelConfig, build_policy
+from rlmodule.models.building import build_policy
+from rlmodule.models.description import ModelConfig
 from rlmodule.models.value import build_value_model, with_value_head
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.sessions import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, run_small

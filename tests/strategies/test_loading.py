@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from rlmodule.batching.sampler import BatchingConfig
+from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
+from rlmodule.models.description import ModelConfig
 from rlmodule.models.lora import LoraSettings
-from rlmodule.models.policy import ModelConfig, build_policy, save_pretrained
 from tests.helpers.memory import Allocations
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import mixed_rows, share_rows

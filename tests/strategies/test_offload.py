@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.policy import ModelConfig
+from rlmodule.models.description import ModelConfig
 from rlmodule.optimizer import OptimizerConfig, build_optimizer
 from strategies.fsdp import FSDPOptions
 from strategies.fsdp2 import FSDP2Options

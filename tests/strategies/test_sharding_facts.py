@@ -13,7 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rlmodule.models.attention import RaggedCache
-from rlmodule.models.policy import ModelConfig, PrefillBatch, build_policy, load_tokenizer, save_pretrained
+from rlmodule.models.building import build_policy, save_pretrained
+from rlmodule.models.description import ModelConfig, load_tokenizer
+from rlmodule.models.policy import PrefillBatch
 from rlmodule.optimizer import OptimizerConfig
 from tests.helpers.memory import Allocations
 from tests.helpers.ranks import run_on_ranks

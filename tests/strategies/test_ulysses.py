@@ -18,7 +18,9 @@ from rlmodule.losses.gmpo import GMPO
 from rlmodule.losses.gspo import GSPO
 from rlmodule.losses.gspo_token import GSPOToken
 from rlmodule.losses.ppo_clip import PPOClip
-from rlmodule.models.policy import ModelConfig, PolicyModel, build_policy
+from rlmodule.models.building import build_policy
+from rlmodule.models.description import ModelConfig
+from rlmodule.models.policy import PolicyModel
 from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.reduction import reduce_metrics
 from strategies.parts.collectives import GroupCollectives, LocalCollectives

@@ -1,0 +1,189 @@
+"""Which model is meant, and what its files say of it without its weights: configuration, tokenizer, sizes.
+
+Leaves out the model itself (``building.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from rlmodule.batching.workload import ModelShape
+from rlmodule.core.config import one_of
+from rlmodule.core.errors import ConfigError, did_you_mean
+from rlmodule.models.byte_tokenizer import byte_tokenizer
+from rlmodule.models.hub import prefer_cache_if_unreachable
+from rlmodule.models.lora import LoraSettings, base_of
+from rlmodule.models.recompute import FULL, NONE
+from rlmodule.models.recompute import MODES as RECOMPUTE_MODES
+
+PRECISIONS: Mapping[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16}
+NO_VALUE, SHARED, SEPARATE, ONLY = VALUES = ("none", "shared", "separate", "only")
+DRAWN_IN_TRAINING = {"phimoe"}  # families whose train mode samples where their eval mode chooses
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model to train: weights from ``path``, or a random one described by ``architecture``."""
+
+    path: str | None = None  # local folder or hub name of a causal LM
+    architecture: dict[str, Any] = field(default_factory=dict)  # model_type and config values of a random model
+    tokenizer: str | None = None  # folder, hub name or 'byte'; None takes the one beside the weights
+    precision: str = "32-true"  # 32-true, or bf16-mixed: fp32 weights, bf16 matmuls
+    trust_remote_code: bool = False  # run model code that comes with the weights
+    activation_checkpointing: str = NONE  # none, full or selective: activations made again in backward instead of kept
+    activation_offload: bool = False  # inputs of blocks wait in host memory; with activation_checkpointing=full
+    compile: bool = False  # compile the blocks; for long runs on an accelerator
+    lora: LoraSettings = field(default_factory=LoraSettings)  # low-rank adapters instead of every weight
+    value: str = NO_VALUE  # PPO: shared (a head on the policy) or separate (a model); only: a reward model, no policy
+
+    def __post_init__(self) -> None:
+        one_of("precision", self.precision, PRECISIONS)
+        one_of("value", self.value, VALUES)
+        one_of("activation_checkpointing", self.activation_checkpointing, RECOMPUTE_MODES)
+        if self.activation_offload and self.activation_checkpointing != FULL:
+            raise ConfigError(
+                key="activation_offload",
+                got=True,
+                because=f"with activation_checkpointing={self.activation_checkpointing} blocks keep more than their "
+                "inputs, weights that a strategy gathers among it, and all of it would travel",
+                fix="Use model.activation_checkpointing=full, or model.activation_offload=false",
+            )
+        if self.compile and self.activation_checkpointing != NONE:
+            raise ConfigError(
+                key="compile",
+                got=True,
+                because="a compiled block cannot be made again in backward, as "
+                f"activation_checkpointing={self.activation_checkpointing} wants it",
+                fix="Use model.compile=false, or model.activation_checkpointing=none",
+            )
+        if (self.path is None) == (not self.architecture):
+            raise ConfigError(
+                key="path",
+                got=self.path,
+                because="a model comes either from a path or from an architecture, and exactly one must be given",
+                fix="Set model.path=FOLDER, or choose model=tiny",
+            )
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model; ``byte`` is built in.
+
+    Raises:
+        ConfigError: no tokenizer can be read there.
+    """
+    if config.tokenizer == "byte" or (config.tokenizer is None and config.path is None):
+        return byte_tokenizer()
+    place = config.tokenizer or config.path
+    assert place is not None
+    prefer_cache_if_unreachable(place)
+    try:
+        return AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            key="model.tokenizer" if config.tokenizer else "model.path",
+            got=place,
+            because=f"no tokenizer can be read there ({first_line(error)})",
+            fix="Give a folder that holds tokenizer.json, or a name the hub cache knows",
+        ) from error
+
+
+def load_model_config(config: ModelConfig, section: str = "model") -> PreTrainedConfig:
+    """The model's own description, read without its weights; for checks before anything big is loaded.
+
+    ``section`` of the configuration it is named in, for errors.
+
+    Raises:
+        ConfigError: nothing there, an unknown architecture, or one that cannot be trained here.
+    """
+    found = _described(config, section)
+    if found.model_type in DRAWN_IN_TRAINING:
+        raise ConfigError(
+            key=f"{section}.path" if config.path else f"{section}.architecture.model_type",
+            got=config.path or found.model_type,
+            because=f"{found.model_type} draws its experts at random while it trains, so the update would see another "
+            "network than the one that gave the old log-probabilities",
+            fix="Choose another model",
+        )
+    return found
+
+
+def _described(config: ModelConfig, section: str) -> PreTrainedConfig:
+    if config.path is not None:
+        base = base_of(config.path)
+        prefer_cache_if_unreachable(base)
+        try:
+            return AutoConfig.from_pretrained(base, trust_remote_code=config.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                key=f"{section}.path",
+                got=config.path,
+                because=f"no model configuration can be read there ({first_line(error)})",
+                fix="Give a folder that holds config.json and safetensors files, or a name that the hub's cache knows "
+                "or the hub can be asked for",
+            ) from error
+    values = dict(config.architecture)
+    model_type = str(values.pop("model_type", ""))
+    try:
+        made = AutoConfig.for_model(model_type, **values)
+    except ValueError:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        raise ConfigError(
+            key=f"{section}.architecture.model_type",
+            got=model_type,
+            because="transformers knows no such model",
+            fix=did_you_mean(model_type, CONFIG_MAPPING),
+        ) from None
+    unknown = [name for name in values if not hasattr(type(made)(), name)]
+    if unknown:
+        raise ConfigError(
+            key=f"{section}.architecture.{unknown[0]}",
+            got=values[unknown[0]],
+            because=f"{model_type} has no such setting",
+            fix=did_you_mean(unknown[0], type(made)().to_dict()),
+        )
+    return made
+
+
+def shape_of(config: PreTrainedConfig) -> ModelShape:
+    """The sizes that decide what a token costs."""
+    text = config.get_text_config()
+
+    def value(
+        name: str,
+    ) -> Any:  # not from to_dict(): older families have names of their own, which attributes translate
+        return getattr(text, name, None)
+
+    heads, hidden, layers = (int(value(n)) for n in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    kinds = value("layer_types") or []
+    window = value("sliding_window")
+    windowed = sum(kind == "sliding_attention" for kind in kinds) if kinds else (layers if window else 0)
+    experts = value("num_experts_per_tok")
+    inner = value("moe_intermediate_size") if experts else None
+    return ModelShape(
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=int(value("num_key_value_heads") or heads),
+        head_dim=int(value("head_dim") or hidden // heads),
+        intermediate_size=int(inner or value("intermediate_size") or 4 * hidden),
+        vocab_size=int(value("vocab_size")),
+        num_experts_per_token=int(experts or 1),
+        sliding_window=int(window) if window and windowed else None,
+        num_windowed_layers=windowed if window else 0,
+    )
+
+
+def positions_of(config: PreTrainedConfig) -> int | None:
+    """Tokens a sample may have at most, None where the model sets no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
