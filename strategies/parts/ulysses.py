@@ -8,7 +8,7 @@ attention as a keyword. Leaves out the attention itself (``rlmodule/ops/attentio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from strategies.parts.collectives import GroupCollectives
+
+Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +51,7 @@ class Ulysses:
         """
         parts = [self._for_ranks(x) for x in (query, key, value)]  # [sp, heads/sp, T/sp, D] each
         sizes = [part[0].numel() for part in parts]
-        arrived = _Exchange.apply(torch.cat([part.flatten(1) for part in parts], dim=1), self.group)
+        arrived = _Mirrored.apply(_all_to_all, torch.cat([part.flatten(1) for part in parts], dim=1), self.group)
         pieces = (piece.view(part.shape) for piece, part in zip(arrived.split(sizes, dim=1), parts, strict=True))
         # The first axis is now the rank that sent it, which is the slice of the row.
         q, k, v = (piece.transpose(0, 1).flatten(1, 2).unsqueeze(0) for piece in pieces)
@@ -58,12 +60,12 @@ class Ulysses:
     def gather_heads(self, out: Tensor) -> Tensor:
         """[1, T, heads/sp, D] -> [1, T/sp, heads, D]."""
         by_slice = out[0].unflatten(0, (self.size, -1))  # [sp, T/sp, heads/sp, D]
-        by_heads = _Exchange.apply(by_slice, self.group)
+        by_heads = _Mirrored.apply(_all_to_all, by_slice, self.group)
         return by_heads.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def sum_over_slices(self, value: Tensor) -> Tensor:
         """Sum over the ranks. Every rank's loss share may depend on it, so backward sums over the ranks as well."""
-        return _Sum.apply(value, self.group)
+        return _Mirrored.apply(_all_reduce, value, self.group)
 
     def gather_slices(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """[n] per micro-batch of this slice -> [N] of the whole rows: loss tokens stand in the order of the row."""
@@ -77,35 +79,22 @@ class Ulysses:
         return x[0].unflatten(0, (self.size, -1))
 
 
-class _Exchange(torch.autograd.Function):
-    """``x[r]`` goes to rank r; what rank r sent here arrives at r. Its own mirror: backward is the same exchange."""
+class _Mirrored(torch.autograd.Function):
+    """A collective that is its own mirror: backward is the same one, of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_to_all(x, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_to_all(grad, ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    """All-reduce whose backward is an all-reduce."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_reduce(x, group)
+    def forward(ctx: Any, collective: Collective, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.collective, ctx.group = collective, group
+        return collective(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        return None, ctx.collective(grad, ctx.group), None
 
 
 def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``x[r]`` goes to rank r; what rank r sent here arrives at r."""
     x = x.contiguous()
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)
@@ -113,6 +102,7 @@ def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum over the ranks."""
     total = x.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
