@@ -100,7 +100,10 @@ def load_model_config(config: ModelConfig, section: str = "model") -> PreTrained
     Raises:
         ConfigError: nothing there, an unknown architecture, or one that cannot be trained here.
     """
-    found = _described(config, section)
+    if config.path is None:
+        found = _of_architecture(config.architecture, section)
+    else:
+        found = _of_files(config.path, config.trust_remote_code, section)
     if found.model_type in DRAWN_IN_TRAINING:
         raise ConfigError(
             key=f"{section}.path" if config.path else f"{section}.architecture.model_type",
@@ -112,21 +115,23 @@ def load_model_config(config: ModelConfig, section: str = "model") -> PreTrained
     return found
 
 
-def _described(config: ModelConfig, section: str) -> PreTrainedConfig:
-    if config.path is not None:
-        base = base_of(config.path)
-        prefer_cache_if_unreachable(base)
-        try:
-            return AutoConfig.from_pretrained(base, trust_remote_code=config.trust_remote_code)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                key=f"{section}.path",
-                got=config.path,
-                because=f"no model configuration can be read there ({first_line(error)})",
-                fix="Give a folder that holds config.json and safetensors files, or a name that the hub's cache knows "
-                "or the hub can be asked for",
-            ) from error
-    values = dict(config.architecture)
+def _of_files(path: str, trust_remote_code: bool, section: str) -> PreTrainedConfig:
+    base = base_of(path)
+    prefer_cache_if_unreachable(base)
+    try:
+        return AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            key=f"{section}.path",
+            got=path,
+            because=f"no model configuration can be read there ({first_line(error)})",
+            fix="Give a folder that holds config.json and safetensors files, or a name that the hub's cache knows "
+            "or the hub can be asked for",
+        ) from error
+
+
+def _of_architecture(architecture: Mapping[str, Any], section: str) -> PreTrainedConfig:
+    values = dict(architecture)
     model_type = str(values.pop("model_type", ""))
     try:
         made = AutoConfig.for_model(model_type, **values)
