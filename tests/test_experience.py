@@ -16,8 +16,10 @@ from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.errors import RLModuleError, TrainingError
 from rlmodule.core.types import Score, ScoredSample
+from rlmodule.experience.estimation import Estimation
 from rlmodule.experience.facts import gather_facts
 from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
@@ -44,12 +46,9 @@ def scored_samples():
 def maker_of(strategy, *, loss=None, config=BUDGET, epochs=1, **algorithm):
     objective = Objective(loss or PPOClip(), AlgorithmConfig(**algorithm))
     return ExperienceMaker(
-        strategy,
-        objective,
-        GRPO(),
-        DynamicCollator(),
+        Scorer(strategy, objective, DynamicCollator(), CPU),
+        Estimation(objective, GRPO(), strategy.collectives),
         lambda metas: BalancedSampler(metas, config, strategy.layout, seed=0, iteration=0, epochs=epochs),
-        CPU,
     )
 
 
@@ -144,7 +143,7 @@ def first_drift(rank, config, family="qwen3", whole_sequences=False):
     share = iteration.sampler.shares(iteration.sampler.plans)[0]
     moved = [0.0]
     with strategy.train_mode("policy"):
-        for micro_batch in maker.collator(iteration.experience.__getitems__(share)).micro_batches:
+        for micro_batch in maker.scorer.collator(iteration.experience.__getitems__(share)).micro_batches:
             drift = Drift(micro_batch, whole_sequences)
             strategy.wrapped("policy")(micro_batch, objective=drift).backward()
             assert len(drift.moved) == len(micro_batch.labels)
@@ -186,7 +185,7 @@ def trained(rank, **algorithm):
     iteration = maker(lambda: my_samples(strategy.layout, scored_samples()), Stopwatch())
     steps = []
     for share in iteration.sampler.shares(iteration.sampler.plans):
-        result = stepper(maker.collator(iteration.experience.__getitems__(share)))
+        result = stepper(maker.scorer.collator(iteration.experience.__getitems__(share)))
         merged = reduce_metrics(result.metrics, strategy.layout, strategy.collectives)
         steps.append((merged["actor/pg_loss"].result, result.grad_norm))
     weights = {name: p.detach().numpy().copy() for name, p in stepper.policy.named_parameters()}

@@ -13,7 +13,9 @@ from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import Score, ScoredSample
+from rlmodule.experience.estimation import Estimation
 from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
@@ -41,14 +43,12 @@ def responses(rewards=REWARDS, sampler_logprob=True):
 
 
 def iteration_of(stepper, algorithm, scored, config=CONFIG, epochs=1, loss=None):
-    layout = stepper.strategy.layout
+    strategy, objective = stepper.strategy, Objective(loss or PPOClip(), algorithm)
+    layout = strategy.layout
     maker = ExperienceMaker(
-        stepper.strategy,
-        Objective(loss or PPOClip(), algorithm),
-        GRPO(),
-        DynamicCollator(),
+        Scorer(strategy, objective, DynamicCollator(), torch.device("cpu")),
+        Estimation(objective, GRPO(), strategy.collectives),
         lambda metas: BalancedSampler(metas, config, layout, seed=0, iteration=0, epochs=epochs),
-        torch.device("cpu"),
     )
     return maker(lambda: scored[layout.dp_rank :: layout.dp_size], Stopwatch())
 

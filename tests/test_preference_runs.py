@@ -17,8 +17,10 @@ from rlmodule.core.contract import Layout
 from rlmodule.core.types import Score, ScoredSample
 from rlmodule.data.preferences import Pair
 from rlmodule.data.stream import PromptStream
+from rlmodule.experience.estimation import Estimation
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.reference_scores import ReferenceScores
+from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.losses.dpo import DPO
 from rlmodule.objective import AlgorithmConfig, Objective
@@ -134,13 +136,12 @@ def score_twice(rank):
     reference = tiny_policy(seed=1).requires_grad_(False)
     strategy = wrap_here({"policy": tiny_policy(), "reference": reference})
     kept = ReferenceScores()
+    objective = Objective(DPO(), AlgorithmConfig(source="preferences", loss_agg_mode="prompt-mean"))
     drawn = []
     for number in range(2):
         maker = ExperienceMaker(
-            strategy,
-            Objective(DPO(), AlgorithmConfig(source="preferences", loss_agg_mode="prompt-mean")),
-            GRPO(),
-            DynamicCollator(),
+            Scorer(strategy, objective, DynamicCollator(), torch.device("cpu"), reference_scores=kept),
+            Estimation(objective, GRPO(), strategy.collectives),
             lambda metas, number=number: BalancedSampler(
                 metas,
                 BatchingConfig(mini_batch_size=4, max_token_len_per_gpu=40, keep_groups=True),
@@ -148,8 +149,6 @@ def score_twice(rank):
                 seed=0,
                 iteration=number,
             ),
-            torch.device("cpu"),
-            reference_scores=kept,
         )
         layout = strategy.layout
         mine = [

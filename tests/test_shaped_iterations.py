@@ -15,7 +15,9 @@ from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import Prompt, Sample, Score, ScoredSample
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
+from rlmodule.experience.estimation import Estimation
 from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.reinforce import Reinforce
@@ -63,14 +65,11 @@ def iterate(rank, *, rounds=ROUNDS[:1], loss=None, advantage=CENTRED, controller
         groups = list(next(to_come).items())[layout.dp_rank :: layout.dp_size]
         return [scored for group, rewards in groups for scored in drawn(group, rewards, baseline)]
 
+    objective = Objective(loss or PPOClip(), AlgorithmConfig(**algorithm))
     maker = ExperienceMaker(
-        strategy,
-        Objective(loss or PPOClip(), AlgorithmConfig(**algorithm)),
-        advantage,
-        DynamicCollator(),
+        Scorer(strategy, objective, DynamicCollator(), torch.device("cpu")),
+        Estimation(objective, advantage, strategy.collectives, controller),
         lambda metas: BalancedSampler(metas, BatchingConfig(mini_batch_size=4), layout, seed=0, iteration=0),
-        torch.device("cpu"),
-        kl_controller=controller,
     )
     iteration = maker(collect, Stopwatch())
     told = dict(zip((f.meta.sample_id for f in iteration.facts), iteration.advantages.tolist(), strict=True))
@@ -187,9 +186,8 @@ def test_a_response_without_the_samplers_view_is_refused():
         bare = [replace(s, sample=replace(s.sample, sampler_logprob=None)) for s in drawn(0, (1.0, 0.0))]
         strategy = single({"policy": tiny_policy()})
         objective = Objective(PPOClip(), AlgorithmConfig(rollout_correction=RolloutCorrection(mode="mask")))
-        maker = ExperienceMaker(
-            strategy, objective, CENTRED, DynamicCollator(), lambda metas: None, torch.device("cpu")
-        )
+        scorer = Scorer(strategy, objective, DynamicCollator(), torch.device("cpu"))
+        maker = ExperienceMaker(scorer, Estimation(objective, CENTRED, strategy.collectives), lambda metas: None)
         maker(lambda: bare, Stopwatch())
 
     with pytest.raises(TrainingError, match=r"sample 0 comes without .* Use algorithm\.rollout_correction\.mode=none"):

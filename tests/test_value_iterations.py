@@ -16,7 +16,9 @@ from rlmodule.advantages.gae import GAE
 from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.types import ExperienceRow, Score, ScoredSample, StepTotals
+from rlmodule.experience.estimation import Estimation
 from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.experience.token_facts import one_token_on
 from rlmodule.losses.ppo_clip import PPOClip
@@ -68,17 +70,14 @@ def make(rank, kind="critic", *, bootstrap=False, kl=False, epochs=1, sizes=None
     strategy = wrap_here(models(kind))
     layout = strategy.layout
     algorithm = AlgorithmConfig(use_kl_in_reward=kl, kl_in_reward=KLInReward(coef=PRICE))
+    objective, advantage = Objective(PPOClip(), algorithm), GAE(gamma=GAMMA, lam=LAM, bootstrap_truncated=bootstrap)
+    controller = KLController(algorithm.kl_in_reward) if kl else None
     maker = ExperienceMaker(
-        strategy,
-        Objective(PPOClip(), algorithm),
-        GAE(gamma=GAMMA, lam=LAM, bootstrap_truncated=bootstrap),
-        DynamicCollator(),
+        Scorer(strategy, objective, DynamicCollator(), torch.device("cpu"), value_model=kind),
+        Estimation(objective, advantage, strategy.collectives, controller),
         lambda metas: BalancedSampler(
             metas, BUDGET, layout, seed=0, iteration=0, epochs=epochs, trains=sizes or {"policy": 4, kind: 4}
         ),
-        torch.device("cpu"),
-        kl_controller=KLController(algorithm.kl_in_reward) if kl else None,
-        value_model=kind,
     )
     iteration = maker(lambda: scored_samples()[layout.dp_rank :: layout.dp_size], Stopwatch())
     rows = {

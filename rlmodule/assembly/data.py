@@ -13,8 +13,10 @@ from rlmodule.core.contract import RolloutEngine
 from rlmodule.core.types import Prompt, SampleMeta
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
+from rlmodule.experience.estimation import Estimation
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.reference_scores import ReferenceScores
+from rlmodule.experience.scoring import Scorer
 from rlmodule.models.description import shape_of
 from rlmodule.objective import Objective
 from rlmodule.replay import ReplayMemory
@@ -96,15 +98,15 @@ def new_maker(
     collator = DynamicCollator(
         0 if pad is None else pad, layout.sp_size, layout.sp_rank, share_prompts=s.batching.share_prompts
     )
-    return ExperienceMaker(
+    scorer = Scorer(
         strategy,
         objective,
-        s.advantage,
         collator,
-        make_sampler,
         strategy.root_device,
         reference_in_policy=s.model.lora.is_on,
-        kl_controller=kl_controller,
         value_model=s.value_model,
         reference_scores=reference_scores,
+    )
+    return ExperienceMaker(
+        scorer, Estimation(objective, s.advantage, strategy.collectives, kl_controller), make_sampler
     )

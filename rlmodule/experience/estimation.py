@@ -28,14 +28,19 @@ class Estimation:
     Args:
         objective: says whether the loss reads advantages, and how rewards are shaped.
         advantage: estimator, or None where the loss needs none.
-        kl_controller: the price of KL in the reward, or None where it is not in the reward.
         collectives: of the ranks that hold rows.
+        kl_controller: the price of KL in the reward, or None where it is not in the reward.
     """
 
     objective: Objective
     advantage: Advantage | None
-    kl_controller: KLController | None
     collectives: Collectives
+    kl_controller: KLController | None = None
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether models have to be asked before there are advantages."""
+        return self.kl_controller is not None or self.needs_energy
 
     @property
     def needs_energy(self) -> bool:

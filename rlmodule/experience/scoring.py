@@ -51,27 +51,37 @@ class Scorer:
         reference_in_policy: the reference is the policy without its adapter, and no model of its own.
         value_model: name of the model that says values, or None where none does.
         reference_scores: what the reference says of samples that come round again, or None where none does.
-        with_energy: whether the policy says the energy of each token.
-        with_next_value: whether values are wanted of what would have come after a response that was cut.
     """
 
     strategy: Strategy
     objective: Objective
     collator: DynamicCollator
     device: torch.device
-    reference_in_policy: bool
-    value_model: str | None
-    reference_scores: ReferenceScores | None
-    with_energy: bool
-    with_next_value: bool
+    reference_in_policy: bool = False
+    value_model: str | None = None
+    reference_scores: ReferenceScores | None = None
 
     def __call__(
-        self, samples: Mapping[int, Sample], sampler: BalancedSampler, watch: Stopwatch
+        self,
+        samples: Mapping[int, Sample],
+        sampler: BalancedSampler,
+        watch: Stopwatch,
+        *,
+        with_energy: bool,
+        with_next_value: bool,
     ) -> dict[int, ExperienceRow]:
-        """A row for every sample given, with all that the loss and the estimator read of models."""
+        """A row for every sample given, with all that is read of models.
+
+        Args:
+            samples: position -> sample.
+            sampler: of the iteration.
+            watch: takes the time of each pass.
+            with_energy: the policy says the energy of each token.
+            with_next_value: values are wanted of what would have come after a response that was cut.
+        """
         rows = {p: ExperienceRow(s, teacher_logprob=s.teacher_logprob) for p, s in samples.items()}
         as_sampled = self._as_sampled(samples)
-        for asked in self._passes(must_score=self._must_score(samples, as_sampled)):
+        for asked in self._passes(self._must_score(samples, as_sampled), with_energy):
             with watch.phase(asked.phase):
                 scores = self._kept_or_scored(asked, samples, sampler)
             rows = {
@@ -79,7 +89,7 @@ class Scorer:
                 for p, row in rows.items()
             }
         rows |= {p: replace(rows[p], old_logprob=logprob) for p, logprob in as_sampled.items()}
-        if self.with_next_value:
+        if with_next_value:
             with watch.phase("value"):
                 rows = self._with_next_values(rows, sampler)
         return rows
@@ -112,17 +122,17 @@ class Scorer:
             return not all(self.strategy.collectives.gather_objects(len(as_sampled) == len(samples)))
         return True
 
-    def _passes(self, *, must_score: bool) -> list[ScoringPass]:
+    def _passes(self, must_score: bool, with_energy: bool) -> list[ScoringPass]:
         """What is asked of which model; what one model says it says in one pass."""
         passes, of_policy = [], {}
         if must_score:
             of_policy["old_logprob"] = "logprob"
         if self.value_model == POLICY:
             of_policy["old_value"] = "value"
-        if self.with_energy:
+        if with_energy:
             of_policy["energy"] = "energy"
         if of_policy:
-            options = {"with_energy": True} if self.with_energy else {}
+            options = {"with_energy": True} if with_energy else {}
             passes.append(ScoringPass("old_logprob", POLICY, of_policy, options))
         if self.value_model == CRITIC:
             passes.append(ScoringPass("value", CRITIC, {"old_value": "value"}))
@@ -140,6 +150,10 @@ class Scorer:
         said = self.score(ScoringPass("value", self.value_model, {"next_value": "value"}), cut, sampler)["value"]
         return rows | {p: replace(rows[p], next_value=float(value[-1])) for p, value in said.items()}
 
+    def experience(self, rows: Mapping[int, ExperienceRow], count: int) -> Experience:
+        """Rows by position, of an iteration of ``count`` samples over all ranks; the collator's padding fills it up."""
+        return Experience(rows, self.collator.pad_token_id, count)
+
     def score(
         self, asked: ScoringPass, samples: Mapping[int, Sample], sampler: BalancedSampler
     ) -> dict[str, dict[int, Tensor]]:
@@ -149,9 +163,7 @@ class Scorer:
         keep 0. Where rows are cut over ranks, each gets the scores of whole samples. Every rank takes part, also one
         that gives no samples: in a micro-batch without any it runs a dummy.
         """
-        unscored = Experience(
-            {p: ExperienceRow(s) for p, s in samples.items()}, self.collator.pad_token_id, len(sampler.metas)
-        )
+        unscored = self.experience({p: ExperienceRow(s) for p, s in samples.items()}, len(sampler.metas))
         sequence, forward = self.strategy.sequence, self.strategy.wrapped(asked.model)
         parts: dict[str, list[Tensor]] = {said: [] for said in asked.fields.values()}
         places: list[Sequence[int]] = []

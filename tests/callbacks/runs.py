@@ -18,7 +18,9 @@ from rlmodule.callbacks.metrics import purge_step
 from rlmodule.core.types import Prompt, Sample, Score
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
+from rlmodule.experience.estimation import Estimation
 from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.scoring import Scorer
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
 from rlmodule.models.building import build_policy
@@ -112,12 +114,9 @@ class SmallRun:
         def make(iteration: int) -> ExperienceMaker:
             batching = BatchingConfig(mini_batch_size=4)
             return ExperienceMaker(
-                strategy,
-                objective,
-                GRPO(),
-                DynamicCollator(pad_token_id=256),
+                Scorer(strategy, objective, DynamicCollator(pad_token_id=256), torch.device("cpu")),
+                Estimation(objective, GRPO(), strategy.collectives),
                 lambda metas: BalancedSampler(metas, batching, strategy.layout, seed=0, iteration=iteration),
-                torch.device("cpu"),
             )
 
         context = RunContext(

@@ -20,8 +20,10 @@ from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import ExperienceRow, Prompt, Sample, Score, ScoredSample, StepTotals
 from rlmodule.data.prompts import DataConfig
 from rlmodule.data.rollouts import load_rollouts
+from rlmodule.experience.estimation import Estimation
 from rlmodule.experience.facts import gather_facts
 from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import PolicyModel
@@ -91,13 +93,11 @@ def test_roll_01_sampler_old_reference_and_update_agree(temperature):
     prompts = [sample(i, 3, 1).prompt for i in range(4)]
     drawn = engine.generate(prompts, [SampleRequest(prompt=i // 3, sample_id=i, group_id=i // 3) for i in range(12)])
     algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
+    objective = Objective(PPOClip(), algorithm)
     maker = ExperienceMaker(
-        strategy,
-        Objective(PPOClip(), algorithm),
-        GRPO(),
-        DynamicCollator(),
+        Scorer(strategy, objective, DynamicCollator(), torch.device("cpu")),
+        Estimation(objective, GRPO(), strategy.collectives),
         lambda metas: BalancedSampler(metas, BatchingConfig(mini_batch_size=12), strategy.layout, seed=0, iteration=0),
-        torch.device("cpu"),
     )
     scored = [ScoredSample(s, Score(float(s.sample_id % 3))) for s in drawn]
     iteration = maker(lambda: scored, Stopwatch())
@@ -113,7 +113,7 @@ def test_roll_01_sampler_old_reference_and_update_agree(temperature):
         torch.testing.assert_close(row.old_logprob, theirs, rtol=0, atol=1e-5)
     stepper = Stepper(policy, lambda models: strategy, algorithm=algorithm)
     [share] = iteration.sampler.shares(iteration.sampler.plans)
-    metrics = stepper(maker.collator(iteration.experience.__getitems__(share))).metrics
+    metrics = stepper(maker.scorer.collator(iteration.experience.__getitems__(share))).metrics
     assert metrics["actor/ppo_kl"].result == 0
     assert metrics["actor/kl_loss"].result == 0
 

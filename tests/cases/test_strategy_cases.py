@@ -16,7 +16,9 @@ from rlmodule.assembly.models import frozen_copy
 from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.types import Score, ScoredSample, StepTotals
+from rlmodule.experience.estimation import Estimation
 from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.building import save_pretrained
@@ -133,19 +135,17 @@ def iterations(policy, reference=None, *, count, mini_batch_size=6, optimizer=SM
     if reference is not None:
         strategy.shard({"policy": policy, "reference": reference})
     batching = BatchingConfig(mini_batch_size=mini_batch_size, max_token_len_per_gpu=20)
+    objective = Objective(PPOClip(), algorithm)
     maker = ExperienceMaker(
-        strategy,
-        Objective(PPOClip(), algorithm),
-        GRPO(),
-        DynamicCollator(),
+        Scorer(strategy, objective, DynamicCollator(), torch.device("cpu")),
+        Estimation(objective, GRPO(), strategy.collectives),
         lambda metas: BalancedSampler(metas, batching, strategy.layout, seed=0, iteration=0),
-        torch.device("cpu"),
     )
     scored = [ScoredSample(sample(i, 2, 1 + i % 5, group=i // 3), Score(float(i % 3 == 0))) for i in range(12)]
     for _ in range(count):
         iteration = maker(lambda: scored, Stopwatch())
         for share in iteration.sampler.shares(iteration.sampler.plans):
-            result = stepper(maker.collator(iteration.experience.__getitems__(share)))
+            result = stepper(maker.scorer.collator(iteration.experience.__getitems__(share)))
             yield {name: metric.result for name, metric in result.metrics.items()}
 
 
