@@ -67,36 +67,40 @@ def prove(session: Session, console: Console | None = None) -> bool:
             fix="Run python train.py task=parity by itself, in an allocation with the devices it needs",
         )
     console = console or (Console() if Console().is_terminal else Console(width=WIDTH))
-    config = session.settings.parity
+    config, where = session.settings.parity, session.run_dir.root / FILE_NAME
     session.run_dir.root.mkdir(parents=True, exist_ok=True)
-    reference_file = session.run_dir.root / REFERENCE_FILE
     try:
-        verdicts: list[Verdict] = []
-        reference: Outcome | None = None
-        for layout in chosen(config.layouts):
-            console.print(f"parity: {layout.title} ...", highlight=False)
-            cut = session_for(session, layout)
-            reason = refusal(cut)
-            if reason is not None:
-                verdicts.append(Verdict(layout.name, layout.title, SKIP, reason))
-                continue
-            outcome = run(cut, is_reference=reference is None)
-            if reference is None:
-                if isinstance(outcome, str):
-                    raise TrainingError(f"parity: one process alone cannot train this model. {outcome}")
-                reference = outcome
-            verdicts.append(judge(layout, outcome, reference, config))
+        verdicts = _verdicts(session, console)
     finally:
-        reference_file.unlink(missing_ok=True)
-    write(session.run_dir.root / FILE_NAME, verdicts, config)
+        (session.run_dir.root / REFERENCE_FILE).unlink(missing_ok=True)
+    write(where, verdicts, config)
     console.print(table(verdicts, config))
     for v in verdicts:
         if v.reason:
             console.print(f"{v.verdict} {v.title}: {v.reason}", highlight=False, markup=False)
     count = {word: sum(v.verdict == word for v in verdicts) for word in (PASS, FAIL, SKIP)}
-    where = session.run_dir.root / FILE_NAME
     console.print(f"{count[PASS]} passed, {count[FAIL]} failed, {count[SKIP]} skipped; {where}", highlight=False)
     return count[FAIL] == 0
+
+
+def _verdicts(session: Session, console: Console) -> list[Verdict]:
+    """Every layout after the other; the first one is what the others are compared with."""
+    verdicts: list[Verdict] = []
+    reference: Outcome | None = None
+    for layout in chosen(session.settings.parity.layouts):
+        console.print(f"parity: {layout.title} ...", highlight=False)
+        cut = session_for(session, layout)
+        reason = refusal(cut)
+        if reason is not None:
+            verdicts.append(Verdict(layout.name, layout.title, SKIP, reason))
+            continue
+        outcome = run(cut, is_reference=reference is None)
+        if reference is None:
+            if isinstance(outcome, str):
+                raise TrainingError(f"parity: one process alone cannot train this model. {outcome}")
+            reference = outcome
+        verdicts.append(judge(layout, outcome, reference, session.settings.parity))
+    return verdicts
 
 
 def refusal(session: Session) -> str | None:
