@@ -50,7 +50,7 @@ from transformers import PreTrainedModel
 from rlmodule.batching.partition import karmarkar_karp
 from rlmodule.batching.plan import plan_batch
 from rlmodule.core.types import ExperienceRow
-from rlmodule.ops.attention import SegmentBuckets
+from rlmodule.ops.segments import SegmentBuckets
 
 CLIP = 0.2
 PEERS = ("verl", "openrlhf", "trl")

@@ -42,7 +42,7 @@ from rlmodule.models.attention import ATTENTION
 from rlmodule.models.description import shape_of
 from rlmodule.models.policy import PolicyModel
 from rlmodule.objective import AlgorithmConfig, Objective
-from rlmodule.ops.attention import SegmentBuckets
+from rlmodule.ops.segments import SegmentBuckets
 from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
 from rlmodule.update import Trainable, update
 from strategies.single import SingleOptions, SingleStrategy

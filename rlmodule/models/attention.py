@@ -15,7 +15,8 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rlmodule.core.contract import SequenceRanks
-from rlmodule.ops.attention import SegmentBuckets, packed_attention, ragged_decode_attention
+from rlmodule.ops.attention import packed_attention, ragged_decode_attention
+from rlmodule.ops.segments import SegmentBuckets
 
 ATTENTION = "rlmodule"
 LEFT_TO_THE_MASK = "left to the mask"  # a window that the model's attention was not given, and did not say is absent

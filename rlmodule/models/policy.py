@@ -18,8 +18,8 @@ from rlmodule.core.types import MicroBatch, TokenOutputs
 from rlmodule.models.attention import RaggedCache, Rows
 from rlmodule.models.lora import LoraSettings, without_adapter
 from rlmodule.models.weights import StoredWeights
-from rlmodule.ops.attention import SegmentBuckets
 from rlmodule.ops.head import linear_logprobs, linear_loss
+from rlmodule.ops.segments import SegmentBuckets
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,8 +17,9 @@ from rlmodule.core.types import ExperienceRow, MiniBatch, Prompt, Sample, Sample
 from rlmodule.experience.facts import SampleFacts
 from rlmodule.losses.sft import SFT
 from rlmodule.objective import AlgorithmConfig
-from rlmodule.ops.attention import SegmentBuckets, packed_attention
+from rlmodule.ops.attention import packed_attention
 from rlmodule.ops.logprobs import logprobs_from_logits
+from rlmodule.ops.segments import SegmentBuckets
 from rlmodule.summary import reward_metrics
 from strategies.parts.mesh import current_layout
 from tests.helpers.ranks import run_on_ranks

@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 
 from rlmodule.models.attention import ATTENTION, RaggedCache, attention_forward
 from rlmodule.models.policy import DecodeBatch, PrefillBatch
-from rlmodule.ops.attention import SegmentBuckets
+from rlmodule.ops.segments import SegmentBuckets
 from tests.helpers.tiny import FAMILIES, VOCABULARY, stock, tiny_policy, tokens
 
 PROMPTS = (5, 1, 9)  # tokens; the sliding windows of the tiny models hold 4

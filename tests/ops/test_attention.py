@@ -7,14 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmodule.ops.attention import (
-    MAX_WASTE,
-    Bucket,
-    SegmentBuckets,
-    _buckets,
-    packed_attention,
-    ragged_decode_attention,
-)
+from rlmodule.ops.attention import packed_attention, ragged_decode_attention
+from rlmodule.ops.segments import MAX_WASTE, Bucket, SegmentBuckets, _buckets
 
 SIZE = 8
 SCALING = 0.3
