@@ -242,12 +242,15 @@ class DeepSpeedStrategy(ShardedModels):
             if master is not None:
                 yield names, master.detach()
                 continue
-            with self._gathered(parameter):
+            with self._at_hand(parameter):
                 whole = parameter.detach().clone()
             yield names, whole
 
-    def _gathered(self, parameter: nn.Parameter) -> AbstractContextManager[Any]:
-        return self._deepspeed.zero.GatheredParameters([parameter]) if self.cuts_parameters else nullcontext()
+    def _at_hand(self, parameter: nn.Parameter, written_by: int | None = None) -> AbstractContextManager[Any]:
+        """Its whole weights inside; cut again afterwards, as rank ``written_by`` left them where one is named."""
+        if not self.cuts_parameters:
+            return nullcontext()
+        return self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=written_by)
 
     def generator(self, name: str) -> nn.Module:
         """A whole copy where parameters are cut, else the model itself."""
@@ -295,7 +298,7 @@ class DeepSpeedStrategy(ShardedModels):
         for key, parameter, _ in self._trainable(name):
             value = parts[f"{name}.{key}"].to(self.root_device)
             self._put_whole(parameter, value)
-            with self._written(parameter):
+            with self._at_hand(parameter, written_by=0):
                 parameter.data.copy_(value)
             if steps:
                 for m in MOMENTS:
@@ -332,9 +335,3 @@ class DeepSpeedStrategy(ShardedModels):
         if not self.cuts_parameters:
             zero._hp_optimizer_states_linked = False
             zero._lazy_init_hp_params_optimizer_state()
-
-    def _written(self, parameter: nn.Parameter) -> AbstractContextManager[Any]:
-        """The weights at hand inside, cut again afterwards."""
-        if not self.cuts_parameters:
-            return nullcontext()
-        return self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=0)

@@ -16,7 +16,7 @@ from rlmodule.core.contract import Task
 from rlmodule.core.errors import DataError
 from rlmodule.core.types import Prompt, Sample
 from rlmodule.data.chat import ChatError, ChatFormat, Segment, as_turns, join, prompt_text
-from rlmodule.data.files import BATCH_ROWS
+from rlmodule.data.files import in_batches
 from rlmodule.data.formats import Row
 from rlmodule.data.prompts import DataConfig, keep_by_length, open_rows
 
@@ -54,8 +54,7 @@ def file_demonstrations(config: DataConfig, tokenizer: PreTrainedTokenizerBase, 
         DataError: a row has no response or cannot be used; the message has ``file:line``.
     """
     source = open_rows(config, split)
-    firsts = range(0, len(source), BATCH_ROWS)
-    rows = [row for first in firsts for row in source.select(range(first, min(first + BATCH_ROWS, len(source))))]
+    rows = [row for batch in in_batches(len(source)) for row in source.select(batch)]
     return _samples(rows, config, tokenizer, source.place)
 
 

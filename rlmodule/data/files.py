@@ -51,8 +51,14 @@ class RowTable(ABC):
 
     def batches(self, columns: Sequence[str]) -> Iterator[list[RawRow]]:
         """All rows in order, a batch at a time; other columns than ``columns`` may be missing from them."""
-        for first in range(0, len(self), BATCH_ROWS):
-            yield self.select(range(first, min(first + BATCH_ROWS, len(self))))
+        for rows in in_batches(len(self)):
+            yield self.select(rows)
+
+
+def in_batches(count: int) -> Iterator[range]:
+    """The rows 0 to ``count - 1`` in order, as many at a time as are held in memory."""
+    for first in range(0, count, BATCH_ROWS):
+        yield range(first, min(first + BATCH_ROWS, count))
 
 
 class MemoryTable(RowTable):

@@ -14,7 +14,7 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.errors import DataError
-from rlmodule.data.files import BATCH_ROWS, TableChain, open_files
+from rlmodule.data.files import TableChain, in_batches, open_files
 from rlmodule.data.prompts import DataConfig
 from rlmodule.data.rollout_rows import RowReader, Sampling, StoredResponse, choose_columns
 
@@ -93,8 +93,7 @@ def load_rollouts(path: str, config: DataConfig, tokenizer: PreTrainedTokenizerB
     made = RolloutTable(path, TableChain(tables), readers)
     numbers: dict[str, int] = {}  # what rows call their group -> its number
     prompts: list[tuple[int, int]] = []  # of each group: its first row, and a hash of the prompt
-    for first in range(0, len(made.chain), BATCH_ROWS):
-        rows = range(first, min(first + BATCH_ROWS, len(made.chain)))
+    for rows in in_batches(len(made.chain)):
         for row, response in zip(rows, made.read(rows), strict=True):
             number = len(prompts) if response.group is None else numbers.setdefault(response.group, len(prompts))
             _take_note(made, prompts, number, row, response)
