@@ -15,6 +15,7 @@ from torch import Tensor
 from rlmodule.core.contract import Advantage, Collectives, ValueAdvantage
 from rlmodule.core.types import AdvantageInputs, ExperienceRow, Sample
 from rlmodule.experience.facts import SampleFacts, numbers, rewards_of
+from rlmodule.experience.moving import gathered
 from rlmodule.experience.token_facts import ResponseTokens, gather_energies, gather_tokens, value_metrics
 from rlmodule.objective import Objective
 from rlmodule.ops.kl import kl_per_token
@@ -111,9 +112,8 @@ class Estimation:
         assert self.kl_controller is not None, "KL has a price"
         mine = {position: float(self._kl(row).sum()) for position, row in rows.items()}
         kl = torch.zeros(count, dtype=torch.float64)
-        for part in self.collectives.gather_objects(mine):
-            for position, value in part.items():
-                kl[position] = value
+        for position, value in gathered(mine, self.collectives).items():
+            kl[position] = value
         metrics["reward/kl"] = _mean_over(kl, is_scored)
         metrics["reward/kl_coef"] = self.kl_controller.coef
         self.kl_controller.update(_mean_over(kl, is_scored), int(is_scored.sum()))

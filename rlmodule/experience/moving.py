@@ -1,4 +1,4 @@
-"""Samples and rows travel to the ranks that train on them."""
+"""Samples and rows travel to the ranks that train on them, and what is made of them to all ranks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from rlmodule.core.contract import Collectives, Layout
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -20,3 +21,8 @@ def move(
             for sp_rank in range(layout.sp_size):
                 outgoing[data_rank * layout.sp_size + sp_rank][position] = item
     return {p: item for parcel in collectives.exchange(outgoing) for p, item in parcel.items()}
+
+
+def gathered(mine: Mapping[K, T], collectives: Collectives) -> dict[K, T]:
+    """What every rank holds, on every rank. Ranks that hold the same key hold the same under it."""
+    return {key: item for part in collectives.gather_objects(dict(mine)) for key, item in part.items()}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlmodule.core.contract import Collectives
 from rlmodule.core.types import Sample
+from rlmodule.experience.moving import gathered
 
 
 class ReferenceScores:
@@ -29,9 +30,7 @@ class ReferenceScores:
 
     def keep(self, samples: Mapping[int, Sample], scores: Mapping[int, Tensor], collectives: Collectives) -> None:
         """Learn what every rank has scored."""
-        mine = {_key(sample): scores[p] for p, sample in samples.items()}
-        for part in collectives.gather_objects(mine):
-            self._scores |= part
+        self._scores |= gathered({_key(sample): scores[p] for p, sample in samples.items()}, collectives)
 
 
 def _key(sample: Sample) -> tuple[int, bytes]:

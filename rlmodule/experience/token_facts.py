@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlmodule.core.contract import Collectives
 from rlmodule.core.types import Sample, TokenFacts
+from rlmodule.experience.moving import gathered
 from rlmodule.ops.value import explained_variance
 
 
@@ -39,7 +40,7 @@ def gather_tokens(
         loss_tokens: of every response of the iteration.
         collectives: of the token ranks.
     """
-    everyone = {p: tokens for part in collectives.gather_objects(dict(mine)) for p, tokens in part.items()}
+    everyone = gathered(mine, collectives)
     responses = [everyone.get(position, NOTHING) for position in range(len(loss_tokens))]
     assert [len(r.value) for r in responses] == list(loss_tokens), "one value per loss token"
     return TokenFacts(
@@ -51,7 +52,7 @@ def gather_tokens(
 
 def gather_energies(mine: Mapping[int, Tensor], loss_tokens: Sequence[int], collectives: Collectives) -> Tensor:
     """Position -> [n] of this rank's responses, one exchange -> [N] float64 of all of them, end to end."""
-    everyone = {p: energy for part in collectives.gather_objects(dict(mine)) for p, energy in part.items()}
+    everyone = gathered(mine, collectives)
     responses = [everyone.get(position, NOTHING.value) for position in range(len(loss_tokens))]
     assert [len(r) for r in responses] == list(loss_tokens), "one energy per loss token"
     return torch.cat([NOTHING.value, *responses])
