@@ -233,21 +233,8 @@ class MicroBatchObjective:
     def __call__(self, logprob: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
         """[C] log-probabilities (with gradient) and entropies of the tokens ``part`` -> scalar to call backward on."""
         settings, batch, weight = self.objective.settings, self.batch, self.weight[part]
-        ref_logprob = _part_of(batch.ref_logprob, part)
-        policy = self.objective.loss(
-            LossInputs(
-                logprob=logprob,
-                sequence=batch.sequence[part],
-                loss_tokens=batch.loss_tokens,
-                old_logprob=_part_of(batch.old_logprob, part),
-                advantage=_part_of(batch.advantage, part),
-                ref_logprob=ref_logprob,
-                teacher_logprob=_part_of(batch.teacher_logprob, part),
-                over_slices=self._over_slices,
-                selected=_part_of(batch.selected, part),
-                group=batch.group,
-            )
-        )
+        inputs = LossInputs.of(batch, logprob, part, self._over_slices)
+        policy = self.objective.loss(inputs)
         loss = policy.loss if batch.rollout_weight is None else policy.loss * batch.rollout_weight[part]  # [C]
         metrics = {"actor/pg_loss": share(loss, weight)}
         metrics |= {f"actor/{name}": per_token(value) for name, value in policy.metrics.items()}
@@ -257,17 +244,13 @@ class MicroBatchObjective:
             if settings.entropy_coeff != 0:
                 loss = loss - settings.entropy_coeff * entropy
         if settings.use_kl_loss:
-            assert ref_logprob is not None, "use_kl_loss needs reference log-probabilities"
-            kl = kl_per_token(logprob, ref_logprob, settings.kl_loss_type)
+            assert inputs.ref_logprob is not None, "use_kl_loss needs reference log-probabilities"
+            kl = kl_per_token(logprob, inputs.ref_logprob, settings.kl_loss_type)
             loss = loss + settings.kl_loss_coef * kl
             metrics["actor/kl_loss"] = share(kl, weight)
         metrics["actor/loss"] = share(loss, weight)
         self._parts.append(metrics)
         return aggregate(loss, weight, self.totals)
-
-
-def _part_of(values: Tensor | None, part: slice) -> Tensor | None:
-    return None if values is None else values[part]
 
 
 def share(value: Tensor, weight: Tensor) -> Metric:

@@ -24,7 +24,7 @@ def with_selection(mini_batch: MiniBatch, loss: SelectingLoss, strategy: Strateg
     """
     policy = strategy.wrapped("policy")
     with strategy.eval_mode("policy"):
-        inputs = [_inputs(batch, policy(batch).logprob) for batch in mini_batch.micro_batches]
+        inputs = [LossInputs.of(batch, policy(batch).logprob.detach()) for batch in mini_batch.micro_batches]
     keys = [_keys(batch) for batch in mini_batch.micro_batches]
     means = _means(inputs, strategy.collectives)
     priorities = [loss.priority(x, means, key) for x, key in zip(inputs, keys, strict=True)]
@@ -34,17 +34,6 @@ def with_selection(mini_batch: MiniBatch, loss: SelectingLoss, strategy: Strateg
         micro_batches=tuple(
             replace(batch, selected=mask) for batch, mask in zip(mini_batch.micro_batches, chosen, strict=True)
         ),
-    )
-
-
-def _inputs(batch: MicroBatch, logprob: Tensor) -> LossInputs:
-    return LossInputs(
-        logprob=logprob.detach(),
-        sequence=batch.sequence,
-        loss_tokens=batch.loss_tokens,
-        old_logprob=batch.old_logprob,
-        advantage=batch.advantage,
-        ref_logprob=batch.ref_logprob,
     )
 
 

@@ -323,6 +323,32 @@ class LossInputs:
     group: Tensor | None = None
     over_slices: Callable[[Tensor], Tensor] | None = itself
 
+    @classmethod
+    def of(
+        cls,
+        batch: MicroBatch,
+        logprob: Tensor,
+        part: slice = slice(None),
+        over_slices: Callable[[Tensor], Tensor] | None = itself,
+    ) -> LossInputs:
+        """The loss tokens ``part`` of a micro-batch, with their log-probabilities."""
+
+        def cut(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[part]
+
+        return cls(
+            logprob=logprob,
+            sequence=batch.sequence[part],
+            loss_tokens=batch.loss_tokens,
+            old_logprob=cut(batch.old_logprob),
+            advantage=cut(batch.advantage),
+            ref_logprob=cut(batch.ref_logprob),
+            teacher_logprob=cut(batch.teacher_logprob),
+            selected=cut(batch.selected),
+            group=batch.group,
+            over_slices=over_slices,
+        )
+
     def sum_per_sequence(self, value: Tensor) -> Tensor:
         """[N, ...] -> [B, ...] sum over ALL loss tokens of each sample, on other sequence ranks too; differentiable.
 
