@@ -29,6 +29,10 @@ def test_an_advantage_follows_its_response(advantage):
     laws.check_advantage_follows_its_response(advantage)
 
 
+def test_an_advantage_reads_only_what_it_names(advantage):
+    laws.check_advantage_reads_only_what_it_names(advantage)
+
+
 def test_unscored_responses_change_nothing(advantage):
     laws.check_unscored_responses_change_nothing(advantage)
 

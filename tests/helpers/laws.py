@@ -302,6 +302,14 @@ def check_advantage_follows_its_response(advantage: Advantage) -> None:
     torch.testing.assert_close(by_response(advantage, renamed), expected, rtol=1e-12, atol=1e-12)
 
 
+def check_advantage_reads_only_what_it_names(advantage: Advantage) -> None:
+    """What it does not name may be missing, and groups that it does not name may be any."""
+    x = scored(REWARDS, REWARD_GROUPS)
+    unread: dict[str, Tensor | None] = {"baseline": None, "tokens": None, "energy": None, "group": x.group.flip(0)}
+    bare = replace(x, **{name: value for name, value in unread.items() if name not in advantage.needs})
+    assert torch.equal(advantage(bare), advantage(x))
+
+
 def check_unscored_responses_change_nothing(advantage: Advantage) -> None:
     """A response without a finite reward gets 0, and the others what they would get without it."""
     x = scored(REWARDS, REWARD_GROUPS)
