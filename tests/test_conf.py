@@ -300,6 +300,8 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["algorithm=ppo", "critic.warmup_iterations=70"], "critic.warmup_iterations", 70, "trainer.max_epochs=70"),
         ([*SHARED, "critic.warmup_iterations=1"], "critic.warmup_iterations", 1, "no value model beside the policy"),
         ([*SHARED, "critic.mini_batch_size=64"], "critic.mini_batch_size", 64, "model.value=separate"),
+        ([*SHARED, "critic.optimizer.lr=0.5"], "critic.optimizer.lr", 0.5, "model.value=separate"),
+        (["critic.warmup_iterations=1"], "critic.warmup_iterations", 1, "model.value=none"),
         ([*SHARED, "critic.path=folder"], "critic.path", "folder", "model.value=separate"),
         (["algorithm=rm", "model.lora.r=4"], "model.lora.r", 4, "Use model.lora.r=0"),
         (["algorithm=rm", "critic.path=folder"], "critic.path", "folder", "model.value=separate"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 from rlmodule.core.contract import Layout
@@ -36,7 +39,7 @@ def check_value(settings: Settings) -> None:
 def check_critic(settings: Settings) -> None:
     """What is said of a value model of its own is said where there is one, and can be done."""
     kind, critic = settings.model.value, settings.critic
-    if kind in (SHARED, ONLY):
+    if kind != SEPARATE:
         _refuse_what_a_critic_has(kind, critic)
     if kind == SEPARATE and critic.warmup_iterations >= settings.trainer.max_epochs:
         raise ConfigError(
@@ -56,15 +59,23 @@ def check_critic(settings: Settings) -> None:
 
 
 def _refuse_what_a_critic_has(kind: str, critic: CriticConfig) -> None:
-    """A head on the policy's trunk, or a reward model, cannot have what a value model beside the policy has."""
-    for name in ("path", "architecture", "mini_batch_size", "warmup_iterations"):
-        if getattr(critic, name) not in (None, {}, 0):
+    """What is for a value model beside the policy would be passed over in silence where there is none."""
+    default = _of_a_critic(CriticConfig())
+    for key, value in _of_a_critic(critic).items():
+        if value != default[key]:
             raise ConfigError(
-                key=f"critic.{name}",
-                got=getattr(critic, name),
+                key=f"critic.{key}",
+                got=value,
                 because=f"with model.value={kind} there is no value model beside the policy, which this is for",
                 fix="Leave it out, or use model.value=separate",
             )
+
+
+def _of_a_critic(critic: CriticConfig) -> dict[str, Any]:
+    """Key -> value of what a value model of its own has."""
+    own = ("path", "architecture", "mini_batch_size", "warmup_iterations")
+    optimizer = {**asdict(critic.optimizer), "betas": list(critic.optimizer.betas)}  # files say lists
+    return {name: getattr(critic, name) for name in own} | {f"optimizer.{key}": v for key, v in optimizer.items()}
 
 
 def check_value_model(settings: Settings, policy: PreTrainedConfig, critic: PreTrainedConfig, layout: Layout) -> None:

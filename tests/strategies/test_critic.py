@@ -24,14 +24,18 @@ pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 PPO = (
     "algorithm=ppo",
     "optimizer.eps=1e-3",
-    "critic.optimizer.eps=1e-3",
     "optimizer.warmup_steps=0",
-    "critic.optimizer.warmup_steps=0",
     "batching.max_token_len_per_gpu=240",
     "callbacks.validation.every_n_iterations=0",
 )
 KINDS = {
-    "separate": ("model.value=separate", "critic.mini_batch_size=4"),
+    "separate": (
+        "model.value=separate",
+        "critic.mini_batch_size=4",
+        "critic.optimizer.eps=1e-3",
+        "critic.optimizer.warmup_steps=0",
+        "critic.optimizer.schedule=cosine",
+    ),
     "shared": ("model.value=shared", "advantage.bootstrap_truncated=true"),
 }
 LAYOUTS = {
@@ -109,7 +113,7 @@ RESUMED = [  # kind, written by, resumed by, and how close it must be
 def test_a_resumed_run_equals_one_never_stopped(kind, by, then, rtol, tmp_path):
     """VAL-03: the head, its optimizer and its schedule come back; bit for bit in the same world."""
     (writers, written), (readers, read) = by, then
-    keep = ("callbacks.checkpoint.keep=9", "optimizer.schedule=linear", "critic.optimizer.schedule=cosine")
+    keep = ("callbacks.checkpoint.keep=9", "optimizer.schedule=linear")
     whole = on_ranks(tmp_path / "whole", writers, *KINDS[kind], *written, *keep)
     checkpoint = folder_of(tmp_path / "whole" / "checkpoints", 1)
     rest = on_ranks(tmp_path / "rest", readers, *KINDS[kind], *read, *keep, f"resume={checkpoint}")
