@@ -54,6 +54,12 @@ from rlmodule.ops.segments import SegmentBuckets
 
 CLIP = 0.2
 PEERS = ("verl", "openrlhf", "trl")
+# vocabulary -> groups of eight rollouts, and the model
+SIZES = {
+    2_048: (2, update.Sizes(2_048, 128, 2)),
+    32_768: (8, update.Sizes(32_768, 256, 4)),
+    151_936: (4, update.Sizes(151_936, 256, 4)),
+}
 
 
 # ---- planner
@@ -414,16 +420,16 @@ WAYS: Mapping[str, update.MakeWay] = {
 
 
 def measured_updates(vocabulary: int, rounds: int) -> dict[str, Any]:
-    """The update step by everybody's code; half the rollouts where logits are large."""
-    groups = 8 if vocabulary < 100_000 else 4
-    return update.measure(update.make_rows(groups, 8, vocabulary), update.Sizes(vocabulary, 256, 4), rounds, WAYS)
+    """The update step by everybody's code, at one of the sizes above."""
+    groups, sizes = SIZES[vocabulary]
+    return update.measure(update.make_rows(groups, 8, vocabulary), sizes, rounds, WAYS)
 
 
 def main() -> None:
     """Measure, print, and write what was measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a quick look: few cases, a small model, one round")
-    parser.add_argument("--vocabulary", type=int, nargs="+", default=[32_768, 151_936])
+    parser.add_argument("--vocabulary", type=int, nargs="+", choices=SIZES, default=[32_768, 151_936])
     parser.add_argument("--rounds", type=int, nargs="+", default=[3, 1], help="of each vocabulary")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -445,12 +451,10 @@ def main() -> None:
         ms = row["ms"]
         sizes_word = "equal" if row["equal_size"] else "free"
         print(f"{row['items']} items, {row['parts']} parts, {sizes_word} sizes: {ms['verl'] / ms['rlmodule']:.1f}x")
-    if args.small:
-        updates = [update.measure(update.make_rows(2, 8, 2048), update.Sizes(2048, 128, 2), 1, WAYS)]
-    else:
-        updates = [measured_updates(*each) for each in zip(args.vocabulary, args.rounds, strict=True)]
-    for report in updates:
-        update.show(report)
+    updates = []
+    for vocabulary, rounds in [(2048, 1)] if args.small else zip(args.vocabulary, args.rounds, strict=True):
+        updates.append(measured_updates(vocabulary, rounds))
+        update.show(updates[-1])
     if args.json:
         record.write(args.json, {"versions": versions, "plans": plans, "partitions": partitions, "updates": updates})
 
