@@ -19,9 +19,9 @@ entropy out of the update (TRL's and ours do not), so both are measured with it 
 
     verl         `FSDPEngineWithLMHead.forward_step` and `ppo_loss`, unwrapped model
     openrlhf     `Actor.forward` with packing, `PolicyLoss`
-    trl          `GRPOTrainer.compute_loss`, eight samples at a time
+    trl          `GRPOTrainer.compute_loss`, eight samples at a time, cut by its `split_tensor_dict`
 
-    python benchmarks/peers.py [--small] [--vocabulary 32768 151936] [--rounds 3 1] [--json PATH]
+    python benchmarks/peers.py [--small] [--vocabulary 32768 151936] [--rounds 2 1] [--json PATH]
 """
 
 from __future__ import annotations
@@ -348,6 +348,7 @@ class TRL(Peer):
         super().__init__(rows, model)
         from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
+        from trl.trainer.utils import split_tensor_dict
 
         from rlmodule.models.byte_tokenizer import byte_tokenizer
 
@@ -373,8 +374,8 @@ class TRL(Peer):
         )
         self.trainer.current_gradient_accumulation_steps = 1
         self.trainer._current_train_step_time = 0.0
-        cut = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
-        self.padded = [self._pad(part) for part in cut]
+        # It pads what was generated together, a whole optimizer step here, and cuts that into micro-batches.
+        self.padded = split_tensor_dict(self._pad(rows), len(rows) // self.batch_size)
 
     def _pad(self, rows: list[ExperienceRow]) -> dict[str, Tensor]:
         prompts = [torch.tensor(row.sample.prompt.ids) for row in rows]
@@ -430,7 +431,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a quick look: few cases, a small model, one round")
     parser.add_argument("--vocabulary", type=int, nargs="+", choices=SIZES, default=[32_768, 151_936])
-    parser.add_argument("--rounds", type=int, nargs="+", default=[3, 1], help="of each vocabulary")
+    parser.add_argument("--rounds", type=int, nargs="+", default=[2, 1], help="of each vocabulary")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
