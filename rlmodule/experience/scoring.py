@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlmodule.batching.collate import DynamicCollator
-from rlmodule.batching.sampler import BalancedSampler
+from rlmodule.batching.sampler import BalancedSampler, RankShare
 from rlmodule.core.contract import Strategy
 from rlmodule.core.types import CRITIC, POLICY, REFERENCE, TEACHER, ExperienceRow, Sample
 from rlmodule.experience.iteration import Experience
@@ -163,31 +163,29 @@ class Scorer:
         keep 0. Where rows are cut over ranks, each gets the scores of whole samples. Every rank takes part, also one
         that gives no samples: in a micro-batch without any it runs a dummy.
         """
-        unscored = self.experience({p: ExperienceRow(s) for p, s in samples.items()}, len(sampler.metas))
-        sequence, forward = self.strategy.sequence, self.strategy.wrapped(asked.model)
-        parts: dict[str, list[Tensor]] = {said: [] for said in asked.fields.values()}
-        places: list[Sequence[int]] = []
+        count, sequence, forward = len(sampler.metas), self.strategy.sequence, self.strategy.wrapped(asked.model)
+        unscored = self.experience({p: ExperienceRow(s) for p, s in samples.items()}, count)
+        shares = [_share_of_given(share, samples, count) for share in sampler.shares(sampler.first_pass)]
+        places = [positions for share in shares for positions in share.micro_batches]
         with self.strategy.eval_mode(asked.model):
-            for share in sampler.shares(sampler.first_pass):
-                given = tuple(
-                    tuple(p for p in step if p in samples or p >= len(sampler.metas)) for step in share.micro_batches
-                )
-                mini_batch = self.collator(unscored.__getitems__(replace(share, micro_batches=given)))
-                for micro_batch, positions in zip(mini_batch.micro_batches, given, strict=True):
-                    outputs = forward(micro_batch.to(self.device), **asked.options)
-                    for said, so_far in parts.items():
-                        so_far.append(getattr(outputs, said))
-                    places.append(positions)
-        # After the last pass: reading a result off a device waits for it.
-        on_host = {said: [row.cpu() for row in rows] for said, rows in parts.items()}
-        return {
-            said: {
-                p: r
-                for row, at in zip(rows if sequence is None else sequence.gather_slices(rows), places, strict=True)
-                for p, r in by_sample(row, at, samples).items()
-            }
-            for said, rows in on_host.items()
-        }
+            outputs = [
+                forward(micro_batch.to(self.device), **asked.options)
+                for share in shares
+                for micro_batch in self.collator(unscored.__getitems__(share)).micro_batches
+            ]
+        scores: dict[str, dict[int, Tensor]] = {said: {} for said in asked.fields.values()}
+        for said, found in scores.items():
+            # After the last pass: reading a result off a device waits for it.
+            rows = [getattr(output, said).cpu() for output in outputs]
+            for row, positions in zip(rows if sequence is None else sequence.gather_slices(rows), places, strict=True):
+                found |= by_sample(row, positions, samples)
+        return scores
+
+
+def _share_of_given(share: RankShare, samples: Mapping[int, Sample], count: int) -> RankShare:
+    """Without the positions of samples that are not given; fillers, at positions from ``count`` on, stay."""
+    given = tuple(tuple(p for p in step if p in samples or p >= count) for step in share.micro_batches)
+    return replace(share, micro_batches=given)
 
 
 def by_sample(output: Tensor, positions: Sequence[int], samples: Mapping[int, Sample]) -> dict[int, Tensor]:
