@@ -8,7 +8,7 @@ its RLOO clips the ratio of whole responses. To a deviation it adds 1e-4, we 1e-
 """
 
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +20,7 @@ from rlmodule.core.metrics import merge
 from rlmodule.core.types import AdvantageInputs, ExperienceRow, StepTotals
 from rlmodule.losses.cispo import CISPO
 from rlmodule.losses.dpo import DPO
+from rlmodule.losses.dpo_hinge import DPOHinge
 from rlmodule.losses.gspo import GSPO
 from rlmodule.losses.ipo import IPO
 from rlmodule.losses.ppo_clip import PPOClip
@@ -323,7 +324,7 @@ def their_dpo(data, loss_type, beta):
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=["whole", "cut"])
-@pytest.mark.parametrize(("name", "loss"), [("sigmoid", DPO), ("ipo", IPO)])
+@pytest.mark.parametrize(("name", "loss"), [("sigmoid", DPO), ("hinge", DPOHinge), ("ipo", IPO)])
 def test_preference_losses_are_those_of_trl(name, loss, cut):
     for seed in range(3):
         data = batch(seed)
@@ -340,7 +341,14 @@ def test_what_is_logged_of_pairs_is_what_trl_logs():
     for name, their in (
         ("chosen_reward", "rewards/chosen"),
         ("rejected_reward", "rewards/rejected"),
-        ("reward_margin", "rewards/margins"),
+        ("margin", "rewards/margins"),
         ("pair_accuracy", "rewards/accuracies"),
+        ("chosen_logprob", "logps/chosen"),
+        ("rejected_logprob", "logps/rejected"),
     ):
         assert mine[f"actor/{name}"] == pytest.approx(theirs[their], rel=1e-5), name
+
+
+def test_the_default_beta_is_that_of_trl():
+    theirs = {field.name: field.default for field in fields(trl.DPOConfig)}
+    assert {DPO().beta, DPOHinge().beta, IPO().beta} == {theirs["beta"]}

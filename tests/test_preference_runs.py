@@ -77,10 +77,10 @@ def test_a_warm_start_on_pairs_imitates_what_was_chosen(source, column):
 
 def test_a_run_starts_at_its_reference_and_learns_to_tell_pairs_apart(tmp_path):
     """Policy and reference are alike at first: no margin, and log 2 to lose."""
-    records = run_small(tmp_path, *SMALL, "trainer.max_epochs=6", "optimizer.lr=3e-3")
+    records = run_small(tmp_path, *SMALL, "loss.beta=0.5", "trainer.max_epochs=6", "optimizer.lr=3e-3")
     losses, accuracies = steps(records, "actor/loss"), steps(records, "actor/pair_accuracy")
     assert losses[0] == pytest.approx(math.log(2), rel=1e-6)
-    assert steps(records, "actor/reward_margin")[0] == 0
+    assert steps(records, "actor/margin")[0] == 0
     assert sum(losses[-4:]) / 4 < 0.6
     assert sum(accuracies[-4:]) / 4 > 0.7
     assert [r for r in records if "val/accuracy" in r.metrics], "held-out prompts are answered"
@@ -92,7 +92,7 @@ def test_a_resumed_run_learns_what_it_would_have_learned(tmp_path):
     whole = run_small(tmp_path / "whole", *SMALL, "trainer.max_epochs=4")
     run_small(tmp_path / "cut", *SMALL, "trainer.max_epochs=2")
     resumed = run_small(tmp_path / "cut", *SMALL, "trainer.max_epochs=4", f"resume={tmp_path / 'cut'}")
-    for name in ("actor/loss", "actor/reward_margin", "actor/grad_norm"):
+    for name in ("actor/loss", "actor/margin", "actor/grad_norm"):
         assert steps(resumed, name) == pytest.approx(steps(whole, name), rel=1e-6), name
     assert len(steps(whole, "actor/loss")) == 8
 

@@ -23,7 +23,7 @@ class BradleyTerry:
     a policy gives the log-probability of a token, at the one loss token of a response, which stands for its end. (A
     policy would be scored by the log-probabilities of its responses.)
 
-    Metrics, means over pairs: ``chosen_reward``, ``rejected_reward``, ``reward_margin``, ``pair_accuracy``.
+    Metrics, means over pairs: ``chosen_reward``, ``rejected_reward``, ``margin``, ``pair_accuracy``.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"advantage", "group"})
@@ -39,6 +39,5 @@ class BradleyTerry:
         """[N] loss tokens of whole pairs -> [N] losses and metrics."""
         scores = sums_of_pairs(x, x.logprob)
         chosen, rejected = scores.unbind(1)  # [B] each
-        return loss_of_pairs(
-            x, softplus(rejected - chosen) + self.center_coef * (chosen + rejected).square(), scores, beta=1.0
-        )
+        loss = softplus(rejected - chosen) + self.center_coef * (chosen + rejected).square()
+        return loss_of_pairs(x, loss, scores)

@@ -10,7 +10,7 @@ from torch.nn.functional import softplus
 from rlmodule.core.config import at_least, at_most, more_than
 from rlmodule.core.types import LossInputs, TokenLoss
 from rlmodule.losses import LOSSES
-from rlmodule.ops.pairs import log_ratios_of_pairs, loss_of_pairs, nll_of_chosen
+from rlmodule.ops.pairs import log_ratios_of_pairs, loss_of_pairs, nll_of_chosen, sums_of_pairs
 
 
 @LOSSES.register
@@ -26,15 +26,15 @@ class DPO:
     The loss asks for a gap only, and both responses may become less likely while it opens. ``nll_coef`` adds the
     negative log-likelihood of the chosen one, a mean over its tokens (arXiv:2404.19733).
 
-    Metrics, means over pairs: ``chosen_reward``, ``rejected_reward`` (beta times the log-ratio), ``reward_margin``,
-    ``pair_accuracy``.
+    Metrics, means over pairs: ``chosen_reward``, ``rejected_reward`` (beta times the log-ratio), ``margin``,
+    ``pair_accuracy``; ``chosen_logprob``, ``rejected_logprob``, sums over the response, nats.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"advantage", "ref_logprob", "group"})
     whole_sequences: ClassVar[bool] = True
     zero_at_zero_advantage: ClassVar[bool] = False
 
-    beta: float = 0.5  # reward of a nat; larger keeps the policy closer to the reference
+    beta: float = 0.1  # reward of a nat; larger keeps the policy closer to the reference
     label_smoothing: float = 0.0  # share of pairs whose two responses are taken to be mixed up
     nll_coef: float = 0.0  # weight of the chosen response's negative log-likelihood, nats per token
 
@@ -46,8 +46,8 @@ class DPO:
 
     def __call__(self, x: LossInputs) -> TokenLoss:
         """[N] loss tokens of whole pairs -> [N] losses and metrics."""
-        log_ratios = log_ratios_of_pairs(x)
-        margin = self.beta * (log_ratios[:, 0] - log_ratios[:, 1])  # [B]
+        reward = self.beta * log_ratios_of_pairs(x)  # [B, 2]
+        margin = reward[:, 0] - reward[:, 1]  # [B]
         loss = (1 - self.label_smoothing) * softplus(-margin) + self.label_smoothing * softplus(margin)
-        out = loss_of_pairs(x, loss, log_ratios, self.beta)
+        out = loss_of_pairs(x, loss, reward, logprob=sums_of_pairs(x, x.logprob.detach()))
         return out if self.nll_coef == 0 else replace(out, loss=out.loss + self.nll_coef * nll_of_chosen(x))

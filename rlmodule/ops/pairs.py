@@ -47,29 +47,26 @@ def sums_of_pairs(x: LossInputs, value: Tensor, *, per_token: bool = False) -> T
     return torch.zeros_like(of_sequence).index_add(0, x.group, of_sequence)
 
 
-def loss_of_pairs(x: LossInputs, loss: Tensor, log_ratios: Tensor, beta: float) -> TokenLoss:
+def loss_of_pairs(x: LossInputs, loss: Tensor, reward: Tensor, **more: Tensor) -> TokenLoss:
     """The loss of each pair, given to all its tokens, and what is logged of it.
 
     Args:
         x: the micro-batch.
         loss: [B] of each group.
-        log_ratios: [B, 2] from ``log_ratios_of_pairs``.
-        beta: reward of a nat.
+        reward: [B, 2] of the chosen and the rejected sequence of each group.
+        more: further [B, 2] facts of the two, by name.
 
     Returns:
-        Under ``prompt-mean`` the loss of a step is the mean over its pairs, and so is every metric: ``chosen_reward``
-        and ``rejected_reward`` (beta times the log-ratio), ``reward_margin`` between them, and ``pair_accuracy``, the
-        share of pairs with a positive margin.
+        Under ``prompt-mean`` the loss of a step is the mean over its pairs, and so is every metric: ``chosen_reward``,
+        ``rejected_reward``, the ``margin`` between them, ``pair_accuracy``, the share of pairs with a positive margin,
+        and ``chosen_NAME``, ``rejected_NAME`` of what else is given.
     """
     assert x.group is not None, "pairs are groups"
     pair = x.group[x.sequence]  # [N]
-    chosen, rejected = (beta * log_ratios.detach()).unbind(1)
-    described = {
-        "chosen_reward": chosen,
-        "rejected_reward": rejected,
-        "reward_margin": chosen - rejected,
-        "pair_accuracy": (chosen > rejected).to(loss.dtype),
-    }
+    chosen, rejected = reward.detach().unbind(1)
+    described = {"margin": chosen - rejected, "pair_accuracy": (chosen > rejected).to(loss.dtype)}
+    for name, both in {"reward": reward, **more}.items():
+        described[f"chosen_{name}"], described[f"rejected_{name}"] = both.detach().unbind(1)
     return TokenLoss(loss=loss[pair], shares={name: value[pair] for name, value in described.items()})
 
 

@@ -15,6 +15,7 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import LossInputs
 from rlmodule.losses.bradley_terry import BradleyTerry
 from rlmodule.losses.dpo import DPO
+from rlmodule.losses.dpo_hinge import DPOHinge
 from rlmodule.losses.ipo import IPO
 from rlmodule.objective import AlgorithmConfig
 from tests.helpers.laws import rollouts
@@ -61,9 +62,11 @@ def test_dpo_by_hand():
     torch.testing.assert_close(out.loss.detach(), torch.tensor([first] * 3 + [second] * 3))
     shares = {name: value.tolist() for name, value in out.shares.items()}
     assert shares["pair_accuracy"] == [1, 1, 1, 0, 0, 0]
-    assert shares["reward_margin"] == pytest.approx([0.2] * 3 + [-0.2] * 3)
+    assert shares["margin"] == pytest.approx([0.2] * 3 + [-0.2] * 3)
     assert shares["chosen_reward"] == pytest.approx([0.1] * 3 + [-0.1] * 3)
     assert shares["rejected_reward"] == pytest.approx([-0.1] * 3 + [0.1] * 3)
+    assert shares["chosen_logprob"] == [-2.0] * 6
+    assert shares["rejected_logprob"] == [-2.0] * 3 + [-3.0] * 3
     (out.loss[0] + out.loss[3]).backward()
     # d/dh of -(1-s) log sigmoid(h) - s log sigmoid(-h) is sigmoid(h) - (1-s), times beta, and minus for the rejected.
     pull, push = 0.1 * (sigmoid(0.2) - 0.75), 0.1 * (sigmoid(-0.2) - 0.75)
@@ -77,6 +80,31 @@ def test_the_likelihood_of_the_chosen_response_by_hand():
     torch.testing.assert_close(added.sum() / 3 / 2, torch.tensor(2.0 * 1.5))
     added.sum().div(3 * 2).backward()
     torch.testing.assert_close(logprob.grad, torch.tensor([-0.5, -0.5, 0.0, -1.0, 0.0, 0.0]))
+
+
+def test_the_hinge_by_hand():
+    """Margins 0.2 and -0.2 of gaps 2 and -2 at beta 0.1; at beta 1 the first pair, whose margin is 2, rests."""
+    logprob = NOW.clone().requires_grad_()
+    out = DPOHinge(beta=0.1)(two_pairs(logprob))
+    assert out.loss.tolist() == pytest.approx([0.8] * 3 + [1.2] * 3)
+    assert out.shares["margin"].tolist() == pytest.approx([0.2] * 3 + [-0.2] * 3)
+    (out.loss[0] + out.loss[3]).backward()
+    torch.testing.assert_close(logprob.grad, torch.tensor([-0.1, -0.1, 0.1, -0.1, 0.1, 0.1]))
+    logprob = NOW.clone().requires_grad_()
+    out = DPOHinge(beta=1.0)(two_pairs(logprob))
+    assert out.loss.tolist() == [0.0] * 3 + [3.0] * 3
+    (out.loss[0] + out.loss[3]).backward()
+    assert logprob.grad.tolist() == [0, 0, 0, -1, 1, 1]
+
+
+def test_smoothed_labels_are_the_mean_over_the_labels_that_may_be_true():
+    """cDPO: with probability s the pair is the other way round, and its loss that of the swapped pair."""
+    pair = two_pairs(NOW)
+    swapped = replace(pair, advantage=-pair.advantage)
+    as_said, mixed_up = DPO()(pair).loss, DPO()(swapped).loss
+    torch.testing.assert_close(DPO(label_smoothing=0.3)(pair).loss, 0.7 * as_said + 0.3 * mixed_up)
+    undecided = DPO(label_smoothing=0.5)
+    torch.testing.assert_close(undecided(pair).loss, undecided(swapped).loss)
 
 
 def test_ipo_by_hand():
@@ -103,14 +131,16 @@ def test_bradley_terry_by_hand():
     first, second = -math.log(sigmoid(1.5)) + 0.01 * 2.5**2, -math.log(sigmoid(-2.0))
     assert out.loss.tolist() == pytest.approx([first, first, second, second])
     assert out.shares["pair_accuracy"].tolist() == [1, 1, 0, 0]
-    assert out.shares["reward_margin"].tolist() == [1.5, 1.5, -2, -2]
+    assert out.shares["margin"].tolist() == [1.5, 1.5, -2, -2]
     (out.loss[0] + out.loss[2]).backward()
     # d/ds of -log sigmoid(s) is sigmoid(s) - 1, and of 0.01 s^2 0.05 at 2.5.
     push, pull = sigmoid(1.5) - 1, sigmoid(-2.0) - 1
     assert scores.grad.tolist() == pytest.approx([push + 0.05, -push + 0.05, pull, -pull])
 
 
-@pytest.mark.parametrize("loss", [DPO(), DPO(label_smoothing=0.1, nll_coef=0.5), IPO(), BradleyTerry(center_coef=0.1)])
+@pytest.mark.parametrize(
+    "loss", [DPO(), DPO(label_smoothing=0.1, nll_coef=0.5), DPOHinge(), IPO(), BradleyTerry(center_coef=0.1)]
+)
 def test_the_gradient_is_that_of_the_loss(loss):
     data = rollouts(seed=3)
     assert torch.autograd.gradcheck(
@@ -127,8 +157,11 @@ def test_a_pair_of_equals_has_no_gradient():
     assert not logprob.grad.any()
 
 
+TRAINED = (DPO(label_smoothing=0.1), DPOHinge(), IPO(beta=0.5))
+
+
 def train_each(rank, config):
-    return [train_on(rank, pairs(), config, epochs=2, loss=loss, algorithm=MEAN_OVER_PAIRS) for loss in (DPO(), IPO())]
+    return [train_on(rank, pairs(), config, epochs=2, loss=loss, algorithm=MEAN_OVER_PAIRS) for loss in TRAINED]
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +176,7 @@ def test_a_step_is_the_mean_over_its_pairs():
     apart = [
         train_on(0, rows[i : i + 2], WHOLE, loss=DPO(), algorithm=MEAN_OVER_PAIRS).steps[0] for i in range(0, 8, 2)
     ]
-    for name in ("pg_loss", "chosen_reward", "rejected_reward", "reward_margin", "pair_accuracy"):
+    for name in ("pg_loss", "chosen_reward", "rejected_reward", "margin", "pair_accuracy", "chosen_logprob"):
         mean = sum(step[f"actor/{name}"] for step in apart) / 4
         assert together[f"actor/{name}"] == pytest.approx(mean, rel=1e-5, abs=1e-7), name
 
@@ -169,6 +202,7 @@ def test_ranks_change_nothing(whole, world_size):
         (partial(DPO, label_smoothing=-0.1), "label_smoothing"),
         (partial(DPO, label_smoothing=0.6), "label_smoothing"),
         (partial(DPO, nll_coef=-1), "nll_coef"),
+        (partial(DPOHinge, beta=0), "beta"),
         (partial(IPO, beta=0), "beta"),
         (partial(BradleyTerry, center_coef=-1), "center_coef"),
     ],
