@@ -13,6 +13,7 @@ import torch
 from rlmodule.batching.prefetch import PackedAhead
 from rlmodule.core.types import MiniBatch, ScoredSample
 from rlmodule.data.stream import PromptStream
+from rlmodule.examination import Examination
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.stopwatch import Stopwatch
@@ -28,7 +29,7 @@ class RLDataModule(L.LightningDataModule):
         source: gives this rank's samples.
         stream: the position in the prompts, saved with a checkpoint.
         make: builds the experience maker for one iteration, once the strategy is set up.
-        examine: this rank's share of judged answers to held-out prompts; None where there is nothing to validate.
+        examinations: on rows that are never trained on; none where nothing is held out.
         kl_controller: the price of KL in the reward, saved with a checkpoint; None where it is not in the reward.
         replay: what is trained on again, saved with a checkpoint by whoever saves what ranks hold.
         start: called when an iteration begins, with its number; for progress displays.
@@ -40,7 +41,7 @@ class RLDataModule(L.LightningDataModule):
         stream: PromptStream,
         make: Callable[[int], ExperienceMaker],
         *,
-        examine: Callable[[], list[ScoredSample]] | None = None,
+        examinations: Sequence[Examination] = (),
         kl_controller: KLController | None = None,
         replay: ReplayMemory | None = None,
         start: Callable[[int], None] = lambda iteration: None,
@@ -49,7 +50,7 @@ class RLDataModule(L.LightningDataModule):
         self.source = source
         self.stream = stream
         self.make = make
-        self.examine = examine
+        self.examinations = tuple(examinations)
         self.kl_controller = kl_controller
         self.replay = replay or ReplayMemory(0)
         self.start = start

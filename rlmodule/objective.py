@@ -7,7 +7,6 @@ Leaves out the losses themselves (``losses/``) and who runs forward and backward
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -138,12 +137,17 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of the menu with its additions; the same for every micro-batch."""
+    """The loss of the menu with its additions; the same for every micro-batch.
 
-    label: ClassVar[str] = "actor"
+    Args:
+        loss: of each token.
+        settings: what is added to it, and how tokens become one number.
+        label: the first part of the names of its metrics.
+    """
 
     loss: Loss
     settings: AlgorithmConfig
+    label: str = "actor"
 
     @property
     def needs_entropy(self) -> bool:
@@ -236,20 +240,20 @@ class MicroBatchObjective:
         inputs = LossInputs.of(batch, logprob, part, self._over_slices)
         policy = self.objective.loss(inputs)
         loss = policy.loss if batch.rollout_weight is None else policy.loss * batch.rollout_weight[part]  # [C]
-        metrics = {"actor/pg_loss": share(loss, weight)}
-        metrics |= {f"actor/{name}": per_token(value) for name, value in policy.metrics.items()}
-        metrics |= {f"actor/{name}": share(value, weight) for name, value in policy.shares.items()}
+        metrics = {"pg_loss": share(loss, weight)}
+        metrics |= {name: per_token(value) for name, value in policy.metrics.items()}
+        metrics |= {name: share(value, weight) for name, value in policy.shares.items()}
         if entropy is not None:
-            metrics["actor/entropy"] = per_token(entropy)
+            metrics["entropy"] = per_token(entropy)
             if settings.entropy_coeff != 0:
                 loss = loss - settings.entropy_coeff * entropy
         if settings.use_kl_loss:
             assert inputs.ref_logprob is not None, "use_kl_loss needs reference log-probabilities"
             kl = kl_per_token(logprob, inputs.ref_logprob, settings.kl_loss_type)
             loss = loss + settings.kl_loss_coef * kl
-            metrics["actor/kl_loss"] = share(kl, weight)
-        metrics["actor/loss"] = share(loss, weight)
-        self._parts.append(metrics)
+            metrics["kl_loss"] = share(kl, weight)
+        metrics["loss"] = share(loss, weight)
+        self._parts.append({f"{self.objective.label}/{name}": metric for name, metric in metrics.items()})
         return aggregate(loss, weight, self.totals)
 
 

@@ -5,7 +5,7 @@ Leaves out what callbacks do with them (``callbacks/``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.contract import Strategy
-from rlmodule.core.types import CRITIC, POLICY, Prompt
+from rlmodule.core.types import POLICY
 from rlmodule.datamodule import RLDataModule
 from rlmodule.journal import Journal
 from rlmodule.models.policy import PolicyModel
@@ -47,7 +47,6 @@ class RunContext:
         describe: the run's plan, label -> words, as it is shown to people.
         hparams: every setting, dotted key -> plain value; ``seed`` is one of them.
         resumed_step: mini-batches seen by the checkpoint this run goes on from, None for a new run.
-        val_prompts: held-out prompts, the same on every rank; empty for no validation.
         tokenizer: of the policy.
         sampling: how responses are drawn: ``temperature``, ``top_k`` and ``top_p``.
         journal: where metrics go; ``journal.begin_iteration`` is what ``RLDataModule(start=...)`` wants.
@@ -60,7 +59,6 @@ class RunContext:
     describe: Mapping[str, str]
     hparams: Mapping[str, object]
     resumed_step: int | None
-    val_prompts: Sequence[Prompt]
     tokenizer: PreTrainedTokenizerBase
     sampling: Mapping[str, float] = field(default_factory=dict)
     journal: Journal = field(default_factory=Journal)
@@ -96,11 +94,9 @@ class Running:
         return policy
 
     @property
-    def critic(self) -> ValueModel | None:
-        """The value model being trained, unwrapped; None where the policy is its own or there is none."""
-        critic = self.module.inner_models().get(CRITIC)
-        assert critic is None or isinstance(critic, ValueModel)
-        return critic
+    def value_models(self) -> dict[str, ValueModel]:
+        """Name -> model, unwrapped, of the value models that train: a critic beside the policy, or a reward model."""
+        return {name: model for name, model in self.module.inner_models().items() if isinstance(model, ValueModel)}
 
     @property
     def strategy(self) -> Strategy:

@@ -27,6 +27,7 @@ class RunPlan:
         model, num_devices: what trains, and where.
         rows: what it learns from.
         samples: what an iteration takes of that.
+        held_out: what is validated on; empty for nothing.
         samples_per_row: samples that a row comes to.
     """
 
@@ -36,6 +37,7 @@ class RunPlan:
     num_devices: str
     rows: str
     samples: str
+    held_out: str
     samples_per_row: float
 
     def _value_model(self) -> dict[str, str]:
@@ -64,7 +66,7 @@ class RunPlan:
             + (f", LoRA r={s.model.lora.r}" if s.model.lora.is_on else "")
             + (f"; {self.model.loading}" if self.model.loading else ""),
             **self._value_model(),
-            "data": self.rows,
+            "data": self.rows + (f"; {self.held_out}" if self.held_out else ""),
             "objective": f"{type(s.loss).__name__}, {s.algorithm.loss_agg_mode}"
             + ("" if s.advantage is None else f", advantage {type(s.advantage).__name__}")
             + (f", teacher {s.algorithm.teacher}" if s.algorithm.teacher else "")

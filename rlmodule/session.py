@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,8 +29,6 @@ from rlmodule.assembly.warm_start import WarmStart
 from rlmodule.assembly.written import flat, write_down
 from rlmodule.checkpoint.state import STATE_FILE, newest_whole, read_manifest, verify
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import Prompt
-from rlmodule.data.prompts import load_prompts
 from rlmodule.launch import launched_from_outside
 from rlmodule.models.building import parameter_count
 from rlmodule.models.compiled import check_compiler
@@ -111,16 +109,6 @@ class Session:
         """What the run learns from."""
         return SUPPLIES[self.settings.supply](self.settings, self.tokenizer, self.hf_config)
 
-    @cached_property
-    def val_prompts(self) -> Sequence[Prompt]:
-        """Held-out prompts; none where the data has none."""
-        s = self.settings
-        if not s.data.has_validation or s.reward is None:
-            return []
-        prompts = load_prompts(s.data, self.tokenizer, "test", s.task)
-        prompts.refuse(s.reward.lacks)
-        return prompts
-
     def check(self) -> None:
         """Everything that can be said without weights.
 
@@ -138,7 +126,7 @@ class Session:
         if settings.model.activation_offload:
             check_offload(self.machine.device)
         self.supply.check(layout)
-        _ = self.val_prompts  # reading them checks them
+        _ = self.supply.val_prompts  # reading them checks them
         self.resume_from(say=lambda line: print(line) if self.is_first else None)
 
     def check_strategy(self) -> None:
@@ -232,9 +220,7 @@ class Session:
         module, strategy = new_module(settings, objective, self.supply.samples_per_row), self.strategy.new()
         context = self._context(module.models[settings.leading_model], step)
         callbacks = [made.connect(context) for made in settings.callbacks.values()]
-        datamodule = new_datamodule(
-            settings, self.supply, self.val_prompts, objective, strategy, context.journal.begin_iteration
-        )
+        datamodule = new_datamodule(settings, self.supply, objective, strategy, context.journal.begin_iteration)
         trainer = new_trainer(
             settings, self.machine, self.run_dir, strategy, callbacks, resumed_step=step, hparams=context.hparams
         )
@@ -249,11 +235,12 @@ class Session:
             print(f"run finished {self.run_dir.root}")
 
     def result(self) -> float | None:
-        """Accuracy on held-out prompts at the end, for sweeps; None where none was measured."""
+        """Accuracy on held-out prompts, or else pairs, at the end, for sweeps; None where none was measured."""
         if not self.run_dir.summary.exists():
             return None
-        value = json.loads(self.run_dir.summary.read_text()).get("val_accuracy_end")
-        return None if value is None else float(value)
+        summary = json.loads(self.run_dir.summary.read_text())
+        values = (summary.get(name) for name in ("val_accuracy_end", "val_pair_accuracy_end"))
+        return next((float(value) for value in values if value is not None), None)
 
     def _context(self, leading: nn.Module, resumed_step: int | None) -> RunContext:
         s = self.settings
@@ -265,6 +252,7 @@ class Session:
             self.machine.describe(),
             self.supply.describe(),
             self.supply.describe_iteration(),
+            self.supply.describe_held_out(),
             self.supply.samples_per_row,
         )
         is_first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")))) == 0
@@ -283,7 +271,6 @@ class Session:
                 }
             ),
             resumed_step=resumed_step,
-            val_prompts=self.val_prompts,
             tokenizer=self.tokenizer,
             sampling={name: getattr(s.rollout, name) for name in ("temperature", "top_k", "top_p")},
         )

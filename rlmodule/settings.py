@@ -19,7 +19,7 @@ from rlmodule.core.config import at_least, convert, more_than, one_of
 from rlmodule.core.contract import Advantage, Loss, Reward, Task
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.registry import Registry
-from rlmodule.core.types import CRITIC, POLICY
+from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.critic import CriticConfig
 from rlmodule.data.prompts import DataConfig
 from rlmodule.losses import LOSSES
@@ -271,7 +271,7 @@ class Settings:
     @property
     def leading_model(self) -> str:
         """Name of the model that a run is about."""
-        return CRITIC if self.model.value == ONLY else POLICY
+        return REWARD_MODEL if self.model.value == ONLY else POLICY
 
     @property
     def mini_batch_sizes(self) -> dict[str, int]:

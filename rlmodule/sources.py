@@ -1,6 +1,6 @@
 """Where samples come from: rollouts of the current policy, stored ones, or what somebody wrote.
 
-All feed the same planner and step. Also the examination of the policy on held-out prompts.
+All feed the same planner and step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from rlmodule.data.stream import PromptStream
 from rlmodule.experience.stopwatch import Stopwatch
 
 T = TypeVar("T")
-VALIDATION_SEED = 0  # greedy sampling draws nothing; the key only has to be there
 
 
 class Source(Protocol):
@@ -151,35 +150,6 @@ class WrittenSource:
             for counter, row in self.draw()
             for place, (sample, value) in enumerate(zip(self.rows[row], self.verdicts, strict=True))
         ]
-
-
-@dataclass(frozen=True, eq=False)
-class Examination:
-    """Greedy answers to held-out prompts, judged.
-
-    Args:
-        prompts: the same on every rank.
-        engine: gives the rollout engine once the strategy is set up.
-        reward: the judge.
-        layout: gives this process's place once the strategy is set up.
-    """
-
-    prompts: Sequence[Prompt]
-    engine: Callable[[], RolloutEngine]
-    reward: Reward
-    layout: Callable[[], Layout]
-
-    def __call__(self) -> list[ScoredSample]:
-        """This rank's share of the answers."""
-        mine = share_of_rank(list(enumerate(self.prompts)), self.layout())
-        requests = [
-            SampleRequest(prompt=i, sample_id=place, group_id=place, seed=VALIDATION_SEED, greedy=True)
-            for i, (place, _) in enumerate(mine)
-        ]
-        # Also without a share of its own: every rank takes part when a sharded model is made whole.
-        samples = self.engine().generate([prompt for _, prompt in mine], requests)
-        scores = self.reward(samples) if samples else []
-        return [ScoredSample(sample, score) for sample, score in zip(samples, scores, strict=True)]
 
 
 def share_of_rank(items: Sequence[T], layout: Layout) -> list[T]:

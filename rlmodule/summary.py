@@ -140,15 +140,13 @@ def time_metrics(seconds: Mapping[str, float], laps: Mapping[str, Lap], tokens: 
     }
 
 
-def validation_metrics(facts: Sequence[SampleFacts], lap: Lap) -> dict[str, float]:
+def answer_metrics(facts: Sequence[SampleFacts]) -> dict[str, float]:
     """``val/*`` of greedy answers to held-out prompts; ``val/accuracy`` is the mean reward of those scored."""
     scored = [_reward(f) for f in facts if is_scored(f)]
     return {
         "val/accuracy": mean(scored),
         "val/response_length": mean([float(f.meta.response_len) for f in facts]),
         "val/unscored": float(len(facts) - len(scored)),
-        "timing_s/validation": lap.seconds,
-        "cpu_s/validation": lap.cpu_seconds,
     }
 
 
@@ -224,13 +222,20 @@ class Change:
 # metric -> (label, form), in the order of the table. A policy loss says nothing by its size, so it is not among them.
 CHANGES: Mapping[str, tuple[str, str]] = {
     "val/accuracy": ("held-out accuracy", ".3f"),
+    "val/pair_accuracy": ("held-out pairs told apart", ".3f"),
     "reward/mean": ("mean reward", ".3f"),
     "response_length/mean": ("response length, tokens", ".1f"),
     "actor/entropy": ("entropy, nats per token", ".3f"),
     "perf/tokens_per_s": ("tokens per second", ",.0f"),
     "timing_s/iteration": ("seconds per iteration", ".2f"),
 }
-CHANGES_WITHOUT_REWARD = {"actor/loss": ("loss", ".4f"), "actor/pair_accuracy": ("pairs told apart", ".3f"), **CHANGES}
+CHANGES_WITHOUT_REWARD = {
+    "actor/loss": ("loss", ".4f"),
+    "reward_model/loss": ("loss", ".4f"),
+    "actor/pair_accuracy": ("pairs told apart", ".3f"),
+    "reward_model/pair_accuracy": ("pairs told apart", ".3f"),
+    **CHANGES,
+}
 
 
 def changes(records: Sequence[Record]) -> list[Change]:
@@ -256,10 +261,13 @@ def run_totals(records: Sequence[Record]) -> dict[str, object]:
     Seconds are those of the first process, from before a resume too; ``other`` is waiting and work between the phases.
     """
     accuracy, reward = first_and_last(records, "val/accuracy"), first_and_last(records, "reward/mean")
+    of_pairs = first_and_last(records, "val/pair_accuracy")
     iterations = [r for r in records if r.kind == "iteration"]
     return {
         "val_accuracy_start": accuracy[0],
         "val_accuracy_end": accuracy[1],
+        "val_pair_accuracy_start": of_pairs[0],
+        "val_pair_accuracy_end": of_pairs[1],
         "reward_mean_first": reward[0],
         "reward_mean_last": reward[1],
         "iterations": int(last(iterations, "progress/iteration")),

@@ -7,7 +7,7 @@ rows look like (``data/``) and how samples are collected (``sources.py``).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -55,6 +55,26 @@ class Supply(ABC):
     @abstractmethod
     def describe_iteration(self) -> str:
         """One line for the run's plan: what an iteration takes of it."""
+
+    @cached_property
+    def val_prompts(self) -> Sequence[Prompt]:
+        """Held-out prompts to answer; none where the data has none, or nobody judges answers."""
+        s = self.settings
+        if not s.data.has_validation or s.reward is None:
+            return []
+        prompts = load_prompts(s.data, self.tokenizer, "test", s.task)
+        prompts.refuse(s.reward.lacks)
+        return prompts
+
+    @cached_property
+    def val_pairs(self) -> Sequence[Pair]:
+        """Held-out pairs to tell apart."""
+        return []
+
+    def describe_held_out(self) -> str:
+        """For the run's plan: what is never trained on; empty where there is nothing."""
+        counts = {"prompts": len(self.val_prompts), "pairs": len(self.val_pairs)}
+        return ", ".join(f"{count} held-out {what}" for what, count in counts.items() if count)
 
     @abstractmethod
     def check(self, layout: Layout) -> None:
@@ -150,8 +170,7 @@ class Written(Supply):
 
     def check(self, layout: Layout) -> None:
         """None is longer than a micro-batch."""
-        lengths = ((f"row {r[0].prompt.row + 1}", [sample.meta.length for sample in r]) for r in self.rows)
-        check_lengths(lengths, self.settings, layout)
+        check_lengths(_lengths(self.rows, "row"), self.settings, layout)
 
     def examples(self) -> Sequence[Prompt | Sample]:
         """All of them."""
@@ -188,20 +207,44 @@ class Preferences(Written):
 
     @cached_property
     def pairs(self) -> Sequence[Pair]:
-        """The pairs of a task or of files; a reward model gives its score at the place after the end."""
+        """The pairs of a task or of files."""
         s = self.settings
-        if s.task is not None:
-            pairs = task_preferences(s.task, MADE_UP_PAIRS, s.run.seed, s.data, self.tokenizer)
-        else:
-            pairs = file_preferences(s.data, self.tokenizer)
-        if s.model.value == ONLY:
-            pairs = [Pair(one_token_on(pair.chosen), one_token_on(pair.rejected)) for pair in pairs]
-        return pairs
+        if s.task is None:
+            return self._to_score(file_preferences(s.data, self.tokenizer, "train"))
+        made = s.task.preferences(MADE_UP_PAIRS, s.run.seed)
+        return self._to_score(task_preferences(made, s.data, self.tokenizer))
+
+    @cached_property
+    def val_pairs(self) -> Sequence[Pair]:
+        """Those of the files for validation, or of a task's test prompts; none for a loss that compares no pairs."""
+        s = self.settings
+        if not s.data.has_validation or "group" not in s.loss.needs:
+            return []
+        if s.task is None:
+            return self._to_score(file_preferences(s.data, self.tokenizer, "test"))
+        made = s.task.held_out_preferences()[: s.data.val_max_rows]
+        return self._to_score(task_preferences(made, s.data, self.tokenizer))
+
+    @cached_property
+    def val_prompts(self) -> Sequence[Prompt]:
+        """Those of a task; rows of files are pairs, and nobody knows answers to their prompts."""
+        return [] if self.settings.task is None else super().val_prompts
+
+    def _to_score(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
+        """As the model wants them; a reward model gives its score at the place after the end."""
+        if self.settings.model.value != ONLY:
+            return pairs
+        return [Pair(one_token_on(pair.chosen), one_token_on(pair.rejected)) for pair in pairs]
 
     @cached_property
     def rows(self) -> Sequence[Sequence[Sample]]:
         """Both of each pair."""
-        return [(pair.chosen, pair.rejected) for pair in self.pairs]
+        return [pair.samples for pair in self.pairs]
+
+    def check(self, layout: Layout) -> None:
+        """No pair is longer than a micro-batch."""
+        super().check(layout)
+        check_lengths(_lengths([pair.samples for pair in self.val_pairs], "held-out row"), self.settings, layout)
 
 
 class StoredRollouts(Supply):
@@ -246,6 +289,11 @@ class StoredRollouts(Supply):
     def source(self, draw: Draw, engine: Callable[[], RolloutEngine]) -> Source:
         """Groups in a seeded order."""
         return StoredSource(self.table, draw)
+
+
+def _lengths(rows: Sequence[Sequence[Sample]], word: str) -> Iterator[tuple[str, list[int]]]:
+    """(words for the row, tokens of each of its samples)."""
+    return ((f"{word} {r[0].prompt.row + 1}", [sample.meta.length for sample in r]) for r in rows)
 
 
 SUPPLIES: Mapping[str, type[Supply]] = {

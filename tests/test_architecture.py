@@ -31,6 +31,7 @@ LAYERS = (
     },
     {"rollout", "experience", "update", "critic"},
     {"sources", "module", "summary", "replay"},
+    {"examination"},
     {"datamodule"},
     {"run_context"},
     {"callbacks"},

@@ -77,13 +77,20 @@ def test_a_warm_start_on_pairs_imitates_what_was_chosen(source, column):
 
 def test_a_run_starts_at_its_reference_and_learns_to_tell_pairs_apart(tmp_path):
     """Policy and reference are alike at first: no margin, and log 2 to lose."""
-    records = run_small(tmp_path, *SMALL, "loss.beta=0.5", "trainer.max_epochs=6", "optimizer.lr=3e-3")
+    records = run_small(
+        tmp_path, *SMALL, "loss.beta=0.5", "data.task_args.test_size=32", "trainer.max_epochs=6", "optimizer.lr=3e-3"
+    )
     losses, accuracies = steps(records, "actor/loss"), steps(records, "actor/pair_accuracy")
     assert losses[0] == pytest.approx(math.log(2), rel=1e-6)
     assert steps(records, "actor/margin")[0] == 0
     assert sum(losses[-4:]) / 4 < 0.6
     assert sum(accuracies[-4:]) / 4 > 0.7
-    assert [r for r in records if "val/accuracy" in r.metrics], "held-out prompts are answered"
+    before, *_, after = [r.metrics for r in records if r.kind == "validation"]
+    assert "val/accuracy" in after, "held-out prompts are answered"
+    assert (before["val/margin"], before["val/pair_accuracy"]) == (0, 0)
+    assert before["val/loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert after["val/pair_accuracy"] > 0.6, "held-out pairs are told apart"
+    assert after["val/loss"] < before["val/loss"]
     assert not [name for r in records for name in r.metrics if name.startswith("reward/")], "nothing was judged"
 
 
@@ -127,7 +134,7 @@ def test_a_run_on_two_ranks_logs_the_same_numbers(tmp_path, expected, sp_size):
     got = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
     assert len(got) == len(expected)
     for mine, theirs in zip(got, expected, strict=True):
-        asked = {name: value for name, value in theirs.items() if name.startswith(("actor/", "train/"))}
+        asked = {name: value for name, value in theirs.items() if name.startswith(("actor/", "train/", "val/"))}
         assert {name: mine[name] for name in asked} == pytest.approx(asked, rel=1e-4, abs=2e-6)
 
 

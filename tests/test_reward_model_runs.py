@@ -11,6 +11,7 @@ import torch
 
 from rlmodule.assembly.models import critic_model
 from rlmodule.batching.collate import pack_rows
+from rlmodule.checkpoint.state import oldest_first, verify
 from rlmodule.core.types import ExperienceRow, StepTotals
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.value import build_value_model
@@ -35,13 +36,26 @@ def of_steps(records, name):
 def test_a_reward_model_starts_undecided_and_learns_to_tell_pairs_apart(tmp_path):
     """All scores are 0 at first: log 2 to lose. No pair comes twice, nothing is sampled, and there is no policy."""
     learn = ("algorithm.train_batch_size=128", "batching.mini_batch_size=64", "optimizer.eps=1e-8")
-    records = run_small(tmp_path, *RM, *learn, "trainer.max_epochs=8")
-    losses, accuracies = of_steps(records, "actor/loss"), of_steps(records, "actor/pair_accuracy")
+    held_out_pairs = "data.task_args.test_size=64"
+    records = run_small(tmp_path, *RM, *learn, held_out_pairs, "trainer.max_epochs=8")
+    losses, accuracies = of_steps(records, "reward_model/loss"), of_steps(records, "reward_model/pair_accuracy")
     assert losses[0] == pytest.approx(math.log(2), rel=1e-6)
     assert sum(losses[-4:]) / 4 < 0.4
     assert sum(accuracies[-4:]) / 4 > 0.85
+    held_out = [r.metrics for r in records if r.kind == "validation"]
+    assert held_out[0]["val/loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert (held_out[0]["val/pair_accuracy"], held_out[0]["val/margin"]) == (0, 0), "alike is not told apart"
+    assert held_out[-1]["val/pair_accuracy"] > 0.85
+    assert held_out[-1]["val/loss"] < 0.4
+    assert held_out[-1]["val/margin"] > 1
+    manifest = verify(oldest_first(tmp_path / "checkpoints")[-1])
+    assert manifest.facts["best"] == {
+        "metric": "val/pair_accuracy",
+        "mode": "max",
+        "value": held_out[-1]["val/pair_accuracy"],
+    }
     assert not (tmp_path / "policy").exists()
-    assert not [name for r in records for name in r.metrics if name.startswith(("val/", "reward/"))]
+    assert not [name for r in records for name in r.metrics if name.startswith(("actor/", "reward/"))]
 
 
 def test_the_score_of_a_response_is_read_at_its_last_token(tmp_path):
@@ -85,14 +99,14 @@ def test_two_processes_give_the_numbers_of_one(alone, layout, tmp_path):
     small_budget = "batching.max_token_len_per_gpu=64"
     got = run_on_ranks(2, train, tmp_path / "run", 2, small_budget, *layout)[0]
     for (_, step, here), (_, _, there) in zip(got, alone[0], strict=True):
-        asked = {name: value for name, value in there.items() if name.startswith(("actor/", "train/"))}
+        asked = {name: value for name, value in there.items() if name.startswith(("reward_model/", "train/", "val/"))}
         assert {name: here[name] for name in asked} == pytest.approx(asked, rel=1e-4, abs=1e-5), step
 
 
 @pytest.mark.ranks
 def test_ppo_starts_its_values_from_a_reward_model(alone, tmp_path):
     """Also the fp32 head: nothing of it is lost between the two runs."""
-    folder = alone[1] / "critic"
+    folder = alone[1] / "reward_model"
     head = build_value_model(ModelConfig(path=str(folder)), seed=0).lm.score
     assert head.weight.any()
     records = run_small(tmp_path, "algorithm=ppo", f"critic.path={folder}", "trainer.max_epochs=1")

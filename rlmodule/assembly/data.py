@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,10 @@ from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler
 from rlmodule.batching.workload import Workload
 from rlmodule.core.contract import RolloutEngine
-from rlmodule.core.types import Prompt, SampleMeta
+from rlmodule.core.types import SampleMeta
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
+from rlmodule.examination import Examination, PairExamination, PromptExamination
 from rlmodule.experience.estimation import Estimation
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.reference_scores import ReferenceScores
@@ -22,14 +24,13 @@ from rlmodule.objective import Objective
 from rlmodule.replay import ReplayMemory
 from rlmodule.settings import Settings
 from rlmodule.shaping import KLController
-from rlmodule.sources import Draw, Examination
-from rlmodule.supplies import Supply
+from rlmodule.sources import Draw, WrittenSource
+from rlmodule.supplies import Preferences, Supply
 
 
 def new_datamodule(
     settings: Settings,
     supply: Supply,
-    val_prompts: Sequence[Prompt],
     objective: Objective,
     strategy: Any,
     start: Callable[[int], None],
@@ -39,7 +40,6 @@ def new_datamodule(
     Args:
         settings: of the run.
         supply: what it learns from.
-        val_prompts: held-out prompts; empty for no validation.
         objective: what is minimised.
         strategy: where models and ranks are, once it is set up.
         start: called with the number of each iteration that begins.
@@ -62,11 +62,29 @@ def new_datamodule(
         supply.source(Draw(stream, s.algorithm.train_batch_size, layout), engine),
         stream,
         partial(new_maker, s, supply, objective, strategy, kl_controller=controller, reference_scores=kept),
-        examine=Examination(val_prompts, engine, s.reward, layout) if s.reward and val_prompts else None,
+        examinations=new_examinations(s, supply, objective, strategy, engine),
         kl_controller=controller,
         replay=ReplayMemory(s.replayed),
         start=start,
     )
+
+
+def new_examinations(
+    settings: Settings, supply: Supply, objective: Objective, strategy: Any, engine: Callable[[], RolloutEngine]
+) -> list[Examination]:
+    """Of what is held out, prompts first; what it is given is that of ``new_datamodule``."""
+    s, made = settings, list[Examination]()
+    if supply.val_prompts:
+        assert s.reward is not None, "answers are judged"
+        made.append(PromptExamination(supply.val_prompts, engine, s.reward, strategy))
+    if pairs := supply.val_pairs:
+        draw = Draw(PromptStream(len(pairs), s.run.seed, shuffle=False), len(pairs), lambda: strategy.layout)
+        source = WrittenSource([pair.samples for pair in pairs], Preferences.verdicts, draw)
+        at_once = replace(s.batching, mini_batch_size=2 * len(pairs))
+        once = replace(s, batching=at_once, algorithm=replace(s.algorithm, ppo_epochs=1))
+        make = partial(new_maker, once, supply, objective, strategy, iteration=0)
+        made.append(PairExamination(source, make, s.leading_model))
+    return made
 
 
 def new_maker(

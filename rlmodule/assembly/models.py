@@ -6,11 +6,12 @@ Outlines without weights: the strategy reads those. Leaves out what a model is (
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 from torch import nn
 
 from rlmodule.core.contract import ModelObjective
-from rlmodule.core.types import CRITIC, POLICY, REFERENCE, TEACHER
+from rlmodule.core.types import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER
 from rlmodule.critic import CriticObjective, JointObjective
 from rlmodule.models.building import outline_policy
 from rlmodule.models.description import ONLY, SEPARATE, SHARED, ModelConfig
@@ -55,7 +56,7 @@ def frozen_copy(model: nn.Module) -> nn.Module:
 def _reward_model(settings: Settings, objective: Objective) -> tuple[dict[str, nn.Module], Minimised]:
     """A value model by itself, which gives the scores that the objective wants."""
     model = outline_value_model(critic_model(settings), seed=settings.run.seed, section="model")
-    return {CRITIC: model}, {CRITIC: (objective, settings.optimizer)}
+    return {REWARD_MODEL: model}, {REWARD_MODEL: (replace(objective, label=REWARD_MODEL), settings.optimizer)}
 
 
 def _policy(settings: Settings, objective: Objective) -> tuple[dict[str, nn.Module], Minimised]:

@@ -27,6 +27,7 @@ from rlmodule.run_context import RunContext, Running
 
 # What ranks hold of samples, in the state of a run: rows of an iteration under way, and responses to train on again.
 UNFINISHED, REPLAY = "unfinished", "replay"
+AUTO = "auto"
 
 
 @CALLBACKS.register
@@ -36,7 +37,7 @@ class CheckpointSettings:
 
     every_n_iterations: int = 1  # the last iteration is always saved
     keep: int = 2  # newest checkpoints that stay on disk
-    best_metric: str | None = "val/accuracy"  # as in metrics.jsonl; the best one by it stays too; null for none
+    best_metric: str | None = AUTO  # as in metrics.jsonl, or auto; the best one by it stays too; null for none
     best_mode: str = "max"  # max or min: which values of best_metric are good
     async_save: bool = False  # train on while it is written, from a copy in host memory; one write at a time
 
@@ -135,7 +136,7 @@ class SaveCheckpoints(Checkpoint):
             "step": running.step,
             "layout": running.strategy.layout.sizes,
             "config": dict(self.context.hparams),
-            "best": self._quality(running.step),
+            "best": self._quality(running),
         }
 
     def _write(self, folder: Path, snapshot: Snapshot, facts: dict[str, Any], is_first: bool) -> str | None:
@@ -166,12 +167,14 @@ class SaveCheckpoints(Checkpoint):
         if running.strategy.agree(None if outcome.done() else "busy") is None:
             self._settle()
 
-    def _quality(self, step: int) -> dict[str, Any] | None:
+    def _quality(self, running: Running) -> dict[str, Any] | None:
         """For the manifest: what ranks this checkpoint among the others, see ``best_of``."""
         metric = self.settings.best_metric
+        if metric == AUTO:
+            metric = next((examination.accuracy for examination in running.data.examinations), None)
         if metric is None:
             return None
-        value = self.context.journal.value_at(step, metric)
+        value = self.context.journal.value_at(running.step, metric)
         if value is None and self.context.is_first:
             self._doubt(metric)
         return asdict(Quality(metric, self.settings.best_mode, value))

@@ -17,7 +17,7 @@ from rlmodule.callbacks import CALLBACKS
 from rlmodule.core.config import one_of
 from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
-from rlmodule.core.types import CRITIC, POLICY
+from rlmodule.core.types import POLICY
 from rlmodule.models.building import save_pretrained
 from rlmodule.models.lora import adapter_only, merged, save_adapter
 from rlmodule.models.policy import PolicyModel
@@ -50,7 +50,8 @@ class ExportPolicy(L.Callback):
     """``<run_dir>/policy`` loads with ``AutoModelForCausalLM.from_pretrained``; an adapter with peft, over its base.
 
     A value head on the policy's trunk lies beside it in a file of its own. A value model of its own is
-    ``<run_dir>/critic`` and loads with ``AutoModelForTokenClassification.from_pretrained``.
+    ``<run_dir>/critic``, a reward model ``<run_dir>/reward_model``; both load with
+    ``AutoModelForTokenClassification.from_pretrained``.
     """
 
     def __init__(self, context: RunContext, dtype: torch.dtype, lora: str = MERGED) -> None:
@@ -63,17 +64,15 @@ class ExportPolicy(L.Callback):
         running = Running.of(trainer)
         if running.data.next_iteration < self.context.max_iterations:
             return
-        policy, critic = running.policy, running.critic
-        weights, head = ({}, {}) if policy is None else self._weights(running.strategy, policy)
-        of_critic = {} if critic is None else dict(running.strategy.full_weights(CRITIC, self.dtype))
-        problem = None
-        if trainer.is_global_zero:
-            if policy is not None:
-                problem = self._write(POLICY, lambda folder: self._save_policy(folder, policy, weights, head))
-            if problem is None and critic is not None:
-                save = partial(save_pretrained, lm=critic.lm, tokenizer=self.context.tokenizer, weights=of_critic)
-                problem = self._write(CRITIC, save)
-        problem = running.strategy.agree(problem)
+        save: dict[str, Callable[[Path], None]] = {}
+        if (policy := running.policy) is not None:
+            weights, head = self._weights(running.strategy, policy)
+            save[POLICY] = partial(self._save_policy, policy=policy, weights=weights, head=head)
+        for name, model in running.value_models.items():
+            of_model = dict(running.strategy.full_weights(name, self.dtype))
+            save[name] = partial(save_pretrained, lm=model.lm, tokenizer=self.context.tokenizer, weights=of_model)
+        failures = (self._write(name, into) for name, into in save.items() if trainer.is_global_zero)
+        problem = running.strategy.agree(next((failure for failure in failures if failure is not None), None))
         if problem is not None:
             raise TrainingError(f"{problem}. Free some space, then go on with resume=auto")
 

@@ -24,11 +24,12 @@ from rlmodule.run_context import EVENTS, RunContext, Running
 from rlmodule.summary import Tally, is_scored, iteration_metrics, scored_advantages, without_padding
 
 FILE_NAME = "metrics.jsonl"
-FINAL_METRICS = ("val/accuracy", "reward/mean")  # columns of the HPARAMS tab; it shows the last value of each curve
+# Columns of the HPARAMS tab; it shows the last value of each curve.
+FINAL_METRICS = ("val/accuracy", "val/pair_accuracy", "reward/mean")
 
 # Tags are regular expressions. One card each in the CUSTOM SCALARS tab.
 CHARTS = {
-    "reward": [r"reward/mean", r"val/accuracy"],
+    "reward": [r"reward/mean", r"val/accuracy", r"val/pair_accuracy"],
     "policy health": [r"actor/entropy", r"actor/ppo_kl", r"actor/clip_frac$", r"actor/grad_norm"],
     "time": [r"timing_s/.*"],
 }

@@ -27,15 +27,25 @@ LOG_NAME = "train.log"
 LABEL_WIDTH = 12  # characters of the label of a line of the plan
 BAR_WIDTH = 16  # characters; the facts beside it need the rest of 80 columns
 
-# metric -> how it is worded. Demonstrations have a loss to show instead of a reward.
-REWARD, LOSS = ("reward/mean", "reward {:.3f}"), ("actor/loss", "loss {:.4f}")
-ON_THE_BAR = (("val/accuracy", "val {:.3f}"), ("perf/tokens_per_s", "{:,.0f} tokens/s"))
+# metric -> how it is worded. Demonstrations and pairs have a loss to show instead of a reward.
+REWARDS = (("reward/mean", "reward {:.3f}"),)
+LOSSES = (("actor/loss", "loss {:.4f}"), ("reward_model/loss", "loss {:.4f}"))
+HELD_OUT = (("val/accuracy", "val {:.3f}"), ("val/pair_accuracy", "val pairs {:.3f}"))
+ON_THE_BAR = (*HELD_OUT, ("perf/tokens_per_s", "{:,.0f} tokens/s"))
 IN_A_LINE = (
-    ("val/accuracy", "val {:.3f}"),
+    *HELD_OUT,
     ("actor/entropy", "entropy {:.3f}"),
     ("response_length/mean", "length {:.1f}"),
     ("perf/tokens_per_s", "{:,.0f} tokens/s"),
     ("timing_s/iteration", "{:.1f} s"),
+)
+OF_A_VALIDATION = (
+    ("val/accuracy", "accuracy {:.3f}"),
+    ("val/response_length", "length {:.1f}"),
+    ("val/pair_accuracy", "pairs told apart {:.3f}"),
+    ("val/margin", "margin {:.3f}"),
+    ("val/loss", "loss {:.4f}"),
+    ("timing_s/validation", "{:.1f} s"),
 )
 
 
@@ -97,7 +107,7 @@ class ShowProgress(L.Callback):
         if record.kind == "iteration":
             self._say(self.state.iteration_line(record))
         elif record.kind == "validation":
-            self._say(validation_line(record, len(self.context.val_prompts)))
+            self._say(validation_line(record))
         if self._live is not None:
             self._live.refresh()  # a quick iteration may be over before its turn comes
 
@@ -181,8 +191,7 @@ class State:
 
     def facts(self, shown: Iterable[tuple[str, str]]) -> list[str]:
         """The newest value of each of these metrics that was ever seen, in words."""
-        wanted = (REWARD if self.is_judged else LOSS, *shown)
-        return [words.format(self.latest[name]) for name, words in wanted if name in self.latest]
+        return in_words(self.latest, (*(REWARDS if self.is_judged else LOSSES), *shown))
 
     def iteration_line(self, record: Record) -> str:
         """The iteration that has just been taken in, in a line."""
@@ -216,13 +225,14 @@ def finest_phase(finished: Mapping[str, float]) -> str:
     return "reward" if "rollout" in finished else "rollout"
 
 
-def validation_line(record: Record, num_prompts: int) -> str:
+def validation_line(record: Record) -> str:
     """One validation in a line."""
-    metrics = record.metrics
-    return (
-        f"validation  step {record.step}  accuracy {metrics['val/accuracy']:.3f} of {num_prompts} prompts  "
-        f"length {metrics['val/response_length']:.1f}  {metrics['timing_s/validation']:.1f} s"
-    )
+    return "  ".join(["validation", f"step {record.step}", *in_words(record.metrics, OF_A_VALIDATION)])
+
+
+def in_words(metrics: Mapping[str, float], wanted: Iterable[tuple[str, str]]) -> list[str]:
+    """Those of the metrics that are there, each as it is worded."""
+    return [words.format(metrics[name]) for name, words in wanted if name in metrics]
 
 
 def clock(seconds: float) -> str:

@@ -29,7 +29,7 @@ import rlmodule
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.checkpoint.state import best_of, oldest_first
 from rlmodule.core.config import at_least
-from rlmodule.core.types import CRITIC
+from rlmodule.core.types import CRITIC, REWARD_MODEL
 from rlmodule.journal import Record, whole_file
 from rlmodule.run_context import RunContext, Running
 from rlmodule.run_directory import RunDirectory
@@ -130,7 +130,8 @@ def places(directory: RunDirectory) -> dict[str, str]:
         "checkpoint": checkpoints[-1] if checkpoints else directory.checkpoints,
         **({"best": best} if best is not None else {}),
         "policy": directory.policy,
-        "critic": root / CRITIC,
+        CRITIC: root / CRITIC,
+        REWARD_MODEL: root / REWARD_MODEL,
         "tensorboard": root / "tensorboard",
     }
     return {label: str(path) for label, path in found.items() if path.exists()}
@@ -192,13 +193,18 @@ PANELS = (
     Panel(
         "Reward",
         "mean reward",
-        (Curve("reward/mean", "training samples", BLUE), Curve("val/accuracy", "held-out prompts, greedy", ORANGE)),
+        (
+            Curve("reward/mean", "training samples", BLUE),
+            Curve("val/accuracy", "held-out prompts, greedy", ORANGE),
+            Curve("val/pair_accuracy", "held-out pairs told apart", GREEN),
+        ),
     ),
     Panel(
         "Loss and distance from the sampling policy",
         "loss; KL in nats per token",
         (
             Curve("actor/pg_loss", "policy loss", BLUE),
+            Curve("reward_model/loss", "loss", BLUE),
             Curve("actor/ppo_kl", "KL", ORANGE),
             Curve("actor/clip_frac", "clipped tokens (right)", GREEN, on_right=True),
         ),
@@ -210,6 +216,7 @@ PANELS = (
         (
             Curve("actor/entropy", "entropy", BLUE),
             Curve("actor/grad_norm", "gradient norm (right)", ORANGE, on_right=True),
+            Curve("reward_model/grad_norm", "gradient norm (right)", ORANGE, on_right=True),
         ),
         right="gradient norm before clipping",
     ),

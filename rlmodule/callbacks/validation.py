@@ -1,6 +1,6 @@
-"""Held-out accuracy: greedy answers to prompts that are never trained on, now and then.
+"""How good the models are on rows that are never trained on, now and then.
 
-Every process answers its share, so every process must get here. Leaves out sampling and scoring (``sources.py``).
+Every process does its share, so every process must get here. Leaves out what is asked (``examination.py``).
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import lightning as L
 
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.core.config import at_least
-from rlmodule.experience.facts import gather_facts
 from rlmodule.journal import Record
 from rlmodule.run_context import RunContext, Running
-from rlmodule.summary import VALIDATE, validation_metrics
+from rlmodule.summary import VALIDATE
 
 
 @CALLBACKS.register
@@ -37,7 +36,7 @@ class ValidationSettings:
 
 
 class Validate(L.Callback):
-    """Validates where the run has an examination.
+    """Makes all examinations of the run, where it has any.
 
     Args:
         settings: when.
@@ -51,7 +50,7 @@ class Validate(L.Callback):
 
     @property
     def latest(self) -> Mapping[str, float]:
-        """Metrics of the last validation (``val/accuracy`` is the one to compare); empty before the first."""
+        """Metrics of the last validation; empty before the first."""
         return self.history[-1].metrics if self.history else {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -72,12 +71,13 @@ class Validate(L.Callback):
             self._validate(running, self.context.journal.iteration)
 
     def _validate(self, running: Running, iteration: int) -> None:
-        examine, journal = running.data.examine, self.context.journal
-        if examine is None:
+        examinations, journal = running.data.examinations, self.context.journal
+        if not examinations:
             return
         with journal.phase(VALIDATE) as lap:
-            _, facts = gather_facts(examine, running.strategy.collectives)
-        record = Record("validation", running.step, iteration, validation_metrics(facts, lap))
+            said = {name: value for examine in examinations for name, value in examine().items()}
+        times = {"timing_s/validation": lap.seconds, "cpu_s/validation": lap.cpu_seconds}
+        record = Record("validation", running.step, iteration, {**said, **times})
         self.history.append(record)
         journal.add(record)
 

@@ -307,7 +307,9 @@ class MicroBatchShare(Protocol):
 class ModelObjective(Protocol):
     """What a model minimises. Its metrics are logged under ``label``."""
 
-    label: ClassVar[str]
+    @property
+    def label(self) -> str:
+        """The first part of their names."""
 
     @property
     def selects(self) -> SelectingLoss | None:
@@ -378,6 +380,9 @@ class Task(Protocol):
 
     def preferences(self, count: int, seed: int) -> list[tuple[str, str, str]]:
         """(prompt, right response, wrong response) triples; prompts come from the training split's side."""
+
+    def held_out_preferences(self) -> list[tuple[str, str, str]]:
+        """Triples of the test prompts."""
 
 
 class RolloutEngine(Protocol):

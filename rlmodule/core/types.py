@@ -21,7 +21,7 @@ from torch import Tensor
 M = TypeVar("M")
 
 # Names of the models of a run.
-POLICY, REFERENCE, CRITIC, TEACHER = "policy", "reference", "critic", "teacher"
+POLICY, REFERENCE, CRITIC, TEACHER, REWARD_MODEL = "policy", "reference", "critic", "teacher", "reward_model"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from rlmodule.core.contract import Task
 from rlmodule.core.errors import DataError
 from rlmodule.core.types import Sample
 from rlmodule.data.chat import ChatFormat, Segment, Turns, as_turns, join
@@ -30,6 +29,11 @@ class Pair:
     chosen: Sample
     rejected: Sample
 
+    @property
+    def samples(self) -> tuple[Sample, Sample]:
+        """Both, the chosen one first."""
+        return self.chosen, self.rejected
+
 
 @dataclass(frozen=True)
 class Preference:
@@ -42,38 +46,40 @@ class Preference:
 
 
 def task_preferences(
-    task: Task, count: int, seed: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+    triples: Sequence[tuple[str, str, str]], config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[Pair]:
-    """Right against wrong responses of a built-in task; none of them shows a test prompt.
+    """Pairs of a built-in task.
 
     Args:
-        task: who makes them.
-        count: pairs, before prompts that are too long are filtered out.
-        seed: of the pairs.
+        triples: prompt, right and wrong response, as the task makes them.
         config: limits, and how prompts become tokens.
         tokenizer: of the model.
 
     Raises:
         DataError: a prompt is longer than the limit, see ``overlong_prompt``.
     """
-    triples = enumerate(task.preferences(count, seed), start=1)
-    rows = [Preference(*triple, place=f"preference {number} of task {config.task}") for number, triple in triples]
+    rows = [
+        Preference(*triple, place=f"preference {number} of task {config.task}")
+        for number, triple in enumerate(triples, start=1)
+    ]
     return _pairs(rows, config, tokenizer)
 
 
-def file_preferences(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
-    """Pairs of the training files: a chosen and a rejected response each, and a prompt that may stand inside them.
+def file_preferences(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Pair]:
+    """Pairs of files: a chosen and a rejected response each, and a prompt that may stand inside them.
 
     Args:
         config: where they are, limits, and how prompts become tokens.
         tokenizer: of the model.
+        split: ``train`` or ``test``; the rows of the latter come from ``val_files``.
 
     Raises:
         ConfigError: a file is missing, or the tokenizer has no chat template.
         DataError: a file lacks a column, or a row cannot be used; the message has ``file:line``.
     """
-    rows = [row for table in open_files(config.train_files, "data.train_files") for row in _read(table, config)]
-    return _pairs(rows, config, tokenizer)
+    files, key, limit = config.files_of(split)
+    rows = [row for table in open_files(files, key) for row in _read(table, config)]
+    return _pairs(rows[:limit], config, tokenizer)
 
 
 def _read(table: RowTable, config: DataConfig) -> list[Preference]:

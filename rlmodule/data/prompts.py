@@ -86,6 +86,13 @@ class DataConfig:
         """Whether there are rows to evaluate on."""
         return self.task is not None or bool(self.val_files)
 
+    def files_of(self, split: str) -> tuple[list[str], str, int | None]:
+        """Files of ``train`` or ``test``, the key that names them, and how many of their rows to use (None: all)."""
+        assert split in SPLITS, f"no split is called {split}"
+        if split == "train":
+            return self.train_files, "data.train_files", None
+        return self.val_files, "data.val_files", self.val_max_rows
+
     def chat_format(self, tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
         """How prompts become tokens."""
         return ChatFormat(tokenizer, self.apply_chat_template, self.chat_template_args, self.system_prompt)
@@ -148,14 +155,12 @@ def open_rows(config: DataConfig, split: str, task: Task | None = None) -> RowSo
         ConfigError: a file is missing.
         DataError: a file has no rows, a bad line, or lacks a column.
     """
-    assert split in SPLITS, f"no split is called {split}"
     assert (task is None) == (config.task is None), "the task object goes with data.task"
-    limit = config.val_max_rows if split == "test" else None
+    files, key, limit = config.files_of(split)
     if task is not None:
         table = MemoryTable(f"task {config.task} ({split})", task.rows(split))
         return RowSource([table], "rlmodule", ColumnKeys(), limit)
     keys = ColumnKeys(config.prompt_key, config.answer_key, config.source_key, config.completion_key)
-    files, key = (config.train_files, "data.train_files") if split == "train" else (config.val_files, "data.val_files")
     assert files, f"{key} is empty; ask has_validation first"
     return RowSource(open_files(files, key), config.format, keys, limit)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 # Log-probabilities of 5 to 12 nats are rounded to about 1e-6: what is made of them is exact to 1e-6 at best.
 FLOOR = 0.1
-LOSS, GRAD_NORM = "actor/loss", "actor/grad_norm"
+LOSS, GRAD_NORM = "loss", "grad_norm"  # of each model that trains
 FACTS_OF_THE_CUT = ("balance/", "global_seqlen/")  # they say how the work was cut, so they are meant to differ
 
 Steps = Sequence[Mapping[str, float]]
@@ -26,6 +26,11 @@ def metric_differences(steps: Steps, reference: Steps) -> dict[str, float]:
     if len(steps) != len(reference):
         return dict.fromkeys(names, math.inf)
     return {name: _difference([s.get(name) for s in steps], [s.get(name) for s in reference]) for name in sorted(names)}
+
+
+def largest_of(name: str, differences: Mapping[str, float]) -> float:
+    """That of the metric ``name`` of the model that is furthest off."""
+    return max(difference for metric, difference in differences.items() if metric.split("/")[-1] == name)
 
 
 def _difference(values: Sequence[float | None], reference: Sequence[float | None]) -> float:

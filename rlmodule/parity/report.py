@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rlmodule.core.errors import ConfigError, RLModuleError, TrainingError
 from rlmodule.launch import launched_from_outside
-from rlmodule.parity.compare import GRAD_NORM, LOSS, metric_differences
+from rlmodule.parity.compare import GRAD_NORM, LOSS, largest_of, metric_differences
 from rlmodule.parity.layouts import REFERENCE, ParityLayout, chosen
 from rlmodule.parity.ranks import REFERENCE_FILE, Outcome, run, session_for
 from rlmodule.session import Session
@@ -130,8 +130,8 @@ def judge(layout: ParityLayout, outcome: Outcome | str, reference: Outcome, conf
         layout.title + (" (reference)" if layout is REFERENCE else ""),
         FAIL if reasons else PASS,
         "; ".join(reasons),
-        loss=differences[LOSS],
-        grad_norm=differences[GRAD_NORM],
+        loss=largest_of(LOSS, differences),
+        grad_norm=largest_of(GRAD_NORM, differences),
         parameters=outcome.parameters,
         metrics=differences[worst],
         worst_metric=worst,

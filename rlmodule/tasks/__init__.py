@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
@@ -72,9 +72,15 @@ class ProceduralTask(ABC):
 
     def preferences(self, count: int, seed: int) -> list[tuple[str, str, str]]:
         """(prompt, right response, wrong response) triples; none of the prompts is a test prompt."""
+        return self._judged(self._drawn("preferences", count, seed))
+
+    def held_out_preferences(self) -> list[tuple[str, str, str]]:
+        """The same of the test prompts, one of each."""
+        return self._judged(self.rows("test"))
+
+    def _judged(self, rows: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
         return [
-            (row["prompt"], self.right_response(row), self.wrong_response(row, index))
-            for index, row in enumerate(self._drawn("preferences", count, seed))
+            (row["prompt"], self.right_response(row), self.wrong_response(row, index)) for index, row in enumerate(rows)
         ]
 
     def _drawn(self, what: str, count: int, seed: int) -> list[dict[str, Any]]:

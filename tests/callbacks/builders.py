@@ -63,6 +63,5 @@ def context_in(
         describe={"model": "tiny"},
         hparams={"seed": 0, "optimizer.lr": 1e-4, "data.files": ["a", "b"], "resume": None, "flag": True},
         resumed_step=resumed_step,
-        val_prompts=(),
         tokenizer=TOKENIZER,
     )

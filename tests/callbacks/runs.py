@@ -18,6 +18,7 @@ from rlmodule.callbacks.metrics import purge_step
 from rlmodule.core.types import Prompt, Sample, Score
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
+from rlmodule.examination import PromptExamination
 from rlmodule.experience.estimation import Estimation
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
@@ -30,7 +31,7 @@ from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.optimizer import OptimizerConfig
 from rlmodule.rollout.hf import HFRollout
 from rlmodule.run_context import EventLog, RunContext
-from rlmodule.sources import Draw, Examination, RolloutSource, Source, WrittenSource
+from rlmodule.sources import Draw, RolloutSource, Source, WrittenSource
 from rlmodule.update import Trainable
 from strategies.ddp import DDPOptions, DDPStrategy
 from strategies.single import SingleOptions, SingleStrategy
@@ -126,11 +127,10 @@ class SmallRun:
             describe={"model": "tiny"},
             hparams={"seed": 0, "optimizer.lr": 1e-2},
             resumed_step=self.resumed_step,
-            val_prompts=PROMPTS[:3],
             tokenizer=TOKENIZER,
         )
-        examine = None if self.imitates else Examination(PROMPTS[:3], lambda: engine, self.reward, layout)
-        data = RLDataModule(source, stream, make, examine=examine, start=context.journal.begin_iteration)
+        examinations = [] if self.imitates else [PromptExamination(PROMPTS[:3], lambda: engine, self.reward, strategy)]
+        data = RLDataModule(source, stream, make, examinations=examinations, start=context.journal.begin_iteration)
         trainable = Trainable("policy", objective, OptimizerConfig(lr=1e-2, warmup_steps=0), run_steps=8)
         module = RLModule({"policy": policy}, [trainable], max_skipped_in_a_row=3)
         callbacks = [CALLBACKS.get(name)(**kwargs).connect(context) for name, kwargs in self.settings.items()]

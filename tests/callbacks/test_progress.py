@@ -65,9 +65,17 @@ def test_the_bar_fits_a_narrow_terminal():
     assert "reward 0.500" in capture.get()
 
 
-def test_a_validation_line_says_over_how_many_prompts():
-    record = Record("validation", 0, 0, {"val/accuracy": 0.25, "val/response_length": 5.0, "timing_s/validation": 0.5})
-    assert validation_line(record, 256) == "validation  step 0  accuracy 0.250 of 256 prompts  length 5.0  0.5 s"
+def test_a_validation_line_says_what_was_examined_and_nothing_else():
+    answers = {"val/accuracy": 0.25, "val/response_length": 5.0}
+    pairs = {"val/pair_accuracy": 0.75, "val/margin": 0.5, "val/loss": 0.625}
+    said = "pairs told apart 0.750  margin 0.500  loss 0.6250"
+    for metrics, words in (
+        (answers, "accuracy 0.250  length 5.0"),
+        (pairs, said),
+        (answers | pairs, f"accuracy 0.250  length 5.0  {said}"),
+    ):
+        record = Record("validation", 8, 2, {**metrics, "timing_s/validation": 0.5})
+        assert validation_line(record) == f"validation  step 8  {words}  0.5 s"
 
 
 def test_settings_that_cannot_work_are_refused():

@@ -8,6 +8,7 @@ from rlmodule.journal import Lap, Record
 from rlmodule.summary import (
     Change,
     Tally,
+    answer_metrics,
     changes,
     iteration_metrics,
     length_metrics,
@@ -15,7 +16,6 @@ from rlmodule.summary import (
     run_totals,
     running_mean,
     series,
-    validation_metrics,
 )
 from tests.callbacks.builders import fact, iteration_of
 
@@ -99,10 +99,9 @@ def test_progress_counts_samples_and_tokens_of_every_iteration():
 
 
 def test_accuracy_is_the_mean_reward_of_the_scored_answers():
-    metrics = validation_metrics([fact(0, 1.0), fact(1, 0.0, response_len=6), fact(2, None)], Lap(0.5, 0.25))
+    metrics = answer_metrics([fact(0, 1.0), fact(1, 0.0, response_len=6), fact(2, None)])
     assert (metrics["val/accuracy"], metrics["val/unscored"]) == (0.5, 1.0)
     assert metrics["val/response_length"] == pytest.approx(10 / 3)
-    assert metrics["timing_s/validation"] == 0.5
 
 
 def history() -> list[Record]:

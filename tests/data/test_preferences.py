@@ -25,7 +25,7 @@ def turn(role, content):
 def from_rows(tmp_path, *rows, **keys):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file_preferences(DataConfig(train_files=[str(path)], **keys), TOKENIZER)
+    return file_preferences(DataConfig(train_files=[str(path)], **keys), TOKENIZER, "train")
 
 
 def tokens(sample):
@@ -97,7 +97,7 @@ def test_parquet_and_columns_of_other_names(tmp_path):
     config = DataConfig(
         train_files=[str(tmp_path / "rows.parquet")], prompt_key="question", chosen_key="good", rejected_key="bad"
     )
-    [pair] = file_preferences(config, TOKENIZER)
+    [pair] = file_preferences(config, TOKENIZER, "train")
     assert tokens(pair.rejected) == ((USER, *b"q", ASSISTANT), [*b"no", END], [True] * 3)
 
 
@@ -146,7 +146,7 @@ def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
 
 def test_a_task_makes_pairs():
     task = Sort(train_size=5)
-    pairs = task_preferences(task, 9, seed=2, config=DataConfig(task="sort"), tokenizer=TOKENIZER)
+    pairs = task_preferences(task.preferences(9, seed=2), DataConfig(task="sort"), TOKENIZER)
     for pair, (prompt, right, wrong) in zip(pairs, task.preferences(9, seed=2), strict=True):
         assert pair.chosen.prompt.ids == pair.rejected.prompt.ids == (USER, *prompt.encode(), ASSISTANT)
         assert (pair.chosen.text, pair.rejected.text) == (right, wrong)

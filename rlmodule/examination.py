@@ -1,0 +1,131 @@
+"""What models are asked between updates, of rows that are never trained on: answers to prompts, verdicts on pairs.
+
+Leaves out when (``callbacks/validation.py``) and where the rows come from (``supplies.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import ClassVar, Protocol
+
+from rlmodule.core.contract import Reward, RolloutEngine, SampleRequest, Strategy
+from rlmodule.core.metrics import Metric, merge
+from rlmodule.core.types import Prompt, ScoredSample
+from rlmodule.experience.facts import gather_facts
+from rlmodule.experience.iteration import Iteration
+from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.stopwatch import Stopwatch
+from rlmodule.objective import Objective
+from rlmodule.ops.aggregate import PROMPT_MEAN
+from rlmodule.reduction import reduce_metrics
+from rlmodule.sources import Source, share_of_rank
+from rlmodule.summary import answer_metrics
+
+VALIDATION = "val"  # first part of the names of what examinations say
+VALIDATION_SEED = 0  # greedy sampling draws nothing; the key only has to be there
+
+
+class Examination(Protocol):
+    """Says how good the models are now.
+
+    ``accuracy``: the one of its metrics that checkpoints are compared by.
+    """
+
+    accuracy: ClassVar[str]
+
+    def __call__(self) -> Mapping[str, float]:
+        """``val/*``, the same on every rank; every rank takes part."""
+
+
+@dataclass(frozen=True, eq=False)
+class PromptExamination:
+    """Greedy answers to held-out prompts, judged.
+
+    Args:
+        prompts: the same on every rank.
+        engine: gives the rollout engine once the strategy is set up.
+        reward: the judge.
+        strategy: where ranks are.
+    """
+
+    accuracy: ClassVar[str] = f"{VALIDATION}/accuracy"
+
+    prompts: Sequence[Prompt]
+    engine: Callable[[], RolloutEngine]
+    reward: Reward
+    strategy: Strategy
+
+    def __call__(self) -> dict[str, float]:
+        """Mean reward and length of the answers."""
+        _, facts = gather_facts(self.answers, self.strategy.collectives)
+        return answer_metrics(facts)
+
+    def answers(self) -> list[ScoredSample]:
+        """This rank's share of the answers."""
+        mine = share_of_rank(list(enumerate(self.prompts)), self.strategy.layout)
+        requests = [
+            SampleRequest(prompt=i, sample_id=place, group_id=place, seed=VALIDATION_SEED, greedy=True)
+            for i, (place, _) in enumerate(mine)
+        ]
+        # Also without a share of its own: every rank takes part when a sharded model is made whole.
+        samples = self.engine().generate([prompt for _, prompt in mine], requests)
+        scores = self.reward(samples) if samples else []
+        return [ScoredSample(sample, score) for sample, score in zip(samples, scores, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class PairExamination:
+    """Held-out pairs under the loss that is trained with: how many are told apart, and how clearly.
+
+    They go the way of training pairs (plan, reference scores, micro-batches, one reduction), so the numbers are as
+    independent of the cut. That way is gone once; later examinations only ask the model again.
+
+    Args:
+        source: gives this rank's share of all held-out pairs.
+        make: builds the experience maker once the strategy is set up; its mini-batches hold all pairs at once.
+        model: name of the model that trains.
+    """
+
+    accuracy: ClassVar[str] = f"{VALIDATION}/pair_accuracy"
+
+    source: Source
+    make: Callable[[], ExperienceMaker]
+    model: str
+
+    def __call__(self) -> dict[str, float]:
+        """Means over pairs: the loss without what is added to it, and what it says of pairs (``ops/pairs.py``)."""
+        strategy = self._maker.scorer.strategy
+        said = reduce_metrics(self._asked(), strategy.layout, strategy.collectives)
+        del said[f"{VALIDATION}/pg_loss"]  # the same as the loss
+        return {name: metric.result for name, metric in said.items()}
+
+    def _asked(self) -> dict[str, Metric]:
+        """What the micro-batches of this rank say."""
+        maker, iteration = self._maker, self._iteration
+        scorer, strategy = maker.scorer, maker.scorer.strategy
+        objective, model, parts = held_out(scorer.objective), strategy.wrapped(self.model), []
+        with strategy.eval_mode(self.model):
+            for share in iteration.sampler.remaining():
+                mini_batch = maker.packed(iteration.experience, share).to(scorer.device)
+                for micro_batch in mini_batch.micro_batches:
+                    asked = objective.over(micro_batch, mini_batch.totals, strategy.sequence)
+                    model(micro_batch, objective=asked)
+                    parts.append(asked.metrics)
+        return merge(parts)
+
+    @cached_property
+    def _maker(self) -> ExperienceMaker:
+        return self.make()
+
+    @cached_property
+    def _iteration(self) -> Iteration:
+        watch = Stopwatch()
+        return self._maker(lambda: self.source.collect(0, watch), watch)
+
+
+def held_out(objective: Objective) -> Objective:
+    """The loss that is trained with and nothing added to it, as a mean over pairs."""
+    alone = replace(objective.settings, loss_agg_mode=PROMPT_MEAN, entropy_coeff=0.0, log_entropy=False)
+    return replace(objective, settings=alone, label=VALIDATION)

@@ -1,0 +1,175 @@
+"""Held-out pairs: the numbers are those of plain arithmetic over the pairs, whoever computes which of them.
+
+Greedy answers to held-out prompts are in ``callbacks/test_callbacks_in_a_run.py``; whole runs that validate on pairs in
+``test_preference_runs.py`` and ``test_reward_model_runs.py``.
+"""
+
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from rlmodule.advantages.grpo import GRPO
+from rlmodule.batching.collate import DynamicCollator, pack_rows
+from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
+from rlmodule.core.errors import ConfigError, DataError
+from rlmodule.core.types import ExperienceRow, StepTotals
+from rlmodule.data.preferences import Pair
+from rlmodule.data.stream import PromptStream
+from rlmodule.examination import PairExamination
+from rlmodule.experience.estimation import Estimation
+from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.scoring import Scorer
+from rlmodule.losses.dpo import DPO
+from rlmodule.objective import AlgorithmConfig, Objective
+from rlmodule.run_directory import RunDirectory
+from rlmodule.session import Session
+from rlmodule.sources import Draw, WrittenSource
+from strategies.registry import STRATEGIES
+from tests.helpers.ranks import run_on_ranks
+from tests.helpers.sessions import compose, small_session
+from tests.helpers.tiny import sample, tiny_policy, wrap_here
+
+BETA = 0.2
+PAIRS = [Pair(sample(2 * i, 3, 2 + i), sample(2 * i + 1, 3, 7 - i)) for i in range(5)]
+WHOLE, CUT = 1000, 24  # tokens of a micro-batch: all pairs, or one or two
+
+
+def models():
+    return {"policy": tiny_policy(seed=0), "reference": tiny_policy(seed=1).requires_grad_(False)}
+
+
+def examine(rank, budget, *, agg="prompt-mean"):
+    """(what two examinations say, whether they left a gradient), the reference turning into another model between."""
+    torch.set_num_threads(1)
+    inner = models()
+    strategy = wrap_here(inner)
+    algorithm = AlgorithmConfig(source="preferences", loss_agg_mode=agg, entropy_coeff=0.5)
+    objective = Objective(DPO(beta=BETA), algorithm)
+    batching = BatchingConfig(mini_batch_size=10, max_token_len_per_gpu=budget, keep_groups=True)
+    make = partial(
+        ExperienceMaker,
+        Scorer(strategy, objective, DynamicCollator(), torch.device("cpu")),
+        Estimation(objective, GRPO(), strategy.collectives),
+        lambda metas: BalancedSampler(metas, batching, strategy.layout, seed=0, iteration=0),
+    )
+    draw = Draw(PromptStream(len(PAIRS), seed=0), len(PAIRS), lambda: strategy.layout)
+    source = WrittenSource([pair.samples for pair in PAIRS], (1.0, -1.0), draw)
+    examination = PairExamination(source, make, "policy")
+    first = examination()
+    for parameter in inner["reference"].parameters():
+        parameter.zero_()
+    second = examination()
+    return first, second, any(p.grad is not None for p in inner["policy"].parameters())
+
+
+def by_hand():
+    """From log-probabilities of each response alone, added up by Python."""
+    inner = models()
+
+    def logprob_of(model, response):
+        packed = pack_rows([ExperienceRow(response)], StepTotals(tokens=99, sequences=1))
+        with torch.no_grad():
+            return math.fsum(inner[model](packed).logprob.tolist())
+
+    policy, reference = (
+        [(logprob_of(model, pair.chosen), logprob_of(model, pair.rejected)) for pair in PAIRS]
+        for model in ("policy", "reference")
+    )
+    chosen = [BETA * (p[0] - r[0]) for p, r in zip(policy, reference, strict=True)]
+    rejected = [BETA * (p[1] - r[1]) for p, r in zip(policy, reference, strict=True)]
+    margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
+    of_pairs = {
+        "val/loss": [math.log1p(math.exp(-margin)) for margin in margins],
+        "val/margin": margins,
+        "val/pair_accuracy": [float(margin > 0) for margin in margins],
+        "val/chosen_reward": chosen,
+        "val/rejected_reward": rejected,
+        "val/chosen_logprob": [p[0] for p in policy],
+        "val/rejected_logprob": [p[1] for p in policy],
+    }
+    return {name: math.fsum(values) / len(PAIRS) for name, values in of_pairs.items()}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    said = by_hand()
+    assert 0 < said["val/pair_accuracy"] < 1, "otherwise little is shown"
+    return {name: pytest.approx(value, rel=1e-4, abs=1e-5) for name, value in said.items()}
+
+
+@pytest.mark.parametrize("budget", [WHOLE, CUT])
+@pytest.mark.parametrize("agg", ["prompt-mean", "token-mean"])
+def test_held_out_numbers_are_means_over_pairs_however_the_training_loss_is_averaged(expected, budget, agg):
+    """Nor does an entropy bonus change them."""
+    first, _, _ = examine(0, budget, agg=agg)
+    assert first == expected
+
+
+def test_an_examination_leaves_no_gradient_and_asks_the_reference_once():
+    first, second, has_gradient = examine(0, CUT)
+    assert second == first
+    assert not has_gradient
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_change_nothing_in_held_out_numbers(expected, world_size):
+    """Five pairs do not divide among them."""
+    for first, second, _ in run_on_ranks(world_size, partial(examine, budget=CUT)):
+        assert first == expected
+        assert second == expected
+
+
+# ---- where held-out pairs come from
+
+FILES = ("data=files", "data.max_prompt_length=32", "data.max_response_length=8", "warm_start.steps=0")
+
+
+def from_files(tmp_path, algorithm, *held_out, **settings):
+    for name, rows in (("train", [{"prompt": "q", "chosen": "a", "rejected": "b"}]), ("val", held_out)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    named = [f"data.{split}_files=[{tmp_path / split}.jsonl]" for split in ("train", "val")]
+    more = [f"{key}={value}" for key, value in settings.items()]
+    config = compose(f"algorithm={algorithm}", *FILES, *named, *more)
+    session = Session.read(config, RunDirectory(tmp_path / "run"), STRATEGIES)
+    session.check()
+    return session
+
+
+GOOD = {"prompt": "ask", "chosen": "yes", "rejected": "no"}
+
+
+@pytest.mark.parametrize(("algorithm", "tokens"), [("dpo", (4, 3)), ("rm", (1, 1))])
+def test_pairs_of_files_are_held_out_and_their_prompts_are_not_asked(tmp_path, algorithm, tokens):
+    supply = from_files(tmp_path, algorithm, GOOD, {**GOOD, "prompt": "more"}).supply
+    assert [pair.chosen.prompt.text for pair in supply.val_pairs] == ["ask", "more"]
+    assert [int(s.loss_mask.sum()) for s in (supply.val_pairs[0].chosen, supply.val_pairs[0].rejected)] == [*tokens]
+    assert len(supply.val_prompts) == 0
+    assert supply.describe_held_out() == "2 held-out pairs"
+
+
+def test_only_the_first_rows_are_used_where_that_is_asked(tmp_path):
+    assert len(from_files(tmp_path, "dpo", GOOD, GOOD, **{"data.val_max_rows": 1}).supply.val_pairs) == 1
+
+
+def test_held_out_rows_are_checked_before_a_model_is_loaded(tmp_path):
+    with pytest.raises(DataError, match=r"val\.jsonl:2: the row has no 'rejected'"):
+        from_files(tmp_path, "dpo", GOOD, {"prompt": "q", "chosen": "a"})
+    with pytest.raises(ConfigError, match=r"held-out row 1 has \d+ tokens in 2 samples that stay together"):
+        from_files(tmp_path, "dpo", {**GOOD, "chosen": "y" * 40}, **{"batching.max_token_len_per_gpu": 24})
+
+
+def test_a_task_holds_out_a_pair_for_each_of_its_test_prompts(tmp_path):
+    supply = small_session(tmp_path, "algorithm=dpo", "warm_start.steps=0").supply
+    held_out = [pair.chosen.prompt.text for pair in supply.val_pairs]
+    assert held_out == [prompt.text for prompt in supply.val_prompts]
+    assert not set(held_out) & {pair.chosen.prompt.text for pair in supply.pairs}
+    assert supply.describe_held_out() == "4 held-out prompts, 4 held-out pairs"
+
+
+@pytest.mark.parametrize("words", [("algorithm=grpo",), ("algorithm=sft",), ("algorithm=dpo", "loss=sft")])
+def test_no_pairs_are_held_out_where_the_loss_compares_none(tmp_path, words):
+    assert len(small_session(tmp_path, *words, "warm_start.steps=0").supply.val_pairs) == 0
