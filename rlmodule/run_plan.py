@@ -66,7 +66,8 @@ class RunPlan:
             + (f", LoRA r={s.model.lora.r}" if s.model.lora.is_on else "")
             + (f"; {self.model.loading}" if self.model.loading else ""),
             **self._value_model(),
-            "data": self.rows + (f"; {self.held_out}" if self.held_out else ""),
+            "data": self.rows,
+            **({"held out": self.held_out} if self.held_out else {}),
             "objective": f"{type(s.loss).__name__}, {s.algorithm.loss_agg_mode}"
             + ("" if s.advantage is None else f", advantage {type(s.advantage).__name__}")
             + (f", teacher {s.algorithm.teacher}" if s.algorithm.teacher else "")

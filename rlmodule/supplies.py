@@ -74,7 +74,7 @@ class Supply(ABC):
     def describe_held_out(self) -> str:
         """For the run's plan: what is never trained on; empty where there is nothing."""
         counts = {"prompts": len(self.val_prompts), "pairs": len(self.val_pairs)}
-        return ", ".join(f"{count} held-out {what}" for what, count in counts.items() if count)
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
 
     @abstractmethod
     def check(self, layout: Layout) -> None:

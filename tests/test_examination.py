@@ -148,7 +148,7 @@ def test_pairs_of_files_are_held_out_and_their_prompts_are_not_asked(tmp_path, a
     assert [pair.chosen.prompt.text for pair in supply.val_pairs] == ["ask", "more"]
     assert [int(s.loss_mask.sum()) for s in (supply.val_pairs[0].chosen, supply.val_pairs[0].rejected)] == [*tokens]
     assert len(supply.val_prompts) == 0
-    assert supply.describe_held_out() == "2 held-out pairs"
+    assert supply.describe_held_out() == "2 pairs"
 
 
 def test_only_the_first_rows_are_used_where_that_is_asked(tmp_path):
@@ -167,7 +167,7 @@ def test_a_task_holds_out_a_pair_for_each_of_its_test_prompts(tmp_path):
     held_out = [pair.chosen.prompt.text for pair in supply.val_pairs]
     assert held_out == [prompt.text for prompt in supply.val_prompts]
     assert not set(held_out) & {pair.chosen.prompt.text for pair in supply.pairs}
-    assert supply.describe_held_out() == "4 held-out prompts, 4 held-out pairs"
+    assert supply.describe_held_out() == "4 prompts, 4 pairs"
 
 
 @pytest.mark.parametrize("words", [("algorithm=grpo",), ("algorithm=sft",), ("algorithm=dpo", "loss=sft")])

@@ -46,6 +46,11 @@ def test_the_policy_loss_alone():
     assert {name: m.result for name, m in metrics.items()} == pytest.approx({"actor/pg_loss": 3.0, "actor/loss": 3.0})
 
 
+def test_metrics_are_named_after_what_trains():
+    _, metrics = evaluate(Objective(SFT(), AlgorithmConfig(), label="reward_model"), outputs(), micro_batch())
+    assert set(metrics) == {"reward_model/pg_loss", "reward_model/entropy", "reward_model/loss"}
+
+
 def test_entropy_is_logged_and_left_out_by_default():
     scalar, metrics = evaluate(Objective(SFT(), AlgorithmConfig()), outputs(), micro_batch())
     assert scalar.item() == pytest.approx(9.0)

@@ -54,6 +54,7 @@ def test_a_reward_model_starts_undecided_and_learns_to_tell_pairs_apart(tmp_path
         "mode": "max",
         "value": held_out[-1]["val/pair_accuracy"],
     }
+    assert small_session(tmp_path, *RM).result() == held_out[-1]["val/pair_accuracy"], "what a sweep is told"
     assert not (tmp_path / "policy").exists()
     assert not [name for r in records for name in r.metrics if name.startswith(("actor/", "reward/"))]
 

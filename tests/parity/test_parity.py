@@ -202,6 +202,14 @@ def test_what_is_missing_or_not_a_number_is_infinitely_far(steps: list[dict[str,
     assert judge(REFERENCE, Outcome(steps, 0.0, "", 1.0), reference, config).verdict == "FAIL"
 
 
+def test_loss_and_norm_are_those_of_whichever_models_train() -> None:
+    """Of two the one that is further off; a reward model alone is judged like a policy."""
+    steps = [{"reward_model/loss": 2.0, "reward_model/grad_norm": 1.0, "critic/grad_norm": 1.0}]
+    other = [{"reward_model/loss": 1.5, "reward_model/grad_norm": 0.75, "critic/grad_norm": 0.5}]
+    verdict = judge(REFERENCE, Outcome(other, 0.0, "", 1.0), Outcome(steps, 0.0, "", 1.0), ParityConfig())
+    assert (verdict.loss, verdict.grad_norm) == (pytest.approx(0.25), pytest.approx(0.5))
+
+
 def test_nan_in_both_runs_is_the_same_number() -> None:
     steps = changed(actor_loss=math.nan)
     assert max(metric_differences(steps, steps).values()) == 0
