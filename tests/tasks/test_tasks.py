@@ -52,6 +52,15 @@ def test_demonstrations_depend_on_both_seeds(task):
 
 
 @every_task
+def test_held_out_preferences_are_of_the_test_prompts(task):
+    made = task(test_size=20)
+    triples = made.held_out_preferences()
+    assert [prompt for prompt, _, _ in triples] == prompts(made.rows("test"))
+    assert all(right != wrong for _, right, wrong in triples)
+    assert triples == task(test_size=20, train_size=1).held_out_preferences()
+
+
+@every_task
 def test_preferences_depend_on_both_seeds(task):
     made = task()
     assert made.preferences(20, seed=0) == made.preferences(40, seed=0)[:20]
