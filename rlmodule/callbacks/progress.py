@@ -30,7 +30,7 @@ BAR_WIDTH = 16  # characters; the facts beside it need the rest of 80 columns
 # metric -> how it is worded. Demonstrations and pairs have a loss to show instead of a reward.
 REWARDS = (("reward/mean", "reward {:.3f}"),)
 LOSSES = (("actor/loss", "loss {:.4f}"), ("reward_model/loss", "loss {:.4f}"))
-HELD_OUT = (("val/accuracy", "val {:.3f}"), ("val/pair_accuracy", "val pairs {:.3f}"))
+HELD_OUT = (("val/accuracy", "val {:.3f}"), ("val/pair_accuracy", "pairs {:.3f}"))
 ON_THE_BAR = (*HELD_OUT, ("perf/tokens_per_s", "{:,.0f} tokens/s"))
 IN_A_LINE = (
     *HELD_OUT,

@@ -52,17 +52,24 @@ def test_time_left_is_known_after_an_iteration_and_counts_those_before_a_resume_
     assert state.seconds_left == 0
 
 
-def test_the_bar_fits_a_narrow_terminal():
-    state = State(max_iterations=100)
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (ITERATION | {"val/accuracy": 0.75}, "reward 0.500 val 0.750"),
+        ({"reward_model/loss": 0.5, "val/pair_accuracy": 0.9}, "loss 0.5000 pairs 0.900"),
+    ],
+)
+def test_the_bar_fits_a_narrow_terminal(said, shown):
+    state = State(max_iterations=100, is_judged="reward/mean" in said)
     state.enter("update", 42)
-    state.take(Record("iteration", 168, 42, ITERATION | {"val/accuracy": 0.75}))
+    state.take(Record("iteration", 168, 42, said))
     console = Console(width=80, force_terminal=True, color_system=None)
     with console.capture() as capture:
         console.print(state)
     assert capture.get().count("\n") == 1
     assert "update" in capture.get()
     assert "42/100" in capture.get()
-    assert "reward 0.500" in capture.get()
+    assert shown in capture.get()
 
 
 def test_a_validation_line_says_what_was_examined_and_nothing_else():
