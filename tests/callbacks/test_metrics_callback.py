@@ -69,5 +69,5 @@ def test_settings_and_charts_are_there_and_add_no_point_to_a_curve(tmp_path):
     assert settings["optimizer.lr"].number_value == 1e-4
     assert (settings["data.files"].string_value, settings["flag"].string_value) == ("['a', 'b']", "True")
     metrics = parts["_hparams_/experiment"].experiment.metric_infos
-    assert [metric.name.tag for metric in metrics] == ["val/accuracy", "reward/mean"]
+    assert [metric.name.tag for metric in metrics] == ["val/accuracy", "val/pair_accuracy", "reward/mean"]
     assert "_hparams_/session_end_info" in parts
