@@ -116,9 +116,10 @@ class StoredSource:
 
     def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
         """The responses of each group, with the verdicts that were stored."""
+        largest = self.table.largest
         with watch.phase("read"):
             return [
-                response.scored(counter * self.table.largest + i, counter)
+                response.scored(counter * largest + i, counter)
                 for counter, group in self.draw()
                 for i, response in enumerate(self.table.read(self.table.groups[group]))
             ]
