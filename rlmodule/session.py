@@ -244,23 +244,12 @@ class Session:
 
     def _context(self, leading: nn.Module, resumed_step: int | None) -> RunContext:
         s = self.settings
-        name = s.model.path or str(s.model.architecture.get("model_type"))
-        plan = RunPlan(
-            s,
-            self.strategy.layout,
-            ModelFacts(name, parameter_count(leading), str(leading.loading)),
-            self.machine.describe(),
-            self.supply.describe(),
-            self.supply.describe_iteration(),
-            self.supply.describe_held_out(),
-            self.supply.samples_per_row,
-        )
         is_first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")))) == 0
         return RunContext(
             run_dir=self.run_dir.root,
             is_first=is_first,
             max_iterations=s.trainer.max_epochs,
-            describe=plan.lines(),
+            describe=self._plan(leading).lines(),
             hparams=flat(
                 {
                     "optimizer": asdict(s.optimizer),
@@ -273,4 +262,18 @@ class Session:
             resumed_step=resumed_step,
             tokenizer=self.tokenizer,
             sampling={name: getattr(s.rollout, name) for name in ("temperature", "top_k", "top_p")},
+        )
+
+    def _plan(self, leading: nn.Module) -> RunPlan:
+        model, supply = self.settings.model, self.supply
+        name = model.path or str(model.architecture.get("model_type"))
+        return RunPlan(
+            self.settings,
+            self.strategy.layout,
+            ModelFacts(name, parameter_count(leading), str(leading.loading)),
+            self.machine.describe(),
+            supply.describe(),
+            supply.describe_iteration(),
+            supply.describe_held_out(),
+            supply.samples_per_row,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,6 @@ from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler
 from rlmodule.batching.workload import Workload
 from rlmodule.core.contract import RolloutEngine
-from rlmodule.core.types import SampleMeta
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.examination import Examination, PairExamination, PromptExamination
@@ -98,20 +97,17 @@ def new_maker(
     reference_scores: ReferenceScores | None = None,
 ) -> ExperienceMaker:
     """Turns the samples of one iteration into mini-batches; what it is given is that of ``new_datamodule``."""
-    s, layout, cost = settings, strategy.layout, Workload(shape_of(supply.hf_config))
-
-    def make_sampler(metas: Sequence[SampleMeta]) -> BalancedSampler:
-        return BalancedSampler(
-            metas,
-            s.batching,
-            layout,
-            seed=s.run.seed,
-            iteration=iteration,
-            epochs=s.algorithm.ppo_epochs,
-            cost=cost,
-            trains=s.trains_in(iteration),
-        )
-
+    s, layout = settings, strategy.layout
+    make_sampler = partial(
+        BalancedSampler,
+        config=s.batching,
+        layout=layout,
+        seed=s.run.seed,
+        iteration=iteration,
+        epochs=s.algorithm.ppo_epochs,
+        cost=Workload(shape_of(supply.hf_config)),
+        trains=s.trains_in(iteration),
+    )
     pad = supply.tokenizer.pad_token_id
     collator = DynamicCollator(
         0 if pad is None else pad, layout.sp_size, layout.sp_rank, share_prompts=s.batching.share_prompts
@@ -125,6 +121,5 @@ def new_maker(
         value_model=s.value_model,
         reference_scores=reference_scores,
     )
-    return ExperienceMaker(
-        scorer, Estimation(objective, s.advantage, strategy.collectives, kl_controller), make_sampler
-    )
+    estimation = Estimation(objective, s.advantage, strategy.collectives, kl_controller)
+    return ExperienceMaker(scorer, estimation, make_sampler)
