@@ -83,7 +83,6 @@ def pack_rows(
     )
     segments, first = _segments(samples, share_prompts)
     lengths = np.array([len(s.ids) for s in segments])
-    starts = np.concatenate([[0], lengths.cumsum()])
     masks = [s.loss_mask for s in samples]
     loss_tokens = torch.tensor([int(mask.sum()) for mask in masks])
     return MicroBatch(
@@ -91,13 +90,8 @@ def pack_rows(
         position_ids=torch.from_numpy(
             np.concatenate([np.arange(s.position, s.position + n) for s, n in zip(segments, lengths, strict=True)])
         ),
-        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
-        loss_positions=torch.cat(
-            [
-                mask.nonzero().squeeze(-1) + int(starts[segment]) + offset
-                for mask, (segment, offset) in zip(masks, first, strict=True)
-            ]
-        ),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32)),
+        loss_positions=torch.cat([mask.nonzero().squeeze(-1) + at for mask, at in zip(masks, first, strict=True)]),
         labels=torch.cat([s.response_ids[s.loss_mask] for s in samples]),
         sequence=torch.arange(len(rows)).repeat_interleave(loss_tokens),
         loss_tokens=loss_tokens,
@@ -120,28 +114,31 @@ class _Segment:
     prefix: int = -1
 
 
-def _segments(samples: Sequence[Sample], share_prompts: bool) -> tuple[list[_Segment], list[tuple[int, int]]]:
-    """Segments in the order of the row, and for each sample where its first response token is predicted.
+def _segments(samples: Sequence[Sample], share_prompts: bool) -> tuple[list[_Segment], list[int]]:
+    """Segments in the order of the row, and for each sample the position that predicts its first response token.
 
-    That is (segment, tokens into it). A prompt of one token has nothing to share.
+    A prompt of one token has nothing to share.
     """
     together = Counter(_prompt_of(s) for s in samples if share_prompts and len(s.prompt.ids) > 1)
     segments: list[_Segment] = []
-    first: list[tuple[int, int]] = []
+    first: list[int] = []
     segment_of: dict[tuple[int, tuple[int, ...]], int] = {}
+    end = 0  # of the row so far
     for sample in samples:
         prompt, before = torch.tensor(sample.prompt.ids), len(sample.prompt.ids) - 1
         key = _prompt_of(sample)
         if together[key] < 2:
-            first.append((len(segments), before))
+            first.append(end + before)
             segments.append(_Segment(torch.cat([prompt, sample.response_ids])))
-            continue
-        if key not in segment_of:
-            segment_of[key] = len(segments)
-            segments.append(_Segment(prompt[:-1]))
-        first.append((len(segments), 0))
-        own = torch.cat([prompt[-1:], sample.response_ids[:-1]])
-        segments.append(_Segment(own, before, segment_of[key]))
+        else:
+            if key not in segment_of:
+                segment_of[key] = len(segments)
+                segments.append(_Segment(prompt[:-1]))
+                end += before
+            first.append(end)
+            own = torch.cat([prompt[-1:], sample.response_ids[:-1]])
+            segments.append(_Segment(own, before, segment_of[key]))
+        end += len(segments[-1].ids)
     return segments, first
 
 
