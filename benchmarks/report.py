@@ -58,7 +58,10 @@ def planner_chart(numbers: Numbers, axes: plt.Axes) -> None:
 def update_table(numbers: Numbers) -> str:
     """CPU seconds, ratio and useful MFU of every way."""
     columns = ("update_cpu_s", "update_ratio", "update_spread", "useful_mfu", "score_cpu_s", "score_ratio")
-    rows = [[name, *(f"{x[column]:.2f}" for column in columns)] for name, x in numbers["ways"].items()]
+    rows = [
+        [name, *(f"{x[column]:.2f}" for column in columns), f"{x['score_cpu_s'] / x['update_cpu_s']:.3f}"]
+        for name, x in numbers["ways"].items()
+    ]
     facts = (
         f"{numbers['rollouts']} rollouts, {numbers['prompt_tokens']:,} prompt + {numbers['response_tokens']:,} "
         f"response tokens, vocabulary {numbers['vocabulary']:,}, "
@@ -66,7 +69,7 @@ def update_table(numbers: Numbers) -> str:
         f"GEMM peak {numbers['gemm_gflop_per_cpu_second']:.0f} GFLOP per CPU second, "
         f"gradient norm {numbers['grad_norm']:.4f} every way."
     )
-    head = ["way", "update CPU s", "ratio", "max/min", "useful MFU", "scoring CPU s", "ratio"]
+    head = ["way", "update CPU s", "ratio", "max/min", "useful MFU", "scoring CPU s", "ratio", "scoring / update"]
     return f"{table(head, rows)}\n\n{facts}\n"
 
 
