@@ -344,7 +344,7 @@ class TRL(Peer):
 
     batch_size = 8
 
-    def __init__(self, rows: list[ExperienceRow], model: PreTrainedModel) -> None:
+    def __init__(self, rows: list[ExperienceRow], model: PreTrainedModel, pads_together: bool) -> None:
         super().__init__(rows, model)
         from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
@@ -375,7 +375,9 @@ class TRL(Peer):
         self.trainer.current_gradient_accumulation_steps = 1
         self.trainer._current_train_step_time = 0.0
         # It pads what was generated together, a whole optimizer step here, and cuts that into micro-batches.
-        self.padded = split_tensor_dict(self._pad(rows), len(rows) // self.batch_size)
+        at_once = len(rows) if pads_together else self.batch_size
+        wide = [self._pad(rows[i : i + at_once]) for i in range(0, len(rows), at_once)]
+        self.padded = [part for each in wide for part in split_tensor_dict(each, at_once // self.batch_size)]
 
     def _pad(self, rows: list[ExperienceRow]) -> dict[str, Tensor]:
         prompts = [torch.tensor(row.sample.prompt.ids) for row in rows]
@@ -416,7 +418,8 @@ WAYS: Mapping[str, update.MakeWay] = {
     "verl, no entropy": lambda rows, sizes: Verl(rows, sizes.model(), with_entropy=False),
     "openrlhf": lambda rows, sizes: OpenRLHF(rows, sizes.model(), with_entropy=True),
     "openrlhf, no entropy": lambda rows, sizes: OpenRLHF(rows, sizes.model(), with_entropy=False),
-    "trl": lambda rows, sizes: TRL(rows, sizes.model("sdpa")),
+    # The width of a whole step times a large vocabulary needs more than 23 GB: there it pads eight samples at a time.
+    "trl": lambda rows, sizes: TRL(rows, sizes.model("sdpa"), pads_together=sizes.vocabulary < 100_000),
 }
 
 
