@@ -35,6 +35,7 @@ class Run:
         algorithm, task: words of the menus.
         seed: of the run.
         budget: iterations and samples, in words.
+        threads: it computed with; "the machine's" where its settings leave that open.
         start, end: held-out accuracy before the first update and after the last.
     """
 
@@ -42,6 +43,7 @@ class Run:
     task: str
     seed: int
     budget: str
+    threads: str
     start: float
     end: float
 
@@ -57,7 +59,8 @@ def read_run(folder: Path) -> Run | None:
     accuracy = [event.value for event in events.Scalars(ACCURACY)]
     prompts, n = config["algorithm"]["train_batch_size"], config["rollout"]["n"]
     budget = f"{config['trainer']['max_epochs']} iterations of {prompts} prompts x {n} responses"
-    return Run(choices["algorithm"], choices["data"], config["seed"], budget, accuracy[0], accuracy[-1])
+    threads = str(config["trainer"]["num_threads"] or "the machine's")
+    return Run(choices["algorithm"], choices["data"], config["seed"], budget, threads, accuracy[0], accuracy[-1])
 
 
 def read_sweeps(folders: Iterable[Path]) -> list[Run]:
@@ -140,9 +143,8 @@ def main() -> None:
     runs = read_sweeps(args.sweeps)
     if not runs:
         parser.error("no run of these sweeps has ended")
-    text = (
-        f"{comparison_table(runs)}\n{measured_on(record.machine())}\n\n![Every run as a point](img/{args.chart.name})"
-    )
+    machine = record.machine() | {"threads": " or ".join(sorted({run.threads for run in runs}))}
+    text = f"{comparison_table(runs)}\n{measured_on(machine)}\n\n![Every run as a point](img/{args.chart.name})"
     (args.out or args.page).write_text(fill(args.page.read_text(), "compare", text))
     draw(runs, args.chart)
 

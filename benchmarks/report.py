@@ -268,8 +268,9 @@ def fill(page: str, name: str, text: str) -> str:
 
 def measured_on(machine: Numbers) -> str:
     """The line under a table."""
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] != '1')}"
     return (
-        f"Measured {machine['date']} on {machine['processor']}, {machine['cores']} cores, {machine['threads']} thread, "
+        f"Measured {machine['date']} on {machine['processor']}, {machine['cores']} cores, {threads}, "
         f"torch {machine['torch']}, Python {machine['python']}."
     )
 
