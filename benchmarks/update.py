@@ -13,7 +13,8 @@ gradient norm, which is checked.
 Useful FLOPs are those of a pass without padding and without recomputation, the head on response positions only; MFU is
 their rate over the rate of a large matrix product measured in the same run.
 
-    python benchmarks/update.py [--small] [--vocabulary 32768] [--groups 4] [--rounds 3] [--json PATH]
+    python benchmarks/update.py [--small] [--vocabulary 32768] [--hidden 256] [--layers 4] [--groups 4]
+        [--rounds 3] [--json PATH]
 """
 
 from __future__ import annotations
@@ -312,6 +313,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a quick look: few samples, small vocabulary, one round")
     parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--groups", type=int, help="groups of 8 rollouts; default 4, with a large vocabulary 2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -321,9 +324,8 @@ def main() -> None:
         report = measure(make_rows(2, 8, 2048), Sizes(2048, hidden=128, layers=2), rounds=1)
     else:
         groups = args.groups or (4 if args.vocabulary < 100_000 else 2)
-        report = measure(
-            make_rows(groups, 8, args.vocabulary), Sizes(args.vocabulary, hidden=256, layers=4), args.rounds
-        )
+        sizes = Sizes(args.vocabulary, args.hidden, args.layers)
+        report = measure(make_rows(groups, 8, args.vocabulary), sizes, args.rounds)
     show(report)
     if args.json:
         record.write(args.json, report)
