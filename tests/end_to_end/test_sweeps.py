@@ -58,7 +58,7 @@ def test_a_comparison_shares_its_warm_start_and_becomes_a_table(tmp_path):
 
 def test_the_table_has_mean_and_range_over_seeds_best_first():
     def run(algorithm, seed, end):
-        return compare.Run(algorithm, "sort", seed, "1 iteration", 0.2, end)
+        return compare.Run(algorithm, "sort", seed, "1 iteration", "1", 0.2, end)
 
     lines = compare.comparison_table([run("a", 0, 0.5), run("b", 0, 0.75), run("b", 1, 1.0), run("a", 1, 0.7)]).split(
         "\n"
