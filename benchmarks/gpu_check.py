@@ -27,6 +27,8 @@ from torch import Tensor
 from update import TOKEN_BUDGET, Sizes, make_rows
 
 import rlmodule.ops.attention as ops
+from rlmodule.algorithm.config import AlgorithmConfig
+from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.batching.workload import Workload
@@ -35,9 +37,8 @@ from rlmodule.core.types import ExperienceRow
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.description import shape_of
 from rlmodule.models.policy import PolicyModel
-from rlmodule.objective import AlgorithmConfig, Objective
-from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
-from rlmodule.update import Trainable, update
+from rlmodule.optim.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.training.update import Trainable, update
 from strategies.single import SingleOptions, SingleStrategy
 
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"

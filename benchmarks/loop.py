@@ -26,7 +26,8 @@ import record
 import torch
 from update import Ours, Sizes, make_rows, seconds
 
-from rlmodule.assembly.trainer import quieten
+from rlmodule.algorithm.config import AlgorithmConfig
+from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.prefetch import PackedAhead
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
@@ -38,10 +39,10 @@ from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.building import parameter_count
 from rlmodule.models.policy import PolicyModel
 from rlmodule.module import RLModule
-from rlmodule.objective import AlgorithmConfig, Objective
-from rlmodule.optimizer import OptimizerConfig
-from rlmodule.reduction import reduce_metrics
-from rlmodule.update import Trainable, update
+from rlmodule.optim.optimizer import OptimizerConfig
+from rlmodule.run.build.trainer import quieten
+from rlmodule.training.reduction import reduce_metrics
+from rlmodule.training.update import Trainable, update
 from strategies.parts.collectives import LocalCollectives
 from strategies.single import SingleOptions, SingleStrategy
 

@@ -12,10 +12,10 @@ tokens. Both choose the samples of a step by their place after balancing; `rlmod
 `rlmodule, free` (``planner=joint_free``) chooses steps of one mix of lengths. Differencing is its `karmarkar_karp` on a
 plain list.
 
-Update: each peer does the work of ``update.py`` on the same samples with its own code: batching, log-probabilities,
-entropy, policy loss, normalising. What a CPU cannot run is replaced by something no slower: where verl and OpenRLHF
-hand packed rows to flash-attention, their rows go through this project's segment attention. Their defaults leave the
-entropy out of the update (TRL's and ours do not), so both are measured with it and as they come.
+Update: each peer does the work of ``training/update.py`` on the same samples with its own code: batching,
+log-probabilities, entropy, policy loss, normalising. What a CPU cannot run is replaced by something no slower: where
+verl and OpenRLHF hand packed rows to flash-attention, their rows go through this project's segment attention. Their
+defaults leave the entropy out of the update (TRL's and ours do not), so both are measured with it and as they come.
 
     verl         `FSDPEngineWithLMHead.forward_step` and `ppo_loss`, unwrapped model
     openrlhf     `Actor.forward` with packing, `PolicyLoss`

@@ -27,7 +27,7 @@ from torch import Tensor
 from update import Ours, Sizes, make_rows, seconds
 
 from rlmodule.core.contract import Layout
-from rlmodule.launch import free_port
+from rlmodule.run.launchers.local import free_port
 from strategies.registry import STRATEGIES
 
 MEGABYTE = 2**20

@@ -33,6 +33,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
+from rlmodule.algorithm.config import AlgorithmConfig
+from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.batching.workload import Workload
@@ -42,10 +44,9 @@ from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.attention import ATTENTION
 from rlmodule.models.description import shape_of
 from rlmodule.models.policy import PolicyModel
-from rlmodule.objective import AlgorithmConfig, Objective
 from rlmodule.ops.segments import SegmentBuckets
-from rlmodule.optimizer import OptimizerConfig, build_optimizer, build_schedule
-from rlmodule.update import Trainable, update
+from rlmodule.optim.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.training.update import Trainable, update
 from strategies.single import SingleOptions, SingleStrategy
 
 MAX_GRAD_NORM = 1.0

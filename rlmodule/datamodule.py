@@ -10,16 +10,16 @@ from typing import Any
 import lightning as L
 import torch
 
+from rlmodule.algorithm.shaping import KLController
 from rlmodule.batching.prefetch import PackedAhead
 from rlmodule.core.types import MiniBatch, ScoredSample
 from rlmodule.data.stream import PromptStream
 from rlmodule.examination import Examination
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.replay import ReplayMemory
+from rlmodule.experience.sources import Source
 from rlmodule.experience.stopwatch import Stopwatch
-from rlmodule.replay import ReplayMemory
-from rlmodule.shaping import KLController
-from rlmodule.sources import Source
 
 
 class RLDataModule(L.LightningDataModule):

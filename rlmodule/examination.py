@@ -1,6 +1,6 @@
 """What models are asked between updates, of rows that are never trained on: answers to prompts, verdicts on pairs.
 
-Leaves out when (``callbacks/validation.py``) and where the rows come from (``supplies.py``).
+Leaves out when (``callbacks/validation.py``) and where the rows come from (``run/supplies.py``).
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Protocol
 
+from rlmodule.algorithm.objective import Objective
 from rlmodule.core.contract import Reward, RolloutEngine, SampleRequest, Strategy
 from rlmodule.core.metrics import Metric, merge
 from rlmodule.core.types import Prompt, ScoredSample
 from rlmodule.experience.facts import gather_facts
 from rlmodule.experience.iteration import Iteration
+from rlmodule.experience.iteration_metrics import answer_metrics
 from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.sources import Source, share_of_rank
 from rlmodule.experience.stopwatch import Stopwatch
-from rlmodule.objective import Objective
 from rlmodule.ops.aggregate import PROMPT_MEAN
-from rlmodule.reduction import reduce_metrics
-from rlmodule.sources import Source, share_of_rank
-from rlmodule.summary import answer_metrics
+from rlmodule.training.reduction import reduce_metrics
 
 VALIDATION = "val"  # first part of the names of what examinations say
 VALIDATION_SEED = 0  # greedy sampling draws nothing; the key only has to be there

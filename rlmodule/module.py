@@ -1,4 +1,7 @@
-"""The LightningModule: hooks only, each a few calls. What they do is in ``update.py``, which knows no Lightning."""
+"""The LightningModule: hooks only, each a few calls.
+
+What they do is in ``training/update.py``, which knows no Lightning.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.metrics import How, Metric
 from rlmodule.core.types import MiniBatch
-from rlmodule.optimizer import build_schedule, matrices_of, optimizer_over
-from rlmodule.preemption import StopRequests
-from rlmodule.reduction import reduce_metrics
-from rlmodule.update import StepResult, Trainable, update
+from rlmodule.optim.optimizer import build_schedule, matrices_of, optimizer_over
+from rlmodule.training.preemption import StopRequests
+from rlmodule.training.reduction import reduce_metrics
+from rlmodule.training.update import StepResult, Trainable, update
 
 STOP = "train/stop"  # travels with the metrics of a step, and is none
 

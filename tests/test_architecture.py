@@ -16,43 +16,32 @@ ROOT = Path(__file__).parents[1]
 # A unit is a package or a module right under rlmodule/. A layer may import those above it, never one beside it.
 LAYERS = (
     {"core"},
-    {"ops", "sampling", "sandbox", "checkpoint", "launch", "run_directory", "journal"},
-    {"losses", "advantages", "batching", "shaping", "rollout_correction"},
-    {
-        "models",
-        "data",
-        "tasks",
-        "rewards",
-        "objective",
-        "optimizer",
-        "reduction",
-        "selection",
-        "preemption",
-    },
-    {"rollout", "experience", "update", "critic"},
-    {"sources", "module", "summary", "replay"},
+    {"ops"},
+    {"losses", "advantages", "batching", "optim"},
+    {"models", "data", "environments", "rewards", "records", "checkpoint"},
+    {"rollout", "algorithm"},
+    {"training"},
+    {"experience"},
     {"examination"},
-    {"datamodule"},
-    {"run_context"},
+    {"module", "datamodule"},
     {"callbacks"},
-    {"settings"},
-    {"preflight", "teacher", "run_plan"},
-    {"supplies"},
-    {"assembly"},
-    {"session"},
+    {"run"},
     {"parity"},
+    {"cli"},
 )
 # Tighter than the layers: what maths and plans may see, whatever lies to their left.
 ONLY = {
     "ops": {"core"},
     "batching": {"core"},
+    "optim": {"core"},
     "losses": {"core", "ops"},
     "advantages": {"core", "ops"},
     "data": {"core"},
-    "tasks": {"core"},
-    "rewards": {"core", "sandbox"},
-    "launch": {"core"},
-    "run_directory": {"core"},
+    "environments": {"core"},
+    "rewards": {"core"},
+    "records": {"core"},
+    "checkpoint": {"core"},
+    "algorithm": {"core", "ops", "optim"},
 }
 
 TORCH = {"torch"}
@@ -64,6 +53,7 @@ LIBRARIES = {
     "rlmodule/losses": TORCH,
     "rlmodule/advantages": TORCH,
     "rlmodule/batching": TORCH | {"numpy"},
+    "rlmodule/optim": TORCH,
     "rlmodule/models": TORCH | {"transformers"},
     "rlmodule/models/byte_tokenizer.py": {"tokenizers"},
     "rlmodule/models/lora.py": {"peft", "safetensors"},
@@ -75,45 +65,30 @@ LIBRARIES = {
     "rlmodule/data/files.py": {"pyarrow"},
     "rlmodule/rewards": TORCH | {"transformers"},
     "rlmodule/rollout": TORCH | {"transformers", "numpy"},
-    "rlmodule/sampling.py": TORCH | {"numpy"},
-    "rlmodule/objective.py": TORCH,
-    "rlmodule/selection.py": TORCH,
-    "rlmodule/critic.py": TORCH,
-    "rlmodule/shaping.py": TORCH,
-    "rlmodule/rollout_correction.py": TORCH,
-    "rlmodule/optimizer.py": TORCH,
-    "rlmodule/reduction.py": TORCH,
+    "rlmodule/algorithm": TORCH,
+    "rlmodule/training": TORCH,
     "rlmodule/experience": TORCH,
-    "rlmodule/update.py": TORCH,
     "rlmodule/module.py": TORCH | {"lightning"},
     "rlmodule/datamodule.py": TORCH | {"lightning"},
-    "rlmodule/run_context.py": TORCH | {"lightning", "transformers"},
     "rlmodule/callbacks": TORCH | {"lightning", "transformers"},
     "rlmodule/callbacks/progress.py": {"rich"},
     "rlmodule/callbacks/report.py": {"rich", "matplotlib"},
-    "rlmodule/settings.py": {"omegaconf"},
-    "rlmodule/preflight": {"transformers"},
-    "rlmodule/supplies.py": {"transformers"},
-    "rlmodule/teacher.py": {"transformers"},
-    "rlmodule/assembly": TORCH,
-    "rlmodule/assembly/peers.py": {"lightning"},
-    "rlmodule/assembly/trainer.py": {"lightning", "transformers"},
-    "rlmodule/assembly/written.py": {"omegaconf"},
-    "rlmodule/session.py": TORCH | {"transformers", "omegaconf"},
+    "rlmodule/run": TORCH | {"transformers", "omegaconf"},
+    "rlmodule/run/build": {"lightning"},
     "rlmodule/parity": TORCH | {"lightning"},
     "rlmodule/parity/report.py": {"rich"},
+    "rlmodule/cli.py": {"hydra", "omegaconf"},
     "strategies": TORCH | {"lightning"},
     "strategies/deepspeed.py": {"deepspeed"},
     "strategies/parts/tensor_parallel.py": {"transformers"},
-    "train.py": {"hydra", "omegaconf"},
 }
 
 # Imports inside a function: a chosen component's optional dependency, and these, each for the reason beside it.
 DEFERRED = {
-    ("train.py", "rlmodule.session"),  # --help and tab completion must not wait for torch
-    ("train.py", "strategies.registry"),  # likewise
+    ("rlmodule/cli.py", "rlmodule.run.session"),  # --help and tab completion must not wait for torch
+    ("rlmodule/cli.py", "strategies.registry"),  # likewise
     ("strategies/deepspeed.py", ""),  # the device must be named before it is imported
-    ("train.py", "rlmodule.parity.report"),  # likewise
+    ("rlmodule/cli.py", "rlmodule.parity.report"),  # likewise
     ("rlmodule/models/lora.py", ""),  # peft, optional: for those who train adapters
     (
         "rlmodule/models/description.py",
@@ -126,7 +101,7 @@ MENUS = {
     "losses": "LOSSES",
     "advantages": "ADVANTAGES",
     "rewards": "REWARDS",
-    "tasks": "TASKS",
+    "environments": "TASKS",
     "rollout": "ROLLOUTS",
     "callbacks": "CALLBACKS",
 }
@@ -205,7 +180,8 @@ def test_left_does_not_import_right(path):
     unit = own_unit(path)
     for found in imports_of(path):
         top = found.name.split(".")[0]
-        assert top not in ("strategies", "train"), f"{shown(path)}:{found.line}: rlmodule never imports {top}"
+        is_closed = {"train"} if unit == "cli" else {"train", "strategies"}  # the command line joins the two packages
+        assert top not in is_closed, f"{shown(path)}:{found.line}: {unit} never imports {top}"
         if top != "rlmodule" or unit == "__init__":
             continue
         other = unit_of(found.name)
@@ -275,9 +251,9 @@ def test_opening_a_package_imports_nothing_heavy():
 
 @pytest.mark.parametrize(("folder", "registry"), MENUS.items(), ids=list(MENUS))
 def test_a_menu_folder_holds_components_only(folder, registry):
-    """One registered class per file, and no folder below."""
+    """One registered class per file; what they share is in ``parts/``."""
     package = ROOT / "rlmodule" / folder
-    assert not [p for p in package.iterdir() if p.is_dir() and p.name != "__pycache__"]
+    assert {p.name for p in package.iterdir() if p.is_dir()} <= {"parts", "__pycache__"}
     for path in package.glob("*.py"):
         if path.name == "__init__.py":
             continue
@@ -315,9 +291,10 @@ def test_every_file_says_what_it_is_for():
 
 
 def test_every_test_file_mirrors_a_file():
-    """``tests/a/test_b.py`` is about ``rlmodule/a/b.py`` or a part of it; cases and whole runs stand apart."""
+    """``tests/a/test_b.py`` is about ``rlmodule/a/b.py`` or a part of it; whole runs stand apart."""
     for path in sources("tests"):
         parts = path.relative_to(ROOT / "tests").parts
-        if len(parts) == 1 or parts[0] in ("helpers", "cases", "end_to_end", "strategies"):
+        if len(parts) == 1 or parts[0] in ("helpers", "end_to_end", "strategies", "benchmarks", "cli"):
             continue
-        assert (ROOT / "rlmodule" / parts[0]).is_dir(), f"{shown(path)} mirrors nothing"
+        folder = ROOT.joinpath("rlmodule", *parts[:-1])
+        assert folder.is_dir(), f"{shown(path)} mirrors nothing"

@@ -13,23 +13,23 @@ import torch
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-import train
+from rlmodule import cli
 from rlmodule.advantages import ADVANTAGES
+from rlmodule.algorithm.config import AlgorithmConfig
+from rlmodule.algorithm.critic import CriticConfig
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.core.errors import ConfigError, RLModuleError
-from rlmodule.critic import CriticConfig
 from rlmodule.data.prompts import DataConfig
+from rlmodule.environments import TASKS
 from rlmodule.losses import LOSSES
 from rlmodule.models.description import ModelConfig
-from rlmodule.objective import AlgorithmConfig
-from rlmodule.optimizer import OptimizerConfig
+from rlmodule.optim.optimizer import OptimizerConfig
+from rlmodule.records.run_directory import RunDirectory
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
-from rlmodule.run_directory import RunDirectory
-from rlmodule.session import Session
-from rlmodule.settings import ParityConfig, RunSection, Settings, TrainerConfig, WarmStartConfig
-from rlmodule.tasks import TASKS
+from rlmodule.run.session import Session
+from rlmodule.run.settings import ParityConfig, RunSection, Settings, TrainerConfig, WarmStartConfig
 from strategies.registry import STRATEGIES
 
 # Sections of one dataclass, and sections whose dataclass is chosen from a menu by the key ``name``.
@@ -55,15 +55,15 @@ NEEDS = {
 }
 
 CHOICES = [
-    f"{path.parent.name}={path.stem}" for path in sorted(train.CONF.glob("*/*.yaml")) if path.parent.name != "callbacks"
+    f"{path.parent.name}={path.stem}" for path in sorted(cli.CONF.glob("*/*.yaml")) if path.parent.name != "callbacks"
 ]
-CALLBACK_FILES = sorted(path.stem for path in (train.CONF / "callbacks").glob("*.yaml"))
+CALLBACK_FILES = sorted(path.stem for path in (cli.CONF / "callbacks").glob("*.yaml"))
 
 
 @functools.cache
 def compose(*overrides):
     """The configuration of ``python train.py OVERRIDES``; shared, so nobody may change it."""
-    with hydra.initialize_config_dir(str(train.CONF), version_base="1.3"):
+    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
         return hydra.compose("train", [*(more for o in overrides for more in NEEDS.get(o, [])), *overrides])
 
 
@@ -123,37 +123,37 @@ def test_every_field_of_a_callback_can_be_seen_and_set(name):
 
 
 def test_the_keys_at_the_top_are_those_of_the_run():
-    groups = {path.parent.name for path in train.CONF.glob("*/*.yaml")} - {"experiment", "sweep", "debug"}
+    groups = {path.parent.name for path in cli.CONF.glob("*/*.yaml")} - {"experiment", "sweep", "debug"}
     assert set(compose()) == groups | fields_of(RunSection) | {"parity"}
     assert set(compose().parity) == fields_of(ParityConfig)
 
 
 @pytest.mark.parametrize("group", COMPONENTS)
 def test_every_component_has_a_file_of_its_name(group):
-    there = set(train.menu(group))
+    there = set(cli.menu(group))
     assert set(COMPONENTS[group].names()) <= there
     for name in COMPONENTS[group].names():
         assert compose(f"{group}={name}")[group].name == name
 
 
 def test_every_strategy_and_every_callback_has_a_file_of_its_name():
-    assert set(STRATEGIES.backends()) | {"auto"} <= set(train.menu("strategy"))
+    assert set(STRATEGIES.backends()) | {"auto"} <= set(cli.menu("strategy"))
     for name in STRATEGIES.backends():
         assert compose(f"strategy={name}").strategy.name == name
-    for name in train.menu("strategy"):
+    for name in cli.menu("strategy"):
         assert compose(f"strategy={name}").strategy.name in ("auto", *STRATEGIES.backends()), "a preset names a backend"
-    assert set(CALLBACKS.names()) | {"default", "none"} == set(train.menu("callbacks"))
+    assert set(CALLBACKS.names()) | {"default", "none"} == set(cli.menu("callbacks"))
 
 
-@pytest.mark.parametrize("sweep", ["experiment=compare", *(f"sweep={name}" for name in train.menu("sweep"))])
+@pytest.mark.parametrize("sweep", ["experiment=compare", *(f"sweep={name}" for name in cli.menu("sweep"))])
 def test_a_sweep_names_keys_that_exist_and_values_that_convert(sweep):
-    with hydra.initialize_config_dir(str(train.CONF), version_base="1.3"):
+    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
         params = hydra.compose("train", [sweep], return_hydra_config=True).hydra.sweeper.params
     assert params
-    assert set(params) <= set(train.known_keys())
+    assert set(params) <= set(cli.known_keys())
     for key, values in params.items():
         words = str(values).replace("range(", "").strip("()").replace(" ", "").split(",")
-        assert key not in COMPONENTS | SECTIONS or set(words) <= set(train.menu(key))
+        assert key not in COMPONENTS | SECTIONS or set(words) <= set(cli.menu(key))
         Settings.read(compose(f"{key}={words[0]}"))
 
 
@@ -195,9 +195,9 @@ def test_conf_says_what_the_code_says():
 
 def test_the_name_that_is_printed_for_help_lists_every_menu():
     """``known_keys`` and ``menu`` are what a misspelt word is compared with."""
-    known = set(train.known_keys())
+    known = set(cli.known_keys())
     assert {"optimizer.lr", "data.task_args.test_size", "callbacks.report.dpi", "seed", "rollout"} <= known
-    assert train.menu("algorithm") == sorted(p.stem for p in (train.CONF / "algorithm").glob("*.yaml"))
+    assert cli.menu("algorithm") == sorted(p.stem for p in (cli.CONF / "algorithm").glob("*.yaml"))
 
 
 # ---- SPEC 11: the key, the value, the reason, the fix
@@ -210,7 +210,7 @@ def refusal_of(tmp_path, *overrides):
             config = compose(f"run_dir={tmp_path / 'run'}", *overrides)
             Session.read(config, RunDirectory(tmp_path / "run"), STRATEGIES).check()
     except HydraException as error:
-        return train.explained(error)
+        return cli.explained(error)
     return caught.value
 
 
@@ -395,10 +395,10 @@ def test_a_pair_that_fits_no_micro_batch_is_named(tmp_path):
 def test_a_value_that_cannot_be_read_is_explained():
     with pytest.raises(HydraException) as caught:
         compose("data.system_prompt={a")
-    error = train.explained(caught.value)
+    error = cli.explained(caught.value)
     assert (error.key, error.got) == ("data.system_prompt", "{a")
     assert "Quote values" in str(error)
     with pytest.raises(HydraException) as caught:
         compose("loss=sft,ppo_clip")
-    assert "'loss=sft,ppo_clip'" in str(train.explained(caught.value))
-    assert "--multirun" in str(train.explained(caught.value))
+    assert "'loss=sft,ppo_clip'" in str(cli.explained(caught.value))
+    assert "--multirun" in str(cli.explained(caught.value))

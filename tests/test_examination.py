@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from rlmodule.advantages.grpo import GRPO
+from rlmodule.algorithm.config import AlgorithmConfig
+from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.errors import ConfigError, DataError
@@ -22,11 +24,10 @@ from rlmodule.examination import PairExamination
 from rlmodule.experience.estimation import Estimation
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
+from rlmodule.experience.sources import Draw, WrittenSource
 from rlmodule.losses.dpo import DPO
-from rlmodule.objective import AlgorithmConfig, Objective
-from rlmodule.run_directory import RunDirectory
-from rlmodule.session import Session
-from rlmodule.sources import Draw, WrittenSource
+from rlmodule.records.run_directory import RunDirectory
+from rlmodule.run.session import Session
 from strategies.registry import STRATEGIES
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.sessions import compose, small_session

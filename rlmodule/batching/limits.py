@@ -1,6 +1,6 @@
 """What optimizer steps and micro-batches hold at most; samples and groups that no plan has room for are refused.
 
-The plan assumes afterwards that every unit fits. Leaves out what follows from the settings alone (``preflight/``).
+The plan assumes afterwards that every unit fits. Leaves out what follows from the settings alone (``run/preflight/``).
 """
 
 from __future__ import annotations

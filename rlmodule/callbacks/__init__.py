@@ -9,7 +9,7 @@ from rlmodule.core.registry import Registry
 if TYPE_CHECKING:  # torch's event writer and lightning take seconds to import
     from lightning import Callback
 
-    from rlmodule.run_context import RunContext
+    from rlmodule.callbacks.parts.run_context import RunContext
 
 
 class CallbackSettings(Protocol):

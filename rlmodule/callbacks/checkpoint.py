@@ -18,12 +18,12 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from rlmodule.callbacks import CALLBACKS
+from rlmodule.callbacks.parts.run_context import RunContext, Running
 from rlmodule.checkpoint.background import in_background
 from rlmodule.checkpoint.state import STATE_FILE, Quality, folder_of, prune, write_folder_together
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.contract import SaveLater, Snapshot
 from rlmodule.core.errors import CheckpointError, did_you_mean
-from rlmodule.run_context import RunContext, Running
 
 # What ranks hold of samples, in the state of a run: rows of an iteration under way, and responses to train on again.
 UNFINISHED, REPLAY = "unfinished", "replay"

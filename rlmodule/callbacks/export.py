@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rlmodule.callbacks import CALLBACKS
+from rlmodule.callbacks.parts.run_context import RunContext, Running
 from rlmodule.core.config import one_of
 from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
@@ -23,7 +24,6 @@ from rlmodule.models.lora import adapter_only, merged, save_adapter
 from rlmodule.models.policy import PolicyModel
 from rlmodule.models.value import save_head, without_head
 from rlmodule.models.weights import disk_errors
-from rlmodule.run_context import RunContext, Running
 
 MERGED, ADAPTER = "merged", "adapter"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

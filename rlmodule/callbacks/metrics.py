@@ -1,7 +1,7 @@
 """Every number of the run, to TensorBoard and to ``metrics.jsonl``: per optimizer step, per iteration, per validation.
 
-Numbers arrive merged over ranks; the first process writes them. Leaves out how they are made (``update.py``,
-``summary.py``).
+Numbers arrive merged over ranks; the first process writes them. Leaves out how they are made (``training/update.py``,
+``records/summary.py``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from rlmodule.callbacks import CALLBACKS
+from rlmodule.callbacks.parts.run_context import EVENTS, RunContext, Running
 from rlmodule.experience.iteration import Iteration
-from rlmodule.journal import Record, RecordFile, rewind
-from rlmodule.run_context import EVENTS, RunContext, Running
-from rlmodule.summary import Tally, is_scored, iteration_metrics, scored_advantages, without_padding
+from rlmodule.experience.iteration_metrics import (
+    Tally,
+    is_scored,
+    iteration_metrics,
+    scored_advantages,
+    without_padding,
+)
+from rlmodule.records.journal import Record, RecordFile, rewind
 
 FILE_NAME = "metrics.jsonl"
 # Columns of the HPARAMS tab; it shows the last value of each curve.

@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rlmodule.callbacks import CALLBACKS
+from rlmodule.callbacks.parts.run_context import RunContext, Running
 from rlmodule.core.config import more_than
-from rlmodule.journal import Record
-from rlmodule.run_context import RunContext, Running
+from rlmodule.records.journal import Record
 
 LOG_NAME = "train.log"
 LABEL_WIDTH = 12  # characters of the label of a line of the plan

@@ -1,6 +1,6 @@
 """What the run came to: ``summary.json``, ``curves.png`` and a table, at the end and also when it is cut short.
 
-Leaves out the numbers themselves: they are read from the journal (``summary.py``).
+Leaves out the numbers themselves: they are read from the journal (``records/summary.py``).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rich.table import Table
 
 import rlmodule
 from rlmodule.callbacks import CALLBACKS
+from rlmodule.callbacks.parts.run_context import RunContext, Running
 from rlmodule.checkpoint.state import best_of, oldest_first
 from rlmodule.core.config import at_least
 from rlmodule.core.types import CRITIC, REWARD_MODEL
-from rlmodule.journal import Record, whole_file
-from rlmodule.run_context import RunContext, Running
-from rlmodule.run_directory import RunDirectory
-from rlmodule.summary import Change, changes, run_totals, running_mean, series
+from rlmodule.records.journal import Record, whole_file
+from rlmodule.records.run_directory import RunDirectory
+from rlmodule.records.summary import Change, changes, run_totals, running_mean, series
 
 CURVES = "curves.png"
 

@@ -16,10 +16,10 @@ import lightning as L
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.callbacks import CALLBACKS
+from rlmodule.callbacks.parts.run_context import EVENTS, RunContext, Running
 from rlmodule.core.config import at_least
 from rlmodule.core.types import ScoredSample
-from rlmodule.journal import whole_file
-from rlmodule.run_context import EVENTS, RunContext, Running
+from rlmodule.records.journal import whole_file
 
 FOLDER = "rollouts"
 PANEL = "samples/train"

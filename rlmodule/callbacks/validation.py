@@ -12,10 +12,10 @@ from typing import Any
 import lightning as L
 
 from rlmodule.callbacks import CALLBACKS
+from rlmodule.callbacks.parts.run_context import RunContext, Running
 from rlmodule.core.config import at_least
-from rlmodule.journal import Record
-from rlmodule.run_context import RunContext, Running
-from rlmodule.summary import VALIDATE
+from rlmodule.experience.iteration_metrics import VALIDATE
+from rlmodule.records.journal import Record
 
 
 @CALLBACKS.register

@@ -47,9 +47,9 @@ class Registry(Generic[T]):
         return component
 
     def names(self) -> list[str]:
-        """Every name on the menu, without importing any component."""
+        """Every name on the menu, without importing any component; packages hold what components share."""
         paths = importlib.import_module(self.package).__path__
-        return sorted({m.name for m in pkgutil.iter_modules(paths)} | set(self._classes))
+        return sorted({m.name for m in pkgutil.iter_modules(paths) if not m.ispkg} | set(self._classes))
 
     def get(self, name: str, key: str | None = None) -> type[T]:
         """The class called ``name``.

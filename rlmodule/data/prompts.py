@@ -30,7 +30,7 @@ READ_AT_ONCE = 4096  # rows
 class DataConfig:
     """Where prompts come from, and what is refused."""
 
-    task: str | None = None  # a built-in task (rlmodule/tasks/), or None to read files
+    task: str | None = None  # a built-in task (rlmodule/environments/), or None to read files
     task_args: dict[str, Any] = field(default_factory=dict)  # the task's own keys
     train_files: list[str] = field(default_factory=list)  # local .jsonl, .json, .parquet files, or folders of them
     val_files: list[str] = field(default_factory=list)  # likewise; none: no evaluation

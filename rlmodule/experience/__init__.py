@@ -2,6 +2,6 @@
 
 Facts are lengths and rewards, never tokens: they are gathered once, and everything that must be the same on every rank
 (order, plan, advantages, logged rewards) is computed from them on every rank alike. Tokens travel once, to the rank
-that trains on them. ``maker.py`` tells the story; leaves out where responses come from (``sources.py``) and how rows
-are trained on (``update.py``).
+that trains on them. ``maker.py`` tells the story; leaves out where responses come from (``experience/sources.py``) and
+how rows are trained on (``training/update.py``).
 """

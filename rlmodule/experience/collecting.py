@@ -1,6 +1,6 @@
 """The responses of an iteration, over all ranks: checked, and asked for again where flat groups are replaced.
 
-Leaves out where they come from (``sources.py``) and what is told of each (``facts.py``).
+Leaves out where they come from (``experience/sources.py``) and what is told of each (``facts.py``).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from rlmodule.algorithm.objective import Objective
+from rlmodule.algorithm.shaping import first_groups, informative
 from rlmodule.core.contract import Collectives
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import Sample, ScoredSample
 from rlmodule.experience.facts import SampleFacts, gather_facts, rewards_of
-from rlmodule.objective import Objective
-from rlmodule.shaping import first_groups, informative
 
 
 def collect_groups(

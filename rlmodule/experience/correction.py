@@ -1,4 +1,4 @@
-"""Rows get a weight for what the sampler and the trainer disagree on; the maths is ``rollout_correction.py``."""
+"""Weights samples by what the sampler and the trainer disagree on; the maths is in ``algorithm/rollout_correction``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from rlmodule.algorithm.rollout_correction import RolloutCorrection, correction_weights, mismatch_metrics, mismatch_sums
 from rlmodule.core.contract import Collectives
 from rlmodule.core.types import ExperienceRow
-from rlmodule.rollout_correction import RolloutCorrection, correction_weights, mismatch_metrics, mismatch_sums
 
 
 def corrected(

@@ -1,6 +1,7 @@
 """What each response is worth: rewards shaped, KL charged, advantages and returns made of all samples of an iteration.
 
-Leaves out the estimators (``advantages/``), the maths of shaping (``shaping.py``) and who says values (``scoring.py``).
+Leaves out the estimators (``advantages/``), the maths of shaping (``algorithm/shaping.py``) and who says values
+(``scoring.py``).
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rlmodule.algorithm.objective import Objective
+from rlmodule.algorithm.shaping import KLController, overlong_charge
 from rlmodule.core.contract import Advantage, Collectives, ValueAdvantage
 from rlmodule.core.types import AdvantageInputs, ExperienceRow, Sample
 from rlmodule.experience.facts import SampleFacts, numbers, rewards_of
 from rlmodule.experience.moving import gathered
 from rlmodule.experience.token_facts import ResponseTokens, gather_energies, gather_tokens, value_metrics
-from rlmodule.objective import Objective
 from rlmodule.ops.kl import kl_per_token
-from rlmodule.shaping import KLController, overlong_charge
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, RankShare
 from rlmodule.core.contract import Strategy
@@ -19,7 +20,6 @@ from rlmodule.experience.iteration import Experience
 from rlmodule.experience.reference_scores import ReferenceScores
 from rlmodule.experience.stopwatch import Stopwatch
 from rlmodule.experience.token_facts import one_token_on
-from rlmodule.objective import Objective
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """A policy: any Hugging Face causal LM that says log-probabilities of loss tokens, and next-token logits for sampling.
 
-Leaves out where the model sits (``strategies/``) and what is done with its answers (``objective.py``, ``rollout/``).
+Leaves out where the model sits (``strategies/``) and what is done with its answers (``algorithm/objective.py``,
+``rollout/``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Value functions: a scalar per token, from a model of its own or from a second head on the policy's trunk.
 
 The value of a response token is read at the position before it: what is to be expected when it is about to be chosen.
-Leaves out what is done with values (``critic.py``, ``advantages/gae.py``).
+Leaves out what is done with values (``algorithm/critic.py``, ``advantages/gae.py``).
 """
 
 from __future__ import annotations

@@ -22,20 +22,20 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from rlmodule.assembly.data import new_maker
-from rlmodule.assembly.models import new_module
-from rlmodule.assembly.trainer import new_trainer, quieten
+from rlmodule.algorithm.objective import Objective
+from rlmodule.callbacks.parts.run_context import Running
 from rlmodule.core.errors import RLModuleError
 from rlmodule.core.types import POLICY
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
-from rlmodule.launch import free_port
-from rlmodule.objective import Objective
 from rlmodule.parity.compare import parameter_difference
 from rlmodule.parity.layouts import ParityLayout
 from rlmodule.parity.samples import FixedSource, MadeUpAdvantage, make_samples
-from rlmodule.run_context import Running
-from rlmodule.session import Session
+from rlmodule.run.build.data import new_maker
+from rlmodule.run.build.models import new_module
+from rlmodule.run.build.trainer import new_trainer, quieten
+from rlmodule.run.launchers.local import free_port
+from rlmodule.run.session import Session
 
 PRELOAD = ["rlmodule.parity.ranks"]
 REFERENCE_FILE = "parity_reference.pt"

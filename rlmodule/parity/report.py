@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.table import Table
 
 from rlmodule.core.errors import ConfigError, RLModuleError, TrainingError
-from rlmodule.launch import launched_from_outside
 from rlmodule.parity.compare import GRAD_NORM, LOSS, largest_of, metric_differences
 from rlmodule.parity.layouts import REFERENCE, ParityLayout, chosen
 from rlmodule.parity.ranks import REFERENCE_FILE, Outcome, run, session_for
-from rlmodule.session import Session
-from rlmodule.settings import ParityConfig
+from rlmodule.run.launchers.local import launched_from_outside
+from rlmodule.run.session import Session
+from rlmodule.run.settings import ParityConfig
 
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
 FILE_NAME = "parity.json"

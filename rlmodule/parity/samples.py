@@ -17,9 +17,9 @@ from torch import Tensor
 
 from rlmodule.core.contract import Layout
 from rlmodule.core.types import AdvantageInputs, Prompt, Sample, Score, ScoredSample
+from rlmodule.experience.sources import share_of_rank
 from rlmodule.experience.stopwatch import Stopwatch
-from rlmodule.settings import ParityConfig
-from rlmodule.sources import share_of_rank
+from rlmodule.run.settings import ParityConfig
 
 SHORTEST = 3  # tokens: a prompt of one and a response of two
 GOLDEN = 0.618034  # steps of it, modulo 1, are spread evenly and in no order

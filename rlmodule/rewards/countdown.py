@@ -1,4 +1,5 @@
-"""1 for an expression that uses each number once and reaches the target, else 0. The judge of ``tasks/countdown.py``.
+"""1 for an expression that uses each number once and reaches the target, else 0. The judge of
+``environments/countdown.py``.
 
 The response is parsed, never evaluated as code: numbers joined by + and -, nothing else.
 """

@@ -18,7 +18,7 @@ from rlmodule.core.config import at_least, more_than, one_of
 from rlmodule.core.errors import ConfigError, TrainingError
 from rlmodule.core.types import Sample, Score
 from rlmodule.rewards import REWARDS
-from rlmodule.sandbox import LoadError, Outcome, Pool
+from rlmodule.rewards.parts.sandbox import LoadError, Outcome, Pool
 
 
 def call_rlmodule(sample: Sample) -> dict[str, Any]:

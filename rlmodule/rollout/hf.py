@@ -21,7 +21,7 @@ from rlmodule.core.types import Prompt, Sample
 from rlmodule.models.attention import RaggedCache
 from rlmodule.models.policy import DecodeBatch, PrefillBatch
 from rlmodule.rollout import ROLLOUTS
-from rlmodule.sampling import Truncation, draw, logprob_of, uniforms
+from rlmodule.rollout.parts.sampling import Truncation, draw, logprob_of, uniforms
 
 
 @ROLLOUTS.register

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
+from rlmodule.callbacks.parts.run_context import RunContext
 from rlmodule.core.contract import Layout
 from rlmodule.core.types import Prompt, Sample, SampleMeta, Score, ScoredSample
 from rlmodule.experience.facts import SampleFacts
 from rlmodule.experience.iteration import Experience, Iteration
 from rlmodule.models.byte_tokenizer import byte_tokenizer
-from rlmodule.run_context import RunContext
 
 TOKENIZER = byte_tokenizer()
 

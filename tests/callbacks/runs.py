@@ -11,10 +11,13 @@ import lightning as L
 import torch
 
 from rlmodule.advantages.grpo import GRPO
+from rlmodule.algorithm.config import AlgorithmConfig
+from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.callbacks.metrics import purge_step
+from rlmodule.callbacks.parts.run_context import EventLog, RunContext
 from rlmodule.core.types import Prompt, Sample, Score
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
@@ -22,17 +25,15 @@ from rlmodule.examination import PromptExamination
 from rlmodule.experience.estimation import Estimation
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
+from rlmodule.experience.sources import Draw, RolloutSource, Source, WrittenSource
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
 from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
 from rlmodule.module import RLModule
-from rlmodule.objective import AlgorithmConfig, Objective
-from rlmodule.optimizer import OptimizerConfig
+from rlmodule.optim.optimizer import OptimizerConfig
 from rlmodule.rollout.hf import HFRollout
-from rlmodule.run_context import EventLog, RunContext
-from rlmodule.sources import Draw, RolloutSource, Source, WrittenSource
-from rlmodule.update import Trainable
+from rlmodule.training.update import Trainable
 from strategies.ddp import DDPOptions, DDPStrategy
 from strategies.single import SingleOptions, SingleStrategy
 from tests.callbacks.builders import TOKENIZER, scored

@@ -12,9 +12,9 @@ import lightning as L
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rlmodule.callbacks.parts.run_context import RunContext
 from rlmodule.core.types import Score
-from rlmodule.journal import KINDS, Record, read_records
-from rlmodule.run_context import RunContext
+from rlmodule.records.journal import KINDS, Record, read_records
 from tests.callbacks.runs import STEPS_PER_ITERATION, SmallRun
 from tests.helpers.ranks import run_on_ranks
 

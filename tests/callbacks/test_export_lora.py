@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import train
+from rlmodule import cli
 from rlmodule.core.errors import ConfigError
 from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import ModelConfig
-from rlmodule.run_directory import RunDirectory
-from rlmodule.session import Session
+from rlmodule.records.run_directory import RunDirectory
+from rlmodule.run.session import Session
 from strategies.registry import STRATEGIES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,14 +34,14 @@ RUN = [
 
 
 def session_in(folder: Path, *overrides: str) -> Session:
-    with hydra.initialize_config_dir(str(train.CONF), version_base="1.3"):
+    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
         config = hydra.compose("train", [*RUN, *overrides])
     return Session.read(config, RunDirectory(folder / "run"), STRATEGIES)
 
 
 def base_in(folder: Path) -> str:
     """A small random model on disk."""
-    with hydra.initialize_config_dir(str(train.CONF), version_base="1.3"):
+    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
         architecture = dict(hydra.compose("train", ["model.architecture.hidden_size=32"]).model.architecture)
     policy = build_policy(ModelConfig(architecture=architecture, tokenizer="byte"), seed=1, temperature=1.0)
     save_pretrained(folder / "base", policy.lm, byte_tokenizer())

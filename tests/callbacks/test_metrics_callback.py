@@ -13,7 +13,7 @@ from rlmodule.callbacks.metrics import (
     write_histograms,
     write_scalars,
 )
-from rlmodule.journal import Record
+from rlmodule.records.journal import Record
 from tests.callbacks.builders import context_in, fact, iteration_of
 
 

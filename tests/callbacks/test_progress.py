@@ -6,7 +6,7 @@ from rich.console import Console
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.callbacks.progress import State, clock, finest_phase, validation_line
 from rlmodule.core.errors import ConfigError
-from rlmodule.journal import Record
+from rlmodule.records.journal import Record
 
 ITERATION = {"reward/mean": 0.5, "response_length/mean": 5.25, "perf/tokens_per_s": 1234.5, "timing_s/iteration": 2.0}
 

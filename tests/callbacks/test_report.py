@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from rlmodule.callbacks.report import NOISY_FROM, PANELS, draw_curves, draw_panel, places, table, without_nan
-from rlmodule.journal import Record
-from rlmodule.run_directory import RunDirectory
-from rlmodule.summary import Change
+from rlmodule.records.journal import Record
+from rlmodule.records.run_directory import RunDirectory
+from rlmodule.records.summary import Change
 
 
 def steps(count: int) -> list[Record]:

@@ -8,8 +8,8 @@ import torch
 from rlmodule.core.errors import DataError
 from rlmodule.data.demonstrations import file_demonstrations, task_demonstrations
 from rlmodule.data.prompts import DataConfig, load_prompts
+from rlmodule.environments.sort import Sort
 from rlmodule.models.byte_tokenizer import byte_tokenizer
-from rlmodule.tasks.sort import Sort
 
 TOKENIZER = byte_tokenizer()
 END, USER, ASSISTANT = 257, 258, 259

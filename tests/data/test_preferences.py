@@ -11,8 +11,8 @@ from rlmodule.core.errors import DataError
 from rlmodule.data.demonstrations import file_demonstrations
 from rlmodule.data.preferences import file_preferences, task_preferences
 from rlmodule.data.prompts import DataConfig
+from rlmodule.environments.sort import Sort
 from rlmodule.models.byte_tokenizer import byte_tokenizer
-from rlmodule.tasks.sort import Sort
 
 TOKENIZER = byte_tokenizer()
 END, USER, ASSISTANT = 257, 258, 259

@@ -9,8 +9,8 @@ import pytest
 from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import Prompt
 from rlmodule.data.prompts import DataConfig, load_prompts, open_rows
+from rlmodule.environments.countdown import Countdown
 from rlmodule.models.byte_tokenizer import byte_tokenizer
-from rlmodule.tasks.countdown import Countdown
 
 TOKENIZER = byte_tokenizer()
 USER, ASSISTANT = 258, 259

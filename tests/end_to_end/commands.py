@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import rlmodule.session  # noqa: F401  in the parent, so that no fork has to import it again
+import rlmodule.run.session  # noqa: F401  in the parent, so that no fork has to import it again
 import strategies.registry  # noqa: F401
-import train
+from rlmodule import cli
 
-ROOT = train.SCRIPT.parent
+ROOT = cli.CONF.parents[1]
+SCRIPT = str(ROOT / "train.py")
 PATIENCE = 280  # seconds; noisy machines are slow, hanging ones are caught
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
 
@@ -36,7 +37,7 @@ class Finished:
     text: str
 
 
-def typed(*arguments: str, cwd: Path, program: Sequence[str] = (str(train.SCRIPT),)) -> Finished:
+def typed(*arguments: str, cwd: Path, program: Sequence[str] = (SCRIPT,)) -> Finished:
     """``python train.py ARGUMENTS`` to its end, in a new interpreter."""
     done = subprocess.run(
         [sys.executable, *program, *arguments],
@@ -117,9 +118,9 @@ def _main(arguments: list[str], cwd: Path, log: Path, file_size: int) -> None:
     os.chdir(cwd)
     os.environ.update(ENVIRONMENT)
     warnings.resetwarnings()  # pytest has turned them into errors
-    sys.argv = [str(train.SCRIPT), *arguments]
+    sys.argv = [SCRIPT, *arguments]
     try:
-        code = train.main()
+        code = cli.main()
     except SystemExit as end:
         code = end.code
     except BaseException:

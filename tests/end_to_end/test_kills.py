@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rlmodule.checkpoint.state import newest_whole
-from rlmodule.journal import read_records
+from rlmodule.records.journal import read_records
 from tests.helpers.kills import Moment, drawn, killed_run
 from tests.helpers.sessions import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, rollouts
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rlmodule.journal import read_records
+from rlmodule.records.journal import read_records
 from tests.end_to_end.commands import forked, typed, with_warm_start
 from tests.end_to_end.conftest import ITERATIONS
 from tests.helpers.sessions import rollouts

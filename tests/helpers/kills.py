@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 import rlmodule.callbacks.checkpoint
 import rlmodule.callbacks.export
 from rlmodule.checkpoint import state
-from rlmodule.journal import RecordFile
+from rlmodule.experience.sources import RolloutSource
 from rlmodule.module import RLModule
-from rlmodule.sources import RolloutSource
+from rlmodule.records.journal import RecordFile
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.sessions import run_small
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import hydra
 
-import train
-from rlmodule.journal import Record, read_records
-from rlmodule.run_directory import RunDirectory
-from rlmodule.session import Session
+from rlmodule import cli
+from rlmodule.records.journal import Record, read_records
+from rlmodule.records.run_directory import RunDirectory
+from rlmodule.run.session import Session
 from strategies.registry import STRATEGIES
 
 SMALL = (
@@ -46,7 +46,7 @@ MADE_OF_THE_LAYOUT = ("balance/", "global_seqlen/")  # differ with the number of
 
 def compose(*overrides: str) -> Any:
     """The configuration of ``python train.py OVERRIDES``."""
-    with hydra.initialize_config_dir(str(train.CONF), version_base="1.3"):
+    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
         return hydra.compose("train", list(overrides))
 
 

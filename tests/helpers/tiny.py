@@ -13,6 +13,8 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from rlmodule.algorithm.config import AlgorithmConfig
+from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.contract import Layout, Loss, TokenObjective
@@ -32,10 +34,9 @@ from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.policy import PolicyModel
-from rlmodule.objective import AlgorithmConfig, Objective
-from rlmodule.optimizer import OptimizerConfig, build_schedule, matrices_of, optimizer_over
-from rlmodule.reduction import reduce_metrics
-from rlmodule.update import StepResult, Trainable, update
+from rlmodule.optim.optimizer import OptimizerConfig, build_schedule, matrices_of, optimizer_over
+from rlmodule.training.reduction import reduce_metrics
+from rlmodule.training.update import StepResult, Trainable, update
 from strategies.ddp import DDPOptions, DDPStrategy
 from strategies.parts.collectives import GroupCollectives
 from strategies.parts.mesh import current_layout

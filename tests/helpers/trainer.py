@@ -11,7 +11,8 @@ import lightning as L
 import numpy as np
 from torch.utils.data import DataLoader
 
-from rlmodule.assembly.trainer import quieten
+from rlmodule.algorithm.config import AlgorithmConfig
+from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.errors import TrainingError
@@ -19,8 +20,8 @@ from rlmodule.core.types import ExperienceRow
 from rlmodule.experience.iteration import Experience
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.module import RLModule
-from rlmodule.objective import AlgorithmConfig, Objective
-from rlmodule.update import Trainable
+from rlmodule.run.build.trainer import quieten
+from rlmodule.training.update import Trainable
 from strategies.parts.mesh import current_layout
 from strategies.registry import STRATEGIES
 from tests.helpers.tiny import SMOOTH, tiny_policy

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import LossInputs
@@ -17,7 +18,6 @@ from rlmodule.losses.bradley_terry import BradleyTerry
 from rlmodule.losses.dpo import DPO
 from rlmodule.losses.dpo_hinge import DPOHinge
 from rlmodule.losses.ipo import IPO
-from rlmodule.objective import AlgorithmConfig
 from tests.helpers.laws import rollouts
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import assert_same_training, row, sample, train_on

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
+from rlmodule.algorithm.config import AlgorithmConfig
+from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.errors import ConfigError
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models import compiled
 from rlmodule.models.compiled import check_compiler, compile_blocks
 from rlmodule.models.policy import PolicyModel
-from rlmodule.objective import AlgorithmConfig, Objective
 from tests.helpers.tiny import mixed_rows, share_rows, tiny_policy
 
 

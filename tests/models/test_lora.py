@@ -20,7 +20,7 @@ from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import ModelConfig, load_model_config
 from rlmodule.models.lora import LoraSettings, adapter_only, merged, save_adapter
 from rlmodule.models.policy import PolicyModel
-from rlmodule.optimizer import OptimizerConfig
+from rlmodule.optim.optimizer import OptimizerConfig
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import Stepper, architecture, ddp, mixed_rows, share_rows, single, weights_of
 

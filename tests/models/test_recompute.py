@@ -9,13 +9,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlmodule.algorithm.config import AlgorithmConfig
+from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.errors import ConfigError
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.recompute import check_offload, recompute_activations
-from rlmodule.objective import AlgorithmConfig, Objective
 from tests.helpers.tiny import WINDOWED, architecture, mixed_rows, share_rows, tiny_policy
 
 OBJECTIVE = Objective(PPOClip(), AlgorithmConfig(entropy_coeff=0.1))

@@ -16,7 +16,7 @@ import pytest
 import torch
 from rich.console import Console
 
-import train
+from rlmodule import cli
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError, TrainingError
@@ -27,16 +27,16 @@ from rlmodule.parity.layouts import LAYOUTS, REFERENCE, ParityLayout, chosen
 from rlmodule.parity.ranks import Outcome, session_for
 from rlmodule.parity.report import judge, prove, refusal
 from rlmodule.parity.samples import make_samples
-from rlmodule.run_directory import RunDirectory
-from rlmodule.session import Session
-from rlmodule.settings import ParityConfig
+from rlmodule.records.run_directory import RunDirectory
+from rlmodule.run.session import Session
+from rlmodule.run.settings import ParityConfig
 from strategies.registry import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 
 
 def session_in(folder: Path, *overrides: str) -> Session:
-    with hydra.initialize_config_dir(str(train.CONF), version_base="1.3"):
+    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
         config = hydra.compose("train", ["task=parity", "model.architecture.hidden_size=32", *overrides])
     return Session.read(config, RunDirectory(folder), STRATEGIES)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from rlmodule.core.types import Prompt, Sample
+from rlmodule.environments.countdown import Countdown as CountdownTask
 from rlmodule.rewards.countdown import Countdown
-from rlmodule.tasks.countdown import Countdown as CountdownTask
 
 
 def sample(text, answer="8", meta=None, finish="stop"):

@@ -12,7 +12,8 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch.utils.data import DataLoader
 
-from rlmodule.assembly.models import frozen_copy
+from rlmodule.algorithm.config import AlgorithmConfig
+from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.types import ExperienceRow, Prompt, Sample
@@ -23,9 +24,9 @@ from rlmodule.models.building import outline_policy
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.policy import PolicyModel
 from rlmodule.module import RLModule
-from rlmodule.objective import AlgorithmConfig, Objective
-from rlmodule.optimizer import OptimizerConfig
-from rlmodule.update import Trainable
+from rlmodule.optim.optimizer import OptimizerConfig
+from rlmodule.run.build.models import frozen_copy
+from rlmodule.training.update import Trainable
 from strategies.registry import STRATEGIES
 
 ARCHITECTURE: dict[str, Any] = {

@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.models.description import ModelConfig
-from rlmodule.optimizer import OptimizerConfig, build_optimizer
+from rlmodule.optim.optimizer import OptimizerConfig, build_optimizer
 from strategies.fsdp import FSDPOptions
 from strategies.fsdp2 import FSDP2Options
 from strategies.parts.inner_models import local, states_of

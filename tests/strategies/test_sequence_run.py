@@ -10,10 +10,10 @@ import hydra
 import pytest
 import torch
 
-import train
+from rlmodule import cli
 from rlmodule.core.errors import ConfigError
-from rlmodule.run_directory import RunDirectory
-from rlmodule.session import Session
+from rlmodule.records.run_directory import RunDirectory
+from rlmodule.run.session import Session
 from strategies.registry import STRATEGIES
 from tests.helpers.ranks import run_on_ranks
 
@@ -33,7 +33,7 @@ CUT = ("actor/", "reward/", "train/", "response_length/")
 
 
 def session_in(folder: Path, *overrides: str) -> Session:
-    with hydra.initialize_config_dir(str(train.CONF), version_base="1.3"):
+    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
         config = hydra.compose("train", [*SMALL, f"reward.path={folder / 'judge.py'}:score", *overrides])
     return Session.read(config, RunDirectory(folder / "run"), STRATEGIES)
 

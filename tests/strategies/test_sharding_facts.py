@@ -16,7 +16,7 @@ from rlmodule.models.attention import RaggedCache
 from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.description import ModelConfig, load_tokenizer
 from rlmodule.models.policy import PrefillBatch
-from rlmodule.optimizer import OptimizerConfig
+from rlmodule.optim.optimizer import OptimizerConfig
 from tests.helpers.memory import Allocations
 from tests.helpers.ranks import run_on_ranks
 from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun, relative_difference

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlmodule.algorithm.config import AlgorithmConfig
+from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator, cut_for_rank, pack_rows, pad_to_multiple, shifted_labels
 from rlmodule.core.contract import Layout, SequenceRanks
 from rlmodule.core.metrics import merge
@@ -21,8 +23,7 @@ from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.policy import PolicyModel
-from rlmodule.objective import AlgorithmConfig, Objective
-from rlmodule.reduction import reduce_metrics
+from rlmodule.training.reduction import reduce_metrics
 from strategies.parts.collectives import GroupCollectives, LocalCollectives
 from strategies.parts.mesh import Mesh, current_layout
 from strategies.parts.ulysses import Ulysses

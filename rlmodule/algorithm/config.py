@@ -1,0 +1,131 @@
+"""Configuration of an algorithm: everything beside its loss and its advantage, which have menus of their own.
+
+Leaves out what is made of it (``objective.py``, ``shaping.py``, ``rollout_correction.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from rlmodule.algorithm.rollout_correction import RolloutCorrection
+from rlmodule.algorithm.shaping import FilterGroups, KLInReward, OverlongBuffer
+from rlmodule.core.config import at_least, more_than, one_of
+from rlmodule.core.errors import ConfigError
+from rlmodule.core.types import MicroBatch, StepTotals
+from rlmodule.ops.aggregate import MODES, SEQ_MEAN_TOKEN_SUM_NORM, token_weights
+from rlmodule.ops.kl import KINDS as KL_KINDS
+
+OLD_LOGPROB = ("auto", "recompute", "sampler", "available")
+ROLLOUTS, DEMONSTRATIONS, PREFERENCES = SOURCES = ("rollouts", "demonstrations", "preferences")
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """How responses become an objective; the loss and the advantage have menus of their own."""
+
+    source: str = ROLLOUTS  # rollouts of the policy, demonstrations to imitate, or preferences: pairs to tell apart
+    train_batch_size: int = 64  # prompts (or demonstrations, or pairs) of one iteration
+    ppo_epochs: int = 1  # passes over the samples of an iteration
+    loss_agg_mode: str = "token-mean"  # how token losses become one number
+    loss_scale_factor: float | None = None  # divisor of seq-mean-token-sum-norm; default rollout.max_response_length
+    entropy_coeff: float = 0.0  # weight of the entropy bonus
+    log_entropy: bool = True  # log actor/entropy also when it is not in the objective
+    use_kl_loss: bool = False  # add KL to the frozen starting policy
+    kl_loss_coef: float = 0.001  # weight of that KL
+    kl_loss_type: str = "k3"  # estimator of that KL
+    old_logprob: str = (
+        "auto"  # recompute by a pass of the trainer; sampler: its own; available: its own where known; auto
+    )
+    skip_zero_advantage: bool = True  # do not compute samples whose gradient is 0 for sure
+    use_kl_in_reward: bool = False  # take the KL to the frozen starting policy off the reward
+    kl_in_reward: KLInReward = field(default_factory=KLInReward)
+    filter_groups: FilterGroups = field(default_factory=FilterGroups)
+    overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
+    mask_truncated: bool = False  # responses cut at the limit count in the group statistics but not in the loss
+    rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+    teacher: str | None = None  # folder of a frozen policy that a loss learns from
+
+    def __post_init__(self) -> None:
+        one_of("source", self.source, SOURCES)
+        one_of("loss_agg_mode", self.loss_agg_mode, MODES)
+        one_of("kl_loss_type", self.kl_loss_type, KL_KINDS)
+        one_of("old_logprob", self.old_logprob, OLD_LOGPROB)
+        at_least("train_batch_size", self.train_batch_size, 1)
+        at_least("ppo_epochs", self.ppo_epochs, 1)
+        if self.loss_scale_factor is not None:
+            more_than("loss_scale_factor", self.loss_scale_factor, 0)
+        elif self.loss_agg_mode == SEQ_MEAN_TOKEN_SUM_NORM:
+            raise ConfigError(
+                key="loss_scale_factor",
+                got=None,
+                because=f"{SEQ_MEAN_TOKEN_SUM_NORM} divides by a constant",
+                fix="Use ${rollout.max_response_length}, or another loss_agg_mode",
+            )
+        if self.reads_sampler and not self.is_sampled:
+            raise ConfigError(
+                key="old_logprob", got=self.old_logprob, because=f"{self.source} were not sampled", fix="Use recompute"
+            )
+        if self.use_kl_loss and self.kl_loss_type == "k1":
+            raise ConfigError(
+                key="kl_loss_type",
+                got="k1",
+                because="as a loss its expected gradient is 0, so it would pull nowhere",
+                fix="Use kl_loss_type=k2 or k1+ (gradient of the reverse KL), or use_kl_in_reward=true",
+            )
+        if self.rollout_correction.is_on and self.reads_sampler:
+            raise ConfigError(
+                key="rollout_correction.mode",
+                got=self.rollout_correction.mode,
+                because=f"with old_logprob={self.old_logprob} there is no second opinion to compare the sampler's with",
+                fix="Use old_logprob=recompute, or rollout_correction.mode=none",
+            )
+        if not self.is_sampled:
+            self._refuse_without_rollouts()
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether a policy made the responses; otherwise somebody wrote them."""
+        return self.source == ROLLOUTS
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the sampler's log-probabilities stand for those of the policy that starts the update."""
+        return self.old_logprob in ("sampler", "available")
+
+    def for_stored_rollouts(self) -> AlgorithmConfig:
+        """The same where responses were drawn long ago: ``auto`` then means ``available``, and else ``recompute``.
+
+        A correction compares the two, so with it the trainer's own are needed.
+        """
+        is_open = self.old_logprob == "auto" and self.is_sampled and not self.rollout_correction.is_on
+        return replace(self, old_logprob="available") if is_open else self
+
+    def weights(self, batch: MicroBatch, totals: StepTotals) -> Tensor:
+        """[N] what each loss token of a micro-batch counts for in the loss of the whole step."""
+        return token_weights(
+            self.loss_agg_mode,
+            sequence=batch.sequence,
+            loss_tokens=batch.loss_tokens,
+            group_tokens=batch.group_tokens,
+            totals=totals,
+            loss_scale_factor=self.loss_scale_factor,
+        )
+
+    def _refuse_without_rollouts(self) -> None:
+        for name, is_on, because in (
+            ("use_kl_loss", self.use_kl_loss, "the KL is estimated on tokens that the policy drew"),
+            ("use_kl_in_reward", self.use_kl_in_reward, f"{self.source} have no reward"),
+            ("filter_groups.enable", self.filter_groups.enable, f"{self.source} cannot be sampled again"),
+            ("overlong_buffer.enable", self.overlong_buffer.enable, f"{self.source} have no reward"),
+        ):
+            if is_on:
+                raise ConfigError(key=name, got=True, because=because, fix="Use false")
+        if self.rollout_correction.is_on:
+            raise ConfigError(
+                key="rollout_correction.mode",
+                got=self.rollout_correction.mode,
+                because=f"{self.source} were not sampled by any policy",
+                fix="Use none",
+            )

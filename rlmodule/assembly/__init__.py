@@ -1,1 +1,0 @@
-"""The parts of a run, each made of settings: machine, strategy, models, data, trainer; ``session.py`` joins them."""

@@ -1,0 +1,1 @@
+"""What callbacks share; no component."""

@@ -1,0 +1,110 @@
+"""What a callback is given: the facts of a run before it starts, and the running parts by their own types.
+
+Leaves out what callbacks do with them (``callbacks/``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch.utils.tensorboard import SummaryWriter
+from transformers import PreTrainedTokenizerBase
+
+from rlmodule.core.contract import Strategy
+from rlmodule.core.types import POLICY
+from rlmodule.datamodule import RLDataModule
+from rlmodule.models.policy import PolicyModel
+from rlmodule.models.value import ValueModel
+from rlmodule.module import RLModule
+from rlmodule.records.journal import Journal
+
+EVENTS = "TensorBoard's event file"
+
+
+class EventLog(TensorBoardLogger):
+    """TensorBoard's logger; a run whose event file cannot be written still comes to its end."""
+
+    def finalize(self, status: str) -> None:
+        """Close the file."""
+        with suppress(OSError):
+            super().finalize(status)
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One run, as known before training starts.
+
+    Args:
+        run_dir: where this run writes.
+        is_first: whether this process writes files and talks to the user.
+        max_iterations: iterations of the whole run, those before a resume included.
+        describe: the run's plan, label -> words, as it is shown to people.
+        hparams: every setting, dotted key -> plain value; ``seed`` is one of them.
+        resumed_step: mini-batches seen by the checkpoint this run goes on from, None for a new run.
+        tokenizer: of the policy.
+        sampling: how responses are drawn: ``temperature``, ``top_k`` and ``top_p``.
+        journal: where metrics go; ``journal.begin_iteration`` is what ``RLDataModule(start=...)`` wants.
+        started: reading of ``perf_counter`` when the run began.
+    """
+
+    run_dir: Path
+    is_first: bool
+    max_iterations: int
+    describe: Mapping[str, str]
+    hparams: Mapping[str, object]
+    resumed_step: int | None
+    tokenizer: PreTrainedTokenizerBase
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    journal: Journal = field(default_factory=Journal)
+    started: float = field(default_factory=perf_counter)
+
+
+@dataclass(frozen=True)
+class Running:
+    """The parts of a trainer that runs, by the project's own types."""
+
+    trainer: L.Trainer
+    module: RLModule
+    data: RLDataModule
+
+    @classmethod
+    def of(cls, trainer: L.Trainer) -> Running:
+        """See a Lightning trainer this way."""
+        module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(module, RLModule), "the trainer fits an RLModule"
+        assert isinstance(data, RLDataModule), "the trainer fits on an RLDataModule"
+        return cls(trainer, module, data)
+
+    @property
+    def step(self) -> int:
+        """Mini-batches seen; the x axis of every curve."""
+        return self.module.counters.steps
+
+    @property
+    def policy(self) -> PolicyModel | None:
+        """The policy being trained, unwrapped; None where a reward model is."""
+        policy = self.module.inner_models().get(POLICY)
+        assert policy is None or isinstance(policy, PolicyModel)
+        return policy
+
+    @property
+    def value_models(self) -> dict[str, ValueModel]:
+        """Name -> model, unwrapped, of the value models that train: a critic beside the policy, or a reward model."""
+        return {name: model for name, model in self.module.inner_models().items() if isinstance(model, ValueModel)}
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy in use, by the project's contract."""
+        return self.module.strategy
+
+    @property
+    def tensorboard(self) -> SummaryWriter | None:
+        """The event file being written, None without a TensorBoard logger; for the first process only."""
+        loggers = [x for x in self.trainer.loggers if isinstance(x, TensorBoardLogger)]
+        return loggers[0].experiment if loggers else None

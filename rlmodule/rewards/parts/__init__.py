@@ -1,0 +1,1 @@
+"""What rewards share; no component."""

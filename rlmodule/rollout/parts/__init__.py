@@ -1,0 +1,1 @@
+"""What rollout engines share; no component."""

@@ -1,0 +1,77 @@
+"""The strategy chosen by name, for this machine and these models.
+
+The menu is handed in, so that this package never imports ``strategies``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rlmodule.run.build.machine import Machine
+from rlmodule.core.config import convert
+from rlmodule.core.contract import Layout
+from rlmodule.models.description import NO_VALUE, ONLY, SEPARATE, SHARED
+from rlmodule.run.settings import Settings
+
+# What a strategy must be able to spread, by model.value.
+MODEL_TYPES = {
+    NO_VALUE: ("language_model",),
+    SHARED: ("policy_value",),
+    SEPARATE: ("language_model", "value_model"),
+    ONLY: ("value_model",),
+}
+
+
+class StrategyMenu(Protocol):
+    """What is asked of the strategy registry."""
+
+    def lookup(self, model_type: str, backend: str, *, device: str | None = None, vendor: str | None = None) -> type:
+        """The class for this machine."""
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    """How the models of a run are spread.
+
+    Args:
+        settings: of the run.
+        machine: where it happens.
+        menu: strategies to choose from.
+        node: the strategy section as configured; its keys belong to the chosen strategy.
+    """
+
+    settings: Settings
+    machine: Machine
+    menu: StrategyMenu
+    node: Mapping[str, Any]
+
+    @property
+    def layout(self) -> Layout:
+        """How the run's processes are laid out, seen from the first."""
+        return self._class.layout_of(self._options, self.machine.world_size)
+
+    def new(self) -> Any:
+        """The strategy, which refuses options that do not fit the number of processes."""
+        return self._class(
+            self._options,
+            device=self.machine.device,
+            num_processes=self.machine.num_processes,
+            num_nodes=self.settings.trainer.num_nodes,
+        )
+
+    @property
+    def _class(self) -> Any:
+        device = os.environ.get("RLMODULE_DEVICE", self.machine.device)
+        found = [
+            self.menu.lookup(kind, self.settings.backend, device=device)
+            for kind in MODEL_TYPES[self.settings.model.value]
+        ]
+        assert len(set(found)) == 1, f"one strategy spreads all models of a run, got {found}"
+        return found[0]
+
+    @property
+    def _options(self) -> Any:
+        return convert(self._class.options, self.node, "strategy", ignore=("name",))

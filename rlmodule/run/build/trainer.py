@@ -1,0 +1,87 @@
+"""Lightning's trainer as a run wants it: its loops and its strategy, none of its own logging, bars and checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import lightning as L
+import torch
+from transformers.utils import logging as transformers_logging
+
+from rlmodule.run.build.machine import Machine
+from rlmodule.callbacks.metrics import purge_step
+from rlmodule.callbacks.parts.run_context import EventLog
+from rlmodule.records.run_directory import RunDirectory
+from rlmodule.run.settings import Settings
+
+
+def new_trainer(
+    settings: Settings,
+    machine: Machine,
+    run_dir: RunDirectory,
+    strategy: Any,
+    callbacks: list[L.Callback],
+    *,
+    resumed_step: int | None = None,
+    hparams: Mapping[str, object] = MappingProxyType({}),
+) -> L.Trainer:
+    """Lightning's trainer, set up for this run; ``hparams`` go into TensorBoard's ``hparams.yaml``."""
+    writer: EventLog | bool = False
+    if settings.logger == "tensorboard":
+        writer = EventLog(
+            run_dir.root,
+            name="tensorboard",
+            version="",
+            default_hp_metric=False,
+            purge_step=purge_step(resumed_step),
+        )
+        writer.hparams.update(hparams)
+    return L.Trainer(
+        accelerator="gpu" if machine.device == "cuda" else machine.device,
+        devices=machine.num_processes,
+        num_nodes=settings.trainer.num_nodes,
+        strategy=strategy,
+        max_epochs=settings.trainer.max_epochs,
+        callbacks=callbacks,
+        logger=writer,
+        log_every_n_steps=1,
+        reload_dataloaders_every_n_epochs=1,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+        num_sanity_val_steps=0,
+        enable_checkpointing=any(name == "checkpoint" for name in settings.callbacks),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+@contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """Ctrl-C stays Ctrl-C: Lightning makes an exit with code 1 of it."""
+    try:
+        yield
+    except SystemExit as end:
+        if isinstance(end.__context__, KeyboardInterrupt):
+            raise end.__context__ from None
+        raise
+
+
+def quieten() -> None:
+    """Keep advice that does not apply here off the terminal."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    transformers_logging.disable_progress_bar()
+    if not torch.accelerator.is_available():  # transformers imports DeepSpeed on export, which says so aloud
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    for advice in (
+        ".*module.s. in eval mode at the start.*",  # a reference model is meant to be
+        ".*is_gradient_checkpointing. is deprecated.*",  # peft 0.21 on transformers 5.24
+        ".*isinstance.treespec, LeafSpec.*",  # Lightning 2.6 on torch 2.13
+    ):
+        warnings.filterwarnings("ignore", message=advice)

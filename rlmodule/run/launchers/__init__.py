@@ -1,0 +1,1 @@
+"""How the ranks of a run are started, one file per launcher."""

@@ -1,0 +1,27 @@
+"""LoRA: its package, and a base that somebody can load."""
+
+from __future__ import annotations
+
+from rlmodule.callbacks.export import ADAPTER, ExportSettings
+from rlmodule.core.errors import ConfigError
+from rlmodule.models.lora import check_installed, is_adapter
+from rlmodule.run.settings import Settings
+
+
+def check_lora(settings: Settings) -> None:
+    """Adapters need peft; exported alone they need a base that somebody can load."""
+    if not settings.model.lora.is_on:
+        return
+    check_installed()
+    export = settings.callbacks.get("export")
+    if not isinstance(export, ExportSettings) or export.lora != ADAPTER:
+        return
+    reason = None
+    if settings.model.path is None and not settings.needs_warm_start:
+        reason = "the base is random weights that nobody keeps"
+    elif is_adapter(settings.model.path):
+        reason = "the base is an adapter merged with its own base, which nobody keeps"
+    if reason is not None:
+        raise ConfigError(
+            key="callbacks.export.lora", got=ADAPTER, because=reason, fix="Use callbacks.export.lora=merged"
+        )

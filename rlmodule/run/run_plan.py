@@ -1,0 +1,80 @@
+"""What a run will do, in words, for people before it starts and for its summary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlmodule.core.contract import Layout
+from rlmodule.models.description import NO_VALUE, ONLY, SHARED
+from rlmodule.run.settings import Settings
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What is said of the policy: its name, its size, and how its weights come from disk (empty where they do not)."""
+
+    name: str
+    num_parameters: int
+    loading: str = ""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run will do, for people and for the summary.
+
+    Args:
+        settings, layout: of the run.
+        model, num_devices: what trains, and where.
+        rows: what it learns from.
+        samples: what an iteration takes of that.
+        held_out: what is validated on; empty for nothing.
+        samples_per_row: samples that a row comes to.
+    """
+
+    settings: Settings
+    layout: Layout
+    model: ModelFacts
+    num_devices: str
+    rows: str
+    samples: str
+    held_out: str
+    samples_per_row: float
+
+    def _value_model(self) -> dict[str, str]:
+        s = self.settings
+        if s.model.value in (NO_VALUE, ONLY):
+            return {}
+        if s.model.value == SHARED:
+            return {"value": f"a head on the policy's trunk, value loss x {s.critic.coef:g}"}
+        own = s.critic.path or s.critic.architecture.get("model_type")
+        start = f"{own}" if own else "as the policy starts"
+        return {"value": f"a model of its own ({start}), lr {s.critic.optimizer.lr:g}"}
+
+    def lines(self) -> dict[str, str]:
+        """Label -> text, in reading order."""
+        s = self.settings
+        run_steps = s.run_steps(self.samples_per_row, s.leading_model)
+        steps = s.steps_per_iteration(self.samples_per_row, s.leading_model, replayed=s.replayed)
+        again = f" and those of {s.replayed} iterations before" if s.replayed else ""
+        micro = (
+            f"{s.batching.max_token_len_per_gpu:,} tokens per micro-batch and device ({s.batching.planner} planner)"
+            if s.batching.use_dynamic_bsz
+            else f"{s.batching.micro_batch_size_per_gpu} samples per micro-batch and device"
+        )
+        return {
+            "model": f"{self.model.name}, {self.model.num_parameters:,} parameters, {s.model.precision}"
+            + (f", LoRA r={s.model.lora.r}" if s.model.lora.is_on else "")
+            + (f"; {self.model.loading}" if self.model.loading else ""),
+            **self._value_model(),
+            "data": self.rows,
+            **({"held out": self.held_out} if self.held_out else {}),
+            "objective": f"{type(s.loss).__name__}, {s.algorithm.loss_agg_mode}"
+            + ("" if s.advantage is None else f", advantage {type(s.advantage).__name__}")
+            + (f", teacher {s.algorithm.teacher}" if s.algorithm.teacher else "")
+            + (f", KL {s.algorithm.kl_loss_type} x {s.algorithm.kl_loss_coef}" if s.algorithm.use_kl_loss else ""),
+            "layout": f"{s.backend} on {self.num_devices}: {self.layout.dp_size} data x "
+            f"{self.layout.sp_size} sequence x {self.layout.tp_size} tensor",
+            "iteration": f"{self.samples}{again}, {steps} optimizer steps of {s.batching.mini_batch_size} samples",
+            "budget": micro,
+            "run": f"{s.trainer.max_epochs} iterations, {run_steps:,} optimizer steps, seed {s.run.seed}",
+        }

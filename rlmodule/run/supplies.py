@@ -1,0 +1,304 @@
+"""What a run learns from: rows that are read and checked before a weight is loaded, then the source made of them.
+
+One class per kind: prompts to answer, stored rollouts, demonstrations to imitate, pairs to tell apart. Leaves out what
+rows look like (``data/``) and how samples are collected (``experience/sources.py``).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from rlmodule.algorithm.config import DEMONSTRATIONS, PREFERENCES, ROLLOUTS
+from rlmodule.core.contract import Layout, RolloutEngine
+from rlmodule.core.types import Prompt, Sample
+from rlmodule.data.demonstrations import file_demonstrations, task_demonstrations
+from rlmodule.data.preferences import Pair, file_preferences, task_preferences
+from rlmodule.data.prompts import PromptTable, load_prompts
+from rlmodule.data.rollouts import RolloutTable, load_rollouts
+from rlmodule.experience.sources import Draw, RolloutSource, Source, StoredSource, WrittenSource
+from rlmodule.experience.token_facts import one_token_on
+from rlmodule.models.description import ONLY
+from rlmodule.run.preflight.lengths import check_lengths
+from rlmodule.run.preflight.stored_rollouts import check_rollouts
+from rlmodule.run.settings import STORED, Settings
+
+MADE_UP_DEMONSTRATIONS, MADE_UP_PAIRS = 16384, 4096  # drawn from a built-in task that is asked for some
+
+
+@dataclass(eq=False)
+class Supply(ABC):
+    """Rows in an order of their own; an iteration takes ``algorithm.train_batch_size`` of them."""
+
+    settings: Settings
+    tokenizer: PreTrainedTokenizerBase
+    hf_config: PreTrainedConfig
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Rows."""
+
+    @property
+    @abstractmethod
+    def samples_per_row(self) -> float:
+        """Samples that a row comes to, on average."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for the run's plan: what is there."""
+
+    @abstractmethod
+    def describe_iteration(self) -> str:
+        """One line for the run's plan: what an iteration takes of it."""
+
+    @cached_property
+    def val_prompts(self) -> Sequence[Prompt]:
+        """Held-out prompts to answer; none where the data has none, or nobody judges answers."""
+        s = self.settings
+        if not s.data.has_validation or s.reward is None:
+            return []
+        prompts = load_prompts(s.data, self.tokenizer, "test", s.task)
+        prompts.refuse(s.reward.lacks)
+        return prompts
+
+    @cached_property
+    def val_pairs(self) -> Sequence[Pair]:
+        """Held-out pairs to tell apart."""
+        return []
+
+    def describe_held_out(self) -> str:
+        """For the run's plan: what is never trained on; empty where there is nothing."""
+        counts = {"prompts": len(self.val_prompts), "pairs": len(self.val_pairs)}
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+
+    @abstractmethod
+    def check(self, layout: Layout) -> None:
+        """Read every row.
+
+        Raises:
+            RLModuleError: one cannot be used.
+        """
+
+    @abstractmethod
+    def examples(self) -> Sequence[Prompt | Sample]:
+        """Rows that lend their tokens to made-up samples."""
+
+    @abstractmethod
+    def source(self, draw: Draw, engine: Callable[[], RolloutEngine]) -> Source:
+        """What gives the samples of each iteration."""
+
+
+class Prompts(Supply):
+    """Prompts that the policy answers."""
+
+    @cached_property
+    def table(self) -> PromptTable:
+        """The prompts; reading them checks them."""
+        return load_prompts(self.settings.data, self.tokenizer, "train", self.settings.task)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def samples_per_row(self) -> float:
+        """Every prompt is answered so often."""
+        return self.settings.group_size
+
+    def describe(self) -> str:
+        """Prompts and their lengths."""
+        return self.table.describe()
+
+    def describe_iteration(self) -> str:
+        """Prompts, responses, samples."""
+        prompts, n = self.settings.algorithm.train_batch_size, self.settings.rollout.n
+        return f"{prompts} prompts x {n} responses = {prompts * n} samples"
+
+    def check(self, layout: Layout) -> None:
+        """Every prompt can be judged; lengths of samples follow from the settings, which were checked."""
+        assert self.settings.reward is not None, "rollouts are judged"
+        self.table.refuse(self.settings.reward.lacks)
+
+    def examples(self) -> Sequence[Prompt | Sample]:
+        """The prompts."""
+        return self.table
+
+    def source(self, draw: Draw, engine: Callable[[], RolloutEngine]) -> Source:
+        """Rollouts of the current policy."""
+        s = self.settings
+        assert s.reward is not None, "rollouts are judged"
+        return RolloutSource(
+            self.table,
+            draw,
+            s.rollout.n,
+            engine,
+            s.reward,
+            s.run.seed,
+            greedy_baseline=s.advantage_reads("baseline"),
+        )
+
+
+class Written(Supply):
+    """Responses that somebody wrote, one row after the other."""
+
+    verdicts: ClassVar[tuple[float, ...]]  # of the samples of every row
+
+    @property
+    @abstractmethod
+    def rows(self) -> Sequence[Sequence[Sample]]:
+        """The samples of each row; reading them checks them."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def samples_per_row(self) -> float:
+        """Every row has as many."""
+        return self.settings.group_size
+
+    def describe(self) -> str:
+        """How many."""
+        return f"{len(self)} {self.settings.algorithm.source}"
+
+    def describe_iteration(self) -> str:
+        """How many at a time."""
+        return f"{self.settings.algorithm.train_batch_size} {self.settings.algorithm.source}"
+
+    def check(self, layout: Layout) -> None:
+        """None is longer than a micro-batch."""
+        check_lengths(_lengths(self.rows, "row"), self.settings, layout)
+
+    def examples(self) -> Sequence[Prompt | Sample]:
+        """All of them."""
+        return [sample for samples in self.rows for sample in samples]
+
+    def source(self, draw: Draw, engine: Callable[[], RolloutEngine]) -> Source:
+        """The same rows again and again."""
+        return WrittenSource(self.rows, self.verdicts, draw)
+
+
+class Demonstrations(Written):
+    """Samples to imitate."""
+
+    verdicts: ClassVar[tuple[float, ...]] = (1.0,)
+
+    @cached_property
+    def samples(self) -> Sequence[Sample]:
+        """The demonstrations of a task or of files."""
+        s = self.settings
+        if s.task is not None:
+            return task_demonstrations(s.task, MADE_UP_DEMONSTRATIONS, s.run.seed, s.data, self.tokenizer)
+        return file_demonstrations(s.data, self.tokenizer, "train")
+
+    @cached_property
+    def rows(self) -> Sequence[Sequence[Sample]]:
+        """Each by itself."""
+        return [(sample,) for sample in self.samples]
+
+
+class Preferences(Written):
+    """Pairs of a better and a worse response."""
+
+    verdicts: ClassVar[tuple[float, ...]] = (1.0, -1.0)
+
+    @cached_property
+    def pairs(self) -> Sequence[Pair]:
+        """The pairs of a task or of files."""
+        s = self.settings
+        if s.task is None:
+            return self._to_score(file_preferences(s.data, self.tokenizer, "train"))
+        made = s.task.preferences(MADE_UP_PAIRS, s.run.seed)
+        return self._to_score(task_preferences(made, s.data, self.tokenizer))
+
+    @cached_property
+    def val_pairs(self) -> Sequence[Pair]:
+        """Those of the files for validation, or of a task's test prompts; none for a loss that compares no pairs."""
+        s = self.settings
+        if not s.data.has_validation or "group" not in s.loss.needs:
+            return []
+        if s.task is None:
+            return self._to_score(file_preferences(s.data, self.tokenizer, "test"))
+        made = s.task.held_out_preferences()[: s.data.val_max_rows]
+        return self._to_score(task_preferences(made, s.data, self.tokenizer))
+
+    @cached_property
+    def val_prompts(self) -> Sequence[Prompt]:
+        """Those of a task; rows of files are pairs, and nobody knows answers to their prompts."""
+        return [] if self.settings.task is None else super().val_prompts
+
+    def _to_score(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
+        """As the model wants them; a reward model gives its score at the place after the end."""
+        if self.settings.model.value != ONLY:
+            return pairs
+        return [Pair(one_token_on(pair.chosen), one_token_on(pair.rejected)) for pair in pairs]
+
+    @cached_property
+    def rows(self) -> Sequence[Sequence[Sample]]:
+        """Both of each pair."""
+        return [pair.samples for pair in self.pairs]
+
+    def check(self, layout: Layout) -> None:
+        """No pair is longer than a micro-batch."""
+        super().check(layout)
+        check_lengths(_lengths([pair.samples for pair in self.val_pairs], "held-out row"), self.settings, layout)
+
+
+class StoredRollouts(Supply):
+    """Responses that were sampled and judged earlier, by group."""
+
+    @cached_property
+    def table(self) -> RolloutTable:
+        """The responses; reading them checks them."""
+        data = self.settings.data
+        assert data.rollouts is not None, "somebody named them"
+        vocab_size = self.hf_config.get_text_config().vocab_size
+        return load_rollouts(data.rollouts, data, self.tokenizer, vocab_size)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def samples_per_row(self) -> float:
+        """Groups may differ in size."""
+        return len(self.table.lengths) / len(self.table)
+
+    def describe(self) -> str:
+        """Responses, groups, files."""
+        return self.table.describe()
+
+    def describe_iteration(self) -> str:
+        """Groups and about how many samples they come to."""
+        groups = self.settings.algorithm.train_batch_size
+        return (
+            f"{groups} groups x {self.samples_per_row:g} stored responses = {groups * self.samples_per_row:g} samples"
+        )
+
+    def check(self, layout: Layout) -> None:
+        """Every row has what the objective asks for, and fits."""
+        check_rollouts(self.table, self.settings, self.hf_config, layout)
+
+    def examples(self) -> Sequence[Prompt | Sample]:
+        """The responses of the first group."""
+        rows = self.table.read(self.table.groups[0])
+        return [row.scored(sample_id, 0).sample for sample_id, row in enumerate(rows)]
+
+    def source(self, draw: Draw, engine: Callable[[], RolloutEngine]) -> Source:
+        """Groups in a seeded order."""
+        return StoredSource(self.table, draw)
+
+
+def _lengths(rows: Sequence[Sequence[Sample]], word: str) -> Iterator[tuple[str, list[int]]]:
+    """(words for the row, tokens of each of its samples)."""
+    return ((f"{word} {r[0].prompt.row + 1}", [sample.meta.length for sample in r]) for r in rows)
+
+
+SUPPLIES: Mapping[str, type[Supply]] = {
+    ROLLOUTS: Prompts,
+    STORED: StoredRollouts,
+    DEMONSTRATIONS: Demonstrations,
+    PREFERENCES: Preferences,
+}

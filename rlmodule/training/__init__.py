@@ -1,0 +1,4 @@
+"""One optimizer step: update, token selection, reduction of metrics, preemption.
+
+Leaves out Lightning (``module.py``).
+"""

@@ -1,0 +1,49 @@
+"""The optimal token baseline in a run: the policy says energies in one pass, and the number of ranks changes nothing."""
+
+from functools import partial
+
+import pytest
+
+from rlmodule.records.journal import read_records
+from tests.helpers.ranks import run_on_ranks
+from tests.helpers.sessions import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, run_small, small_session
+
+WORDS = ("algorithm=optimal_token_baseline", "trainer.max_epochs=2")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("alone")
+    return run_small(run_dir, *WORDS)
+
+
+def test_advantages_differ_within_a_response_and_one_pass_is_made(alone):
+    iterations = [r.metrics for r in alone if r.kind == "iteration"]
+    assert any(m["advantage/max"] > m["advantage/min"] for m in iterations)
+    assert all("timing_s/old_logprob" in m for m in iterations)
+    steps = [r.metrics for r in alone if r.kind == "step"]
+    assert all(m["train/skipped_steps"] == 0 for m in steps)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_ranks_change_nothing(alone, tmp_path, strategy):
+    run_on_ranks(2, partial(_fit, tmp_path / strategy, strategy))
+    without = (*MADE_OF_TIME, *MADE_OF_THE_LAYOUT)
+    got = numbers(read_records(tmp_path / strategy / "metrics.jsonl"), without=without)
+    for here, there in zip(got, numbers(alone, without=without), strict=True):
+        assert here[:2] == there[:2]
+        assert here[2] == pytest.approx(there[2], rel=1e-3, abs=1e-5, nan_ok=True)
+
+
+def test_a_budget_of_tokens_changes_nothing(alone, tmp_path):
+    cut = run_small(tmp_path / "cut", *WORDS, "batching.max_token_len_per_gpu=100")
+    without = (*MADE_OF_TIME, *MADE_OF_THE_LAYOUT)
+    for here, there in zip(numbers(cut, without=without), numbers(alone, without=without), strict=True):
+        assert here[2] == pytest.approx(there[2], rel=1e-3, abs=1e-5, nan_ok=True)
+
+
+def _fit(run_dir, strategy, rank):
+    session = small_session(run_dir, *WORDS, "trainer.devices=2", f"strategy={strategy}")
+    session.is_first = rank == 0
+    session.fit()

@@ -1,0 +1,253 @@
+"""Shared bug cases of rollouts, ids in the tests' names: temperature in every pass, ids as sampled, cut answers.
+
+The half of ROLL-04 that is about a sampler without log-probabilities is in ``test_experience.py``.
+"""
+
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerFast
+
+from rlmodule.advantages.grpo import GRPO
+from rlmodule.algorithm.config import AlgorithmConfig
+from rlmodule.algorithm.objective import Objective
+from rlmodule.batching.collate import DynamicCollator, pack_rows
+from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
+from rlmodule.core.contract import SampleRequest
+from rlmodule.core.errors import ConfigError, DataError
+from rlmodule.core.types import ExperienceRow, Prompt, Sample, Score, ScoredSample, StepTotals
+from rlmodule.data.prompts import DataConfig
+from rlmodule.data.rollouts import load_rollouts
+from rlmodule.experience.estimation import Estimation
+from rlmodule.experience.facts import gather_facts
+from rlmodule.experience.iteration_metrics import length_metrics
+from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.scoring import Scorer
+from rlmodule.experience.stopwatch import Stopwatch
+from rlmodule.losses.ppo_clip import PPOClip
+from rlmodule.models.policy import PolicyModel
+from rlmodule.rewards.exact_match import ExactMatch
+from rlmodule.rollout.hf import HFRollout
+from rlmodule.run.build.models import frozen_copy
+from tests.helpers.sessions import rollouts, run_small, small_session
+from tests.helpers.tiny import Stepper, sample, single, stock, tiny_policy
+
+TOTALS = StepTotals(tokens=1000, sequences=8)
+END, LIMIT = 3, 6
+
+
+def ab_tokenizer():
+    """a = 0, b = 1, ab = 2, end = 3; encoding always merges a b into ab."""
+    backend = Tokenizer(BPE(vocab={"a": 0, "b": 1, "ab": 2, "<end>": END}, merges=[("a", "b")]))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>", clean_up_tokenization_spaces=False)
+
+
+def ab_policy():
+    return tiny_policy(vocab_size=4, eos_token_id=END, pad_token_id=END)
+
+
+def answers(count, **settings):
+    """Responses of the model over a, b, ab and end."""
+    strategy = single({"policy": ab_policy()})
+    engine = HFRollout(max_response_length=LIMIT, **settings).connect(
+        lambda: strategy.wrapped("policy"), lambda: strategy.eval_mode("policy"), ab_tokenizer(), torch.device("cpu")
+    )
+    requests = [SampleRequest(prompt=0, sample_id=i, group_id=i) for i in range(count)]
+    return engine.generate([Prompt(row=0, ids=(1, 0), text="", answer="ab")], requests)
+
+
+# ---- ROLL-01
+
+
+def fixed_logits(logits):
+    """A real model of which the head gives exactly these logits, whatever it reads."""
+    policy = tiny_policy(vocab_size=4, tie_word_embeddings=False, eos_token_id=END, pad_token_id=END)
+    bias = torch.nn.Parameter(torch.tensor(logits))
+    head = policy.lm.get_output_embeddings()
+    with torch.no_grad():
+        head.weight.zero_()
+    head.bias = bias
+    return policy
+
+
+def test_roll_01_the_temperature_divides_the_logits_in_the_policy_pass():
+    """Logits 2, 1, 0 at temperature 0.5, token 0: log softmax(4, 2, 0)."""
+    policy = PolicyModel(fixed_logits([2.0, 1.0, 0.0, -torch.inf]).lm, temperature=0.5)
+    item = Sample(0, 0, Prompt(0, (1,), ""), torch.tensor([0]), torch.tensor([True]))
+    with torch.no_grad():
+        scored = policy(pack_rows([ExperienceRow(item)], TOTALS)).logprob
+    assert scored.item() == pytest.approx(-0.14293162849989915, rel=0, abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_roll_01_sampler_old_reference_and_update_agree(temperature):
+    """Four passes over the same tokens: drawn, scored as old, scored as reference, and the first update's ratio."""
+    policy = tiny_policy(temperature=temperature)
+    strategy = single({"policy": policy, "reference": frozen_copy(policy)})
+    engine = HFRollout(max_response_length=8, temperature=temperature).connect(
+        lambda: strategy.wrapped("policy"), lambda: strategy.eval_mode("policy"), TinyWords(), torch.device("cpu")
+    )
+    prompts = [sample(i, 3, 1).prompt for i in range(4)]
+    drawn = engine.generate(prompts, [SampleRequest(prompt=i // 3, sample_id=i, group_id=i // 3) for i in range(12)])
+    algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
+    objective = Objective(PPOClip(), algorithm)
+    maker = ExperienceMaker(
+        Scorer(strategy, objective, DynamicCollator(), torch.device("cpu")),
+        Estimation(objective, GRPO(), strategy.collectives),
+        lambda metas: BalancedSampler(metas, BatchingConfig(mini_batch_size=12), strategy.layout, seed=0, iteration=0),
+    )
+    scored = [ScoredSample(s, Score(float(s.sample_id % 3))) for s in drawn]
+    iteration = maker(lambda: scored, Stopwatch())
+    model = stock(policy)
+    for row in iteration.experience.rows.values():
+        torch.testing.assert_close(row.old_logprob, row.sample.sampler_logprob, rtol=0, atol=1e-5)
+        assert torch.equal(row.ref_logprob, row.old_logprob)
+        prompt = torch.tensor(row.sample.prompt.ids)
+        ids = torch.cat([prompt, row.sample.response_ids])
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1] / temperature
+        theirs = logits.log_softmax(-1).gather(-1, row.sample.response_ids[:, None])[:, 0]
+        torch.testing.assert_close(row.old_logprob, theirs, rtol=0, atol=1e-5)
+    stepper = Stepper(policy, lambda models: strategy, algorithm=algorithm)
+    [share] = iteration.sampler.shares(iteration.sampler.plans)
+    metrics = stepper(maker.scorer.collator(iteration.experience.__getitems__(share))).metrics
+    assert metrics["actor/ppo_kl"].result == 0
+    assert metrics["actor/kl_loss"].result == 0
+
+
+class TinyWords:
+    """Just enough of a tokenizer for the tiny vocabulary."""
+
+    eos_token_id = 1
+    name_or_path = "tiny"
+
+    def decode(self, ids, skip_special_tokens=False):
+        return " ".join(str(int(i)) for i in ids)
+
+
+def test_roll_01_a_temperature_of_0_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        HFRollout(temperature=0.0)
+    assert caught.value.key == "temperature"
+    assert "divided by it in every pass" in str(caught.value)
+
+
+def test_roll_01_a_run_at_another_temperature_starts_with_a_ratio_of_1(tmp_path):
+    records = run_small(tmp_path / "run", "rollout.temperature=0.6", "trainer.max_epochs=1")
+    first = next(r for r in records if r.kind == "step")
+    assert first.metrics["actor/ppo_kl"] == 0
+    assert first.metrics["actor/clip_frac"] == 0
+
+
+# ---- ROLL-03
+
+
+def test_roll_03_the_sampled_ids_are_trained_on_and_text_is_never_encoded_again():
+    """a, b sampled one by one reads ab, which would be encoded as one token."""
+    tokenizer = ab_tokenizer()
+    assert tokenizer.encode("ab") == [2]
+    samples = answers(200)
+    split = [s for s in samples if s.response_ids[:2].tolist() == [0, 1]]
+    assert split, "the model draws it now and then"
+    for s in split:
+        assert s.text.replace(" ", "").startswith("ab")
+        batch = pack_rows([ExperienceRow(s)], TOTALS)
+        assert batch.input_ids[2:].tolist() == s.response_ids.tolist()
+        assert batch.labels[:2].tolist() == [0, 1]
+        assert len(s.sampler_logprob) == len(s.response_ids)
+
+
+def test_roll_03_ids_survive_the_whole_way_into_the_rollouts_file(tmp_path):
+    """What is written is what was trained on: as many log-probabilities as ids."""
+    run_small(tmp_path / "run", "trainer.max_epochs=1")
+    [rows] = rollouts(tmp_path / "run").values()
+    assert len(rows) == 16
+    for row in rows:
+        assert len(row["response_ids"]) == len(row["logprobs"]) > 0
+    session = small_session(tmp_path / "other")
+    decoded = [session.tokenizer.decode(row["response_ids"], skip_special_tokens=True) for row in rows]
+    assert [row["response"] for row in rows] == decoded
+    again = [session.tokenizer.encode(text, add_special_tokens=False) for text in decoded]
+    assert again != [row["response_ids"] for row in rows], (
+        "bytes that are no UTF-8 do not come back, so ids must be kept"
+    )
+
+
+def stored(tmp_path, tokenizer, **row):
+    """One stored response, read."""
+    (tmp_path / "rows.jsonl").write_text("\n" + json.dumps({"prompt_ids": [1], "reward": 1.0, **row}) + "\n")
+    table = load_rollouts(str(tmp_path / "rows.jsonl"), DataConfig(task="sort"), tokenizer, vocab_size=64)
+    return table.read([0])[0].scored(0, 0).sample
+
+
+def test_roll_03_ids_in_a_file_are_used_as_they_are(tmp_path):
+    item = stored(tmp_path, ab_tokenizer(), response="ab", response_ids=[0, 1], logprobs=[-1.0, -2.0])
+    assert item.response_ids.tolist() == [0, 1]
+    assert len(item.sampler_logprob) == 2
+
+
+# ---- ROLL-04
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "says"),
+    [
+        ([-1.0, -0.5, -2.0], "has 3 entries for 4 response tokens"),
+        ([-1.0, -0.5, -2.0, None], "holds None at position 3"),
+        ([-1.0, -0.5, -2.0, float("nan")], "holds nan at position 3"),
+        ([-1.0, -0.5, -2.0, 0.1], "holds 0.1 at position 3"),
+    ],
+)
+def test_roll_04_missing_log_probabilities_are_never_filled_up(tmp_path, logprobs, says):
+    with pytest.raises(DataError, match=says) as caught:
+        stored(tmp_path, ab_tokenizer(), response_ids=[5, 6, 7, 8], logprobs=logprobs)
+    assert caught.value.place == f"{tmp_path / 'rows.jsonl'}:2"
+
+
+# ---- ROLL-06
+
+
+def test_roll_06_a_cut_answer_keeps_its_own_last_token():
+    """Ids 7, 8, 9 of an answer that was cut: nothing is appended, nothing replaced."""
+    cut = Sample(0, 0, Prompt(0, (5,), ""), torch.tensor([7, 8, 9]), torch.ones(3, dtype=torch.bool), finish="length")
+    batch = pack_rows([ExperienceRow(cut)], TOTALS)
+    assert batch.input_ids.tolist() == [5, 7, 8, 9]
+    assert batch.labels.tolist() == [7, 8, 9]
+
+
+def test_roll_06_the_engine_cuts_and_appends_nothing():
+    samples = answers(100)
+    cut = [s for s in samples if s.finish == "length"]
+    assert 0 < len(cut) < 100
+    for s in samples:
+        ends = s.response_ids.tolist().count(END)
+        assert ends == (0 if s.finish == "length" else 1)
+        if s.finish == "length":
+            assert len(s.response_ids) == LIMIT
+
+
+@pytest.mark.parametrize("truncated", [0.0, None])
+def test_roll_06_cut_answers_are_counted_and_can_be_masked(truncated):
+    """``reward.truncated=null`` takes them out of the loss and of their group's statistics."""
+    samples = answers(100)
+    scores = ExactMatch(truncated=truncated)(samples)
+    kept, facts = gather_facts(
+        lambda: [ScoredSample(s, v) for s, v in zip(samples, scores, strict=True)], single({}).collectives
+    )
+    share = sum(s.finish == "length" for s in samples) / 100
+    assert length_metrics(facts)["response_length/clip_ratio"] == pytest.approx(share)
+    for s in kept:
+        assert bool(s.loss_mask.any()) == (s.finish == "stop" or truncated is not None)
+
+
+def test_roll_06_the_file_says_which_answers_were_cut(tmp_path):
+    run_small(tmp_path / "run", "trainer.max_epochs=1", "data.max_response_length=3")
+    [rows] = rollouts(tmp_path / "run").values()
+    end = small_session(tmp_path / "other").tokenizer.eos_token_id
+    for row in rows:
+        assert row["finish"] == ("stop" if row["response_ids"][-1] == end else "length")
+        assert len(row["response_ids"]) <= 3
