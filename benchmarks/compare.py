@@ -97,8 +97,8 @@ def comparison_table(runs: list[Run]) -> str:
     rows += [[f"`{name}`", *(spread(final[name][task]) for task in tasks)] for name in ranked(final)]
     seeds = sorted({run.seed for run in runs})
     budgets = ", ".join(sorted({run.budget for run in runs}))
-    facts = f"{len(runs)} runs: seeds {', '.join(map(str, seeds))}, {budgets}. Mean (least to greatest) over seeds."
-    return f"{table(['`algorithm=`', *tasks], rows)}\n\n{facts}\n"
+    note = f"{len(runs)} runs: seeds {', '.join(map(str, seeds))}, {budgets}. Mean (least to greatest) over seeds."
+    return f"{table(['`algorithm=`', *tasks], rows)}\n\n{note}\n"
 
 
 def spread(values: list[float]) -> str:

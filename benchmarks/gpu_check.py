@@ -33,13 +33,13 @@ from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.batching.workload import Workload
 from rlmodule.core.contract import Layout
-from rlmodule.core.types import ExperienceRow
+from rlmodule.core.types import TrainingSample
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.description import shape_of
 from rlmodule.models.policy import PolicyModel
-from rlmodule.optim.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.optim.adamw import OptimizerConfig, build_optimizer, build_schedule
 from rlmodule.training.update import Trainable, update
-from strategies.single import SingleOptions, SingleStrategy
+from strategies.single import SingleConfig, SingleStrategy
 
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
 ROOT = Path(__file__).absolute().parents[1]
@@ -78,7 +78,7 @@ class Finding:
     """What a check came to, in a word and in numbers."""
 
     word: str
-    facts: str
+    details: str
 
 
 def skip(reason: str) -> Finding:
@@ -125,7 +125,7 @@ def attention(place: Place, precision: str) -> Finding:
     if is_due and not calls:
         return Finding(FAIL, "the kernel of variable length was due and was not called")
     found = within(errors, dict.fromkeys(errors, ATTENTION_TOLERANCE[precision]))
-    return Finding(found.word, f"{found.facts}; kernel called {len(calls)}x")
+    return Finding(found.word, f"{found.details}; kernel called {len(calls)}x")
 
 
 def attend(inputs: Mapping[str, Tensor], weight: Tensor, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -145,7 +145,7 @@ def attend(inputs: Mapping[str, Tensor], weight: Tensor, device: str, dtype: tor
 class Training:
     """A random model and one mini-batch of it, on a device."""
 
-    def __init__(self, rows: list[ExperienceRow], sizes: Sizes, device: str, precision: str, budget: int) -> None:
+    def __init__(self, rows: list[TrainingSample], sizes: Sizes, device: str, precision: str, budget: int) -> None:
         config = BatchingConfig(mini_batch_size=len(rows), max_token_len_per_gpu=budget, shuffle=False)
         model = sizes.model()
         metas = [row.sample.meta for row in rows]
@@ -155,12 +155,12 @@ class Training:
         self.mini_batch = collate((share, [[rows[p] for p in step] for step in share.micro_batches])).to(device)
         compute = None if precision == "fp32" else DTYPES[precision]
         self.policy = PolicyModel(model, compute_dtype=compute)
-        self.strategy = SingleStrategy(SingleOptions(), device=device, num_processes=1, num_nodes=1)
+        self.strategy = SingleStrategy(SingleConfig(), device=device, num_processes=1, num_nodes=1)
         self.strategy.shard({"policy": self.policy})
-        settings = OptimizerConfig(lr=1e-4, warmup_steps=0)
-        self.optimizer = build_optimizer(settings, self.policy)
-        self.schedule = build_schedule(settings, self.optimizer, run_steps=100)
-        self.trainable = Trainable("policy", Objective(PPOClip(), AlgorithmConfig()), settings, run_steps=100)
+        optimizer = OptimizerConfig(lr=1e-4, warmup_steps=0)
+        self.optimizer = build_optimizer(optimizer, self.policy)
+        self.schedule = build_schedule(optimizer, self.optimizer, run_steps=100)
+        self.trainable = Trainable("policy", Objective(PPOClip(), AlgorithmConfig()), optimizer, run_steps=100)
         self.useful_flops = float(
             shape_of(model.config).flops([m.length for m in metas], [m.loss_tokens for m in metas]).sum()
         )
@@ -218,10 +218,10 @@ def memory(place: Place) -> Finding:
     loss_tokens = max(len(micro.labels) for micro in training.mini_batch.micro_batches)
     logits = 4 * loss_tokens * sizes.vocabulary
     beyond_gib, held_gib, logits_gib = (size / 2**30 for size in (beyond, held, logits))
-    facts = (
+    details = (
         f"{beyond_gib:.2f} GiB beyond {held_gib:.2f} GiB of weights and optimizer; whole logits {logits_gib:.2f} GiB"
     )
-    return Finding(PASS if beyond < logits / 2 else FAIL, facts)
+    return Finding(PASS if beyond < logits / 2 else FAIL, details)
 
 
 def speed(place: Place) -> Finding:
@@ -235,8 +235,8 @@ def speed(place: Place) -> Finding:
     rate = training.tokens / min(times)
     mfu = training.useful_flops / min(times) / product_rate(place)
     parameters = sum(p.numel() for p in training.policy.parameters())
-    facts = f"{rate:,.0f} tokens/s with {parameters / 1e6:,.0f} M parameters, MFU {mfu:.1%} of a large product's rate"
-    return Finding(PASS if math.isfinite(rate) and mfu > 0 else FAIL, facts)
+    details = f"{rate:,.0f} tokens/s with {parameters / 1e6:,.0f} M parameters, MFU {mfu:.1%} of a large product's rate"
+    return Finding(PASS if math.isfinite(rate) and mfu > 0 else FAIL, details)
 
 
 def product_rate(place: Place) -> float:
@@ -321,7 +321,7 @@ def run(names: Sequence[str], place: Place) -> dict[str, Finding]:
     for name in names:
         start = time.perf_counter()
         found = findings[name] = attempt(CHECKS[name], place)
-        print(f"{found.word}  {name:16} {time.perf_counter() - start:6.1f} s  {found.facts}", flush=True)
+        print(f"{found.word}  {name:16} {time.perf_counter() - start:6.1f} s  {found.details}", flush=True)
         if place.is_gpu:
             torch.cuda.empty_cache()
     return findings
@@ -343,7 +343,7 @@ def main() -> int:
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     findings = run(args.only, Place(args.device, args.small, time.monotonic() + TIME_LIMIT))
     if args.json:
-        checks = {name: {"verdict": found.word, "facts": found.facts} for name, found in findings.items()}
+        checks = {name: {"verdict": found.word, "details": found.details} for name, found in findings.items()}
         record.write(args.json, {"device": args.device, "checks": checks})
     return int(any(found.word == FAIL for found in findings.values()))
 

@@ -33,18 +33,18 @@ from rlmodule.batching.prefetch import PackedAhead
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.contract import Layout
 from rlmodule.core.metrics import merge
-from rlmodule.core.types import ExperienceRow, MiniBatch
+from rlmodule.core.types import MiniBatch, TrainingSample
 from rlmodule.experience.iteration import Experience
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.building import parameter_count
 from rlmodule.models.policy import PolicyModel
 from rlmodule.module import RLModule
-from rlmodule.optim.optimizer import OptimizerConfig
-from rlmodule.run.build.trainer import quieten
+from rlmodule.optim.adamw import OptimizerConfig
+from rlmodule.run.build.trainer import silence_warnings
 from rlmodule.training.reduction import reduce_metrics
 from rlmodule.training.update import Trainable, update
 from strategies.parts.collectives import LocalCollectives
-from strategies.single import SingleOptions, SingleStrategy
+from strategies.single import SingleConfig, SingleStrategy
 
 WARM_UP = 1  # steps that are not counted
 TOKEN_BUDGET = 1024  # tokens of a micro-batch
@@ -79,7 +79,7 @@ class Compare(L.Callback):
 class Loaded:
     """The samples of one iteration and what hands them out, as a run has them."""
 
-    def __init__(self, rows: list[ExperienceRow], steps: int, layout: Layout | None = None) -> None:
+    def __init__(self, rows: list[TrainingSample], steps: int, layout: Layout | None = None) -> None:
         config = BatchingConfig(mini_batch_size=len(rows), max_token_len_per_gpu=TOKEN_BUDGET)
         metas = [row.sample.meta for row in rows]
         self.steps = steps
@@ -94,7 +94,7 @@ class Loaded:
 
 def fit(loaded: Loaded, sizes: Sizes, strategy: Any, callbacks: list[L.Callback], devices: int = 1) -> L.Trainer:
     """Train a random model on everything that is loaded."""
-    quieten()
+    silence_warnings()
     objective = Objective(PPOClip(), AlgorithmConfig())
     trainable = Trainable("policy", objective, OptimizerConfig(warmup_steps=0), run_steps=2 * loaded.steps)
     module = RLModule({"policy": PolicyModel(sizes.model())}, [trainable], max_skipped_in_a_row=1)
@@ -117,7 +117,7 @@ def fit(loaded: Loaded, sizes: Sizes, strategy: Any, callbacks: list[L.Callback]
 def compared(loaded: Loaded, sizes: Sizes) -> Compare:
     """Every step of the loop, and a bare update after each."""
     compare = Compare()
-    fit(loaded, sizes, SingleStrategy(SingleOptions(), device="cpu", num_processes=1, num_nodes=1), [compare])
+    fit(loaded, sizes, SingleStrategy(SingleConfig(), device="cpu", num_processes=1, num_nodes=1), [compare])
     return compare
 
 
@@ -148,7 +148,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return ordered[0], ordered[-1]
 
 
-def host(rows: list[ExperienceRow], sizes: Sizes) -> dict[str, Any]:
+def host(rows: list[TrainingSample], sizes: Sizes) -> dict[str, Any]:
     """CPU milliseconds per micro-step beside the matrix products, and their share of a step of a model of ``sizes``."""
     loaded, objective = Loaded(rows, steps=1), Objective(PPOClip(), AlgorithmConfig())
     [share] = loaded.sampler.remaining()
@@ -178,7 +178,7 @@ def losses_and_metrics(mini_batch: MiniBatch, objective: Objective) -> dict[str,
     """Everything that is done with log-probabilities and entropies, up to the numbers that are logged."""
     seen = []
     for batch in mini_batch.micro_batches:
-        share = objective.over(batch, mini_batch.totals)
+        share = objective.for_micro_batch(batch, mini_batch.totals)
         logprob, entropy = torch.full((2, len(batch.labels)), -1.0, requires_grad=True)
         share(logprob, entropy, slice(0, len(logprob))).backward()
         seen.append(share.metrics)

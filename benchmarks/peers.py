@@ -49,7 +49,7 @@ from transformers import PreTrainedModel
 
 from rlmodule.batching.partition import karmarkar_karp
 from rlmodule.batching.plan import plan_batch
-from rlmodule.core.types import ExperienceRow
+from rlmodule.core.types import TrainingSample
 from rlmodule.ops.segments import SegmentBuckets
 
 CLIP = 0.2
@@ -168,7 +168,7 @@ class SegmentsFromPositions(nn.Module):
 class Peer:
     """What the ways have in common: AdamW, and micro-batches within the token budget."""
 
-    def __init__(self, rows: list[ExperienceRow], model: nn.Module) -> None:
+    def __init__(self, rows: list[TrainingSample], model: nn.Module) -> None:
         self.rows = rows
         self.model = model
         self.tokens = sum(len(row.sample.response_ids) for row in rows)
@@ -192,7 +192,7 @@ class Peer:
 class Verl(Peer):
     """verl's engine, forward step and loss; the model is not wrapped by FSDP, which needs an accelerator there."""
 
-    def __init__(self, rows: list[ExperienceRow], model: PreTrainedModel, with_entropy: bool) -> None:
+    def __init__(self, rows: list[TrainingSample], model: PreTrainedModel, with_entropy: bool) -> None:
         super().__init__(rows, SegmentsFromPositions(model))
         from omegaconf import OmegaConf
         from verl.utils import torch_functional
@@ -241,8 +241,13 @@ class Verl(Peer):
             },
             batch_size=len(self.rows),
         )
-        facts = {"temperature": 1.0, "dp_size": 1, "batch_num_tokens": self.tokens, "global_batch_size": len(self.rows)}
-        tensordict_utils.assign_non_tensor(data, **facts, calculate_entropy=self.with_entropy)
+        extra = {
+            "temperature": 1.0,
+            "dp_size": 1,
+            "batch_num_tokens": self.tokens,
+            "global_batch_size": len(self.rows),
+        }
+        tensordict_utils.assign_non_tensor(data, **extra, calculate_entropy=self.with_entropy)
         return rearrange_micro_batches(data, update.TOKEN_BUDGET)[0]
 
     def batches(self) -> Sequence[Any]:
@@ -255,14 +260,14 @@ class Verl(Peer):
     def score(self) -> None:
         """Log-probabilities, and entropies as its pass for old log-probabilities has them."""
         for batch in self.micro_batches:  # forward_step without a loss would put a 1 on the CUDA device
-            inputs, facts = self.engine.prepare_model_inputs(batch)
-            self.engine.prepare_model_outputs(self.model(**inputs), facts, batch, None)
+            inputs, extra = self.engine.prepare_model_inputs(batch)
+            self.engine.prepare_model_outputs(self.model(**inputs), extra, batch, None)
 
 
 class OpenRLHF(Peer):
     """OpenRLHF's actor with packing, and its policy loss; micro-batches by its own dynamic batching."""
 
-    def __init__(self, rows: list[ExperienceRow], model: PreTrainedModel, with_entropy: bool) -> None:
+    def __init__(self, rows: list[TrainingSample], model: PreTrainedModel, with_entropy: bool) -> None:
         super().__init__(rows, SegmentsFromPositions(model))
         stand_in_for_flash_attention()
         from openrlhf.models.actor import Actor
@@ -278,7 +283,7 @@ class OpenRLHF(Peer):
         parts = get_seqlen_balanced_partitions(lengths, count, equal_size=False)
         self.padded = [self._pad([rows[i] for i in part]) for part in parts]
 
-    def _pad(self, rows: list[ExperienceRow]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def _pad(self, rows: list[TrainingSample]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         whole = [torch.cat([torch.tensor(row.sample.prompt.ids), row.sample.response_ids]) for row in rows]
         ids = pad_sequence(whole, batch_first=True)
         attention_mask = pad_sequence([torch.ones_like(x) for x in whole], batch_first=True)
@@ -344,7 +349,7 @@ class TRL(Peer):
 
     batch_size = 8
 
-    def __init__(self, rows: list[ExperienceRow], model: PreTrainedModel, pads_together: bool) -> None:
+    def __init__(self, rows: list[TrainingSample], model: PreTrainedModel, pads_together: bool) -> None:
         super().__init__(rows, model)
         from datasets import Dataset
         from trl import GRPOConfig, GRPOTrainer
@@ -379,7 +384,7 @@ class TRL(Peer):
         wide = [self._pad(rows[i : i + at_once]) for i in range(0, len(rows), at_once)]
         self.padded = [part for each in wide for part in split_tensor_dict(each, at_once // self.batch_size)]
 
-    def _pad(self, rows: list[ExperienceRow]) -> dict[str, Tensor]:
+    def _pad(self, rows: list[TrainingSample]) -> dict[str, Tensor]:
         prompts = [torch.tensor(row.sample.prompt.ids) for row in rows]
         responses = [row.sample.response_ids for row in rows]
 

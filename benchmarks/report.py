@@ -62,7 +62,7 @@ def update_table(numbers: Numbers) -> str:
         [name, *(f"{x[column]:.2f}" for column in columns), f"{x['score_cpu_s'] / x['update_cpu_s']:.3f}"]
         for name, x in numbers["ways"].items()
     ]
-    facts = (
+    sample_info = (
         f"{numbers['rollouts']} rollouts, {numbers['prompt_tokens']:,} prompt + {numbers['response_tokens']:,} "
         f"response tokens, vocabulary {numbers['vocabulary']:,}, "
         f"{numbers['rounds']} round{'s' * (numbers['rounds'] > 1)}, "
@@ -70,7 +70,7 @@ def update_table(numbers: Numbers) -> str:
         f"gradient norm {numbers['grad_norm']:.4f} every way."
     )
     head = ["way", "update CPU s", "ratio", "max/min", "useful MFU", "scoring CPU s", "ratio", "scoring / update"]
-    return f"{table(head, rows)}\n\n{facts}\n"
+    return f"{table(head, rows)}\n\n{sample_info}\n"
 
 
 def update_chart(numbers: Numbers, axes: plt.Axes) -> None:
@@ -149,12 +149,12 @@ def rollout_table(numbers: Numbers) -> str:
         ]
         for name, x in numbers["ways"].items()
     ]
-    facts = (
+    sample_info = (
         f"{numbers['responses']} responses to {numbers['prompts']} prompts, {numbers['limit']} tokens at most, "
         f"hidden size {numbers['hidden']}, vocabulary {numbers['vocabulary']}, {numbers['rounds']} rounds."
     )
     head = ["way", "tokens", "CPU s", "CPU ms per token", "ratio", "max/min"]
-    return f"{table(head, rows)}\n\n{facts}\n"
+    return f"{table(head, rows)}\n\n{sample_info}\n"
 
 
 def rollout_chart(numbers: Numbers, axes: plt.Axes) -> None:

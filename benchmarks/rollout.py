@@ -33,7 +33,7 @@ from rlmodule.core.contract import SampleRequest
 from rlmodule.core.types import Prompt
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.policy import PolicyModel
-from rlmodule.rollout.hf import HFRollout
+from rlmodule.rollout.hf import HFRolloutConfig
 
 RESPONSES = 8  # to each prompt
 
@@ -58,7 +58,7 @@ class Ours:
     def __init__(self, prompts: Sequence[Prompt], sizes: Sizes, limit: int) -> None:
         self.prompts, self.seed = prompts, 0
         policy = PolicyModel(sizes.model()).eval()
-        rollout = HFRollout(n=RESPONSES, max_response_length=limit)
+        rollout = HFRolloutConfig(n=RESPONSES, max_response_length=limit)
         self.engine = rollout.connect(lambda: policy, nullcontext, byte_tokenizer(), torch.device("cpu"))
 
     def __call__(self, *, greedy: bool = False) -> list[list[int]]:

@@ -145,10 +145,10 @@ def main() -> None:
     for name, measure in CURVES.items():
         report[name] = measure(SMALL if args.small else FULL)
         for row in report[name]:
-            facts = (
+            sample_info = (
                 f"{key} {value:,.2f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
             )
-            print(f"{name:<9} {', '.join(facts)}", flush=True)
+            print(f"{name:<9} {', '.join(sample_info)}", flush=True)
     if args.json:
         record.write(args.json, report)
 

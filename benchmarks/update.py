@@ -39,21 +39,21 @@ from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.batching.workload import Workload
 from rlmodule.core.contract import Layout
-from rlmodule.core.types import ExperienceRow, MicroBatch, Prompt, Sample
+from rlmodule.core.types import MicroBatch, Prompt, Sample, TrainingSample
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.attention import ATTENTION
 from rlmodule.models.description import shape_of
 from rlmodule.models.policy import PolicyModel
 from rlmodule.ops.segments import SegmentBuckets
-from rlmodule.optim.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.optim.adamw import OptimizerConfig, build_optimizer, build_schedule
 from rlmodule.training.update import Trainable, update
-from strategies.single import SingleOptions, SingleStrategy
+from strategies.single import SingleConfig, SingleStrategy
 
 MAX_GRAD_NORM = 1.0
 TOKEN_BUDGET = 4096  # tokens of a micro-batch
 
 
-def make_rows(num_groups: int, group_size: int, vocabulary: int) -> list[ExperienceRow]:
+def make_rows(num_groups: int, group_size: int, vocabulary: int) -> list[TrainingSample]:
     """Rollouts with one prompt per group and lognormal response lengths."""
     rng = np.random.default_rng(0)
     rows = []
@@ -69,14 +69,14 @@ def make_rows(num_groups: int, group_size: int, vocabulary: int) -> list[Experie
                 loss_mask=torch.ones(length, dtype=torch.bool),
             )
             old = torch.full((length,), -float(np.log(vocabulary)))
-            rows.append(ExperienceRow(sample, advantage=torch.full((length,), float(rng.normal())), old_logprob=old))
+            rows.append(TrainingSample(sample, advantage=torch.full((length,), float(rng.normal())), old_logprob=old))
     return rows
 
 
 class Ours:
     """The project's own path, below Lightning."""
 
-    def __init__(self, rows: list[ExperienceRow], model: nn.Module, **batching: Any) -> None:
+    def __init__(self, rows: list[TrainingSample], model: nn.Module, **batching: Any) -> None:
         metas = [row.sample.meta for row in rows]
         config = BatchingConfig(**{"mini_batch_size": len(rows), "max_token_len_per_gpu": TOKEN_BUDGET, **batching})
         cost = Workload(shape_of(model.config))
@@ -85,13 +85,13 @@ class Ours:
         (share,) = sampler.shares(sampler.plans)
         self.mini_batch = collate((share, [[rows[p] for p in step] for step in share.micro_batches]))
         self.policy = PolicyModel(model)
-        self.strategy = SingleStrategy(SingleOptions(), device="cpu", num_processes=1, num_nodes=1)
+        self.strategy = SingleStrategy(SingleConfig(), device="cpu", num_processes=1, num_nodes=1)
         self.strategy.shard({"policy": self.policy})
-        settings = OptimizerConfig(warmup_steps=0, max_grad_norm=MAX_GRAD_NORM)
-        self.optimizer = build_optimizer(settings, self.policy)
-        self.schedule = build_schedule(settings, self.optimizer, run_steps=1)
+        optimizer = OptimizerConfig(warmup_steps=0, max_grad_norm=MAX_GRAD_NORM)
+        self.optimizer = build_optimizer(optimizer, self.policy)
+        self.schedule = build_schedule(optimizer, self.optimizer, run_steps=1)
         objective = Objective(PPOClip(), AlgorithmConfig())
-        self.trainable = Trainable("policy", objective, settings, run_steps=1)
+        self.trainable = Trainable("policy", objective, optimizer, run_steps=1)
 
     def step(self) -> float:
         """One optimizer step; the gradient norm."""
@@ -114,7 +114,7 @@ class Ours:
 class FullLogits:
     """Packed rows, all logits at once."""
 
-    def __init__(self, rows: list[ExperienceRow], model: nn.Module) -> None:
+    def __init__(self, rows: list[TrainingSample], model: nn.Module) -> None:
         ours = Ours(rows, model)
         self.mini_batch, self.policy = ours.mini_batch, ours.policy
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0)
@@ -148,13 +148,13 @@ class Padded:
 
     batch_size = 8
 
-    def __init__(self, rows: list[ExperienceRow], model: nn.Module) -> None:
+    def __init__(self, rows: list[TrainingSample], model: nn.Module) -> None:
         self.model = model
         self.batches = [rows[i : i + self.batch_size] for i in range(0, len(rows), self.batch_size)]
         self.tokens = sum(len(r.sample.response_ids) for r in rows)
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4, betas=(0.9, 0.95), weight_decay=0.0)
 
-    def _logprobs(self, rows: list[ExperienceRow], with_entropy: bool = True) -> tuple[Tensor, Tensor]:
+    def _logprobs(self, rows: list[TrainingSample], with_entropy: bool = True) -> tuple[Tensor, Tensor]:
         prompts = [torch.tensor(r.sample.prompt.ids) for r in rows]
         responses = [r.sample.response_ids for r in rows]
         left, right = max(map(len, prompts)), max(map(len, responses))
@@ -255,7 +255,7 @@ class Way(Protocol):
         """Log-probabilities without gradients."""
 
 
-MakeWay = Callable[[list[ExperienceRow], Sizes], Way]
+MakeWay = Callable[[list[TrainingSample], Sizes], Way]
 WAYS: Mapping[str, MakeWay] = {
     "rlmodule": lambda rows, sizes: Ours(rows, sizes.model()),
     "shared": lambda rows, sizes: Ours(rows, sizes.model(), keep_groups=True, share_prompts=True),
@@ -264,7 +264,9 @@ WAYS: Mapping[str, MakeWay] = {
 }
 
 
-def measure(rows: list[ExperienceRow], sizes: Sizes, rounds: int, make: Mapping[str, MakeWay] = WAYS) -> dict[str, Any]:
+def measure(
+    rows: list[TrainingSample], sizes: Sizes, rounds: int, make: Mapping[str, MakeWay] = WAYS
+) -> dict[str, Any]:
     """Every way, interleaved, ``rounds`` times; ratios are to ``rlmodule``."""
     ways = {name: make_way(rows, sizes) for name, make_way in make.items()}
     norms = {name: way.step() for name, way in ways.items()}  # warms up, and shows that all do the same work

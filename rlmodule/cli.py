@@ -1,7 +1,7 @@
 """Train a language model by reinforcement learning: `python train.py`, `python train.py --help` for the menus.
 
 The one place that knows everything: composes the configuration (Hydra lives here alone), chooses the strategy, and has
-``rlmodule/run/session.py`` check, build and fit. Several processes on one machine are started by a supervisor
+``rlmodule/run/run.py`` check, build and fit. Several processes on one machine are started by a supervisor
 (``rlmodule/run/launchers/local.py``); under torchrun or srun every process runs this file by itself.
 """
 
@@ -27,7 +27,7 @@ from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.launchers import local as launch
 
 if TYPE_CHECKING:
-    from rlmodule.run.session import Session
+    from rlmodule.run.run import Run
 
 # Threads that wait for work by spinning make a shared machine ten times slower; read when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -48,15 +48,15 @@ def main() -> int:
     try:
         if flag == launch.WORKER_FLAG:
             launch.end_with_supervisor()
-            session_of(RunDirectory(Path(rest[0]))).fit()
+            load_run(RunDirectory(Path(rest[0]))).fit()
         elif flag == launch.WARM_START_FLAG:
-            session_of(RunDirectory(Path(rest[0]))).fit_warm_start()
+            load_run(RunDirectory(Path(rest[0]))).fit_warm_start()
         else:
             from_command_line()
     except RLModuleError as error:
         return report(error)
     except HydraException as error:
-        return report(explained(error))
+        return report(to_config_error(error))
     except OSError as error:
         if error.errno not in NO_PLACE_TO_WRITE:
             raise
@@ -83,32 +83,32 @@ def from_command_line(config: DictConfig) -> float | None:
     """One run, alone or as a job of a sweep; returns what a sweeper maximises: accuracy on held-out prompts."""
     run_dir = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
     try:
-        if refused:
-            raise refused[0]
-        session = prepare(config, run_dir, command_of_this_run())
-        if session.settings.run.task == "parity":
-            if not same_everywhere(session):
+        if deferred_errors:
+            raise deferred_errors[0]
+        run = prepare(config, run_dir, command_of_this_run())
+        if run.config.general.task == "parity":
+            if not same_everywhere(run):
                 raise SystemExit(launch.DIFFERENT_NUMBERS)
-        elif session.machine.needs_supervisor:
-            code = launch.supervise(PROGRAM, session.run_dir.root, session.machine.num_processes)
+        elif run.machine.needs_supervisor:
+            code = launch.supervise(PROGRAM, run.run_dir.root, run.machine.num_processes)
             if code:
                 raise SystemExit(code)
         else:
-            session.fit()
+            run.fit()
     except RLModuleError as error:
         run_directory.remove_if_unused(run_dir)
         raise SystemExit(report(error)) from None  # Hydra would print a line of its own above ours
-    return session.result()
+    return run.result()
 
 
-def prepare(config: DictConfig, run_dir: RunDirectory, command: Sequence[str]) -> Session:
+def prepare(config: DictConfig, run_dir: RunDirectory, command: Sequence[str]) -> Run:
     """Check everything that can be checked, write down what is run, and make the starting weights if there are none."""
-    session = build(config, run_dir)
-    session.join_peers()
-    session.check()
-    session.write_down(OmegaConf.to_yaml(config, resolve=True), run_directory.provenance(command))
-    session.warm_start(alone=lambda root: launch.run_alone(PROGRAM, root))
-    return session
+    run = build(config, run_dir)
+    run.init_distributed()
+    run.check()
+    run.save_config(OmegaConf.to_yaml(config, resolve=True), run_directory.provenance(command))
+    run.warm_start(alone=lambda root: launch.run_alone(PROGRAM, root))
+    return run
 
 
 def command_of_this_run() -> list[str]:
@@ -117,30 +117,30 @@ def command_of_this_run() -> list[str]:
     return sys.argv if job.mode == RunMode.RUN else [sys.argv[0], *job.overrides.task]
 
 
-def session_of(run_dir: RunDirectory) -> Session:
+def load_run(run_dir: RunDirectory) -> Run:
     """The session whose configuration the supervisor has written down."""
     config = OmegaConf.load(run_dir.config)
     assert isinstance(config, DictConfig)
     return build(config, run_dir)
 
 
-def build(config: DictConfig, run_dir: RunDirectory) -> Session:
+def build(config: DictConfig, run_dir: RunDirectory) -> Run:
     """Settings and strategy of one run."""
     # torch and friends take seconds to import: --help, --cfg and tab completion must not wait for them.
-    from rlmodule.run.session import Session
+    from rlmodule.run.run import Run
     from strategies.registry import STRATEGIES
 
-    return Session.read(config, run_dir, STRATEGIES)
+    return Run.read(config, run_dir, STRATEGIES)
 
 
-def same_everywhere(session: Session) -> bool:
+def same_everywhere(run: Run) -> bool:
     """Train the same steps under every layout and say how far apart they are."""
-    from rlmodule.parity.report import prove
+    from rlmodule.parity.report import check_parity
 
-    return prove(session)
+    return check_parity(run)
 
 
-def explained(error: HydraException) -> ConfigError:
+def to_config_error(error: HydraException) -> ConfigError:
     """Hydra's error in the words of all our errors: key, value, reason, remedy."""
     text = str(error).strip()
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
@@ -202,7 +202,7 @@ def known_keys(choices: Sequence[str] = ()) -> list[str]:
     return walk(config, "")
 
 
-refused: list[RLModuleError] = []
+deferred_errors: list[RLModuleError] = []
 
 
 def run_dir_of(run_dir: str | None, output_root: str, resume: str | None) -> str:
@@ -212,7 +212,7 @@ def run_dir_of(run_dir: str | None, output_root: str, resume: str | None) -> str
     try:
         return str(run_directory.choose(run_dir, output_root, resume))
     except RLModuleError as error:
-        refused.append(error)  # OmegaConf would wrap it in an error of its own
+        deferred_errors.append(error)  # OmegaConf would wrap it in an error of its own
         return "."
 
 
@@ -223,7 +223,7 @@ def sweep_dir_of(output_root: str) -> str:
 
 def output_subdir() -> str | None:
     """Resolver of ``hydra.output_subdir``: where there is a run directory, Hydra notes there what it composed."""
-    return None if launch.outside_rank() or refused else ".hydra"
+    return None if launch.outside_rank() or deferred_errors else ".hydra"
 
 
 OmegaConf.register_new_resolver("rlmodule_run_dir", run_dir_of, use_cache=True)

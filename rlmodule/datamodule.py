@@ -14,12 +14,12 @@ from rlmodule.algorithm.shaping import KLController
 from rlmodule.batching.prefetch import PackedAhead
 from rlmodule.core.types import MiniBatch, ScoredSample
 from rlmodule.data.stream import PromptStream
-from rlmodule.examination import Examination
+from rlmodule.evaluation import Evaluator
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.replay import ReplayMemory
 from rlmodule.experience.sources import Source
-from rlmodule.experience.stopwatch import Stopwatch
+from rlmodule.experience.timer import Timer
 
 
 class RLDataModule(L.LightningDataModule):
@@ -29,7 +29,7 @@ class RLDataModule(L.LightningDataModule):
         source: gives this rank's samples.
         stream: the position in the prompts, saved with a checkpoint.
         make: builds the experience maker for one iteration, once the strategy is set up.
-        examinations: on rows that are never trained on; none where nothing is held out.
+        evaluators: on rows that are never trained on; none where nothing is held out.
         kl_controller: the price of KL in the reward, saved with a checkpoint; None where it is not in the reward.
         replay: what is trained on again, saved with a checkpoint by whoever saves what ranks hold.
         start: called when an iteration begins, with its number; for progress displays.
@@ -41,7 +41,7 @@ class RLDataModule(L.LightningDataModule):
         stream: PromptStream,
         make: Callable[[int], ExperienceMaker],
         *,
-        examinations: Sequence[Examination] = (),
+        evaluators: Sequence[Evaluator] = (),
         kl_controller: KLController | None = None,
         replay: ReplayMemory | None = None,
         start: Callable[[int], None] = lambda iteration: None,
@@ -50,17 +50,19 @@ class RLDataModule(L.LightningDataModule):
         self.source = source
         self.stream = stream
         self.make = make
-        self.examinations = tuple(examinations)
+        self.evaluators = tuple(evaluators)
         self.kl_controller = kl_controller
         self.replay = replay or ReplayMemory(0)
         self.start = start
         self.next_iteration = 0
-        self.watch = Stopwatch()
+        self.timer = Timer()
         self.collected: list[ScoredSample] = []  # this rank's samples of the iteration, as sampled
         self.iteration: Iteration | None = None
         self._loader: PackedAhead | None = None
         self._begun_at = 0  # mini-batches of the iteration that were trained on before this run
-        self._put_down: list[Any] = []  # what the ranks of the saved run held of an iteration that was not finished
+        self._pending_partial: list[
+            Any
+        ] = []  # what the ranks of the saved run held of an iteration that was not finished
 
     def train_dataloader(self) -> PackedAhead:
         """Samples of the next iteration, planned and scored.
@@ -70,14 +72,14 @@ class RLDataModule(L.LightningDataModule):
         made = self.iteration
         if self._loader is not None and made is not None and made.sampler.consumed == self._begun_at:
             return self._loader
-        number = self.next_iteration - bool(self._put_down)
+        number = self.next_iteration - bool(self._pending_partial)
         self.start(number)
-        self.watch, self.collected = Stopwatch(), []
+        self.timer, self.collected = Timer(), []
         maker = self.make(number)
-        if self._put_down:
-            self.iteration = self._taken_up(maker)
+        if self._pending_partial:
+            self.iteration = self._restore_partial(maker)
         else:
-            self.iteration = maker(lambda: self._collect(number), self.watch)
+            self.iteration = maker(lambda: self._collect(number), self.timer)
         self.next_iteration = number + 1
         self._begun_at = self.iteration.sampler.consumed
         self._loader = PackedAhead(self.iteration.sampler, partial(maker.packed, self.iteration.experience))
@@ -89,28 +91,28 @@ class RLDataModule(L.LightningDataModule):
 
     def _collect(self, number: int) -> list[ScoredSample]:
         """The next batch of samples, and what is trained on again; asked again where flat groups are replaced."""
-        new = self.source.collect(number, self.watch)
+        new = self.source.collect(number, self.timer)
         self.collected += new
         return self.replay.with_earlier(new, number)
 
-    def unfinished(self) -> bytes | None:
+    def partial_state(self) -> bytes | None:
         """This rank's rows and the facts of an iteration that is being trained on; None between iterations."""
         made = self.iteration
         if made is None or not 0 < made.sampler.consumed < len(made.sampler):
             return None
-        known = (made.facts, made.advantages, dict(made.metrics))
+        known = (made.sample_info, made.advantages, dict(made.metrics))
         return pickle.dumps((known, dict(made.experience.rows), made.sampler.state_dict()))
 
-    def take_up(self, parcels: Sequence[bytes]) -> None:
+    def load_partial_state(self, payloads: Sequence[bytes]) -> None:
         """Go on with the iteration that all ranks of the saved run have put down; there may be others of them now."""
-        self._put_down = [pickle.loads(parcel) for parcel in parcels]
+        self._pending_partial = [pickle.loads(parcel) for parcel in payloads]
 
-    def _taken_up(self, maker: ExperienceMaker) -> Iteration:
-        (facts, advantages, metrics), _, state = self._put_down[0]
-        held = {p: row for _, rows, _ in self._put_down for p, row in rows.items()}
-        iteration = maker.restored(facts, held, advantages, metrics)
+    def _restore_partial(self, maker: ExperienceMaker) -> Iteration:
+        (sample_info, advantages, metrics), _, state = self._pending_partial[0]
+        held = {p: row for _, rows, _ in self._pending_partial for p, row in rows.items()}
+        iteration = maker.restored(sample_info, held, advantages, metrics)
         iteration.sampler.load_state_dict(state)
-        self._put_down = []
+        self._pending_partial = []
         return iteration
 
     def state_dict(self) -> dict[str, Any]:

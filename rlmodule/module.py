@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
-from rlmodule.core.metrics import How, Metric
+from rlmodule.core.metrics import Metric, ReduceType
 from rlmodule.core.types import MiniBatch
-from rlmodule.optim.optimizer import build_schedule, matrices_of, optimizer_over
-from rlmodule.training.preemption import StopRequests
+from rlmodule.optim.adamw import build_schedule, matrices_of, optimizer_over
+from rlmodule.training.preemption import PreemptionHandler
 from rlmodule.training.reduction import reduce_metrics
 from rlmodule.training.update import StepResult, Trainable, update
 
@@ -86,7 +86,7 @@ class RLModule(L.LightningModule):
         self.max_skipped_in_a_row = max_skipped_in_a_row
         self.matrices = {name: matrices_of(model) for name, model in models.items()}
         self.counters = Counters()
-        self.stop_requests = StopRequests()
+        self.preemption = PreemptionHandler()
         self.must_stop = False  # whether some rank was asked to stop, as all know since the last step
         self.last_step: StepReport | None = None
 
@@ -113,7 +113,7 @@ class RLModule(L.LightningModule):
 
     def training_step(self, mini_batch: MiniBatch, batch_idx: int) -> None:
         """One optimizer step of every model that trains on this mini-batch."""
-        made = zip(self.trainables, _listed(self.optimizers()), _listed(self.lr_schedulers()), strict=True)
+        made = zip(self.trainables, as_list(self.optimizers()), as_list(self.lr_schedulers()), strict=True)
         result = StepResult.of_all(
             [
                 update(
@@ -125,15 +125,15 @@ class RLModule(L.LightningModule):
                     backward=self.manual_backward,
                 )
                 for trainable, optimizer, schedule in made
-                if trainable.name in mini_batch.trains
+                if trainable.name in mini_batch.trained_models
             ]
         )
         self.counters.count(result)
-        asked = Metric(float(self.stop_requests.asked_by is not None), 1.0, How.MAX)
+        asked = Metric(float(self.preemption.signal_received is not None), 1.0, ReduceType.MAX)
         merged = reduce_metrics({**result.metrics, STOP: asked}, self.strategy.layout, self.strategy.collectives)
         self.must_stop = merged.pop(STOP).result > 0
         self.last_step = self._report({name: m.result for name, m in merged.items() if m.saw_data}, mini_batch)
-        self._watch(result)
+        self._warn_or_stop(result)
 
     def _report(self, metrics: Mapping[str, float], mini_batch: MiniBatch) -> StepReport:
         counters = self.counters
@@ -145,7 +145,7 @@ class RLModule(L.LightningModule):
         }
         return StepReport(counters.steps, {**metrics, **mini_batch.metrics, **counts})
 
-    def _watch(self, result: StepResult) -> None:
+    def _warn_or_stop(self, result: StepResult) -> None:
         """Say so when a step did nothing; give up when that goes on."""
         counters = self.counters
         if result.empty and counters.empty == 1:
@@ -168,6 +168,6 @@ class RLModule(L.LightningModule):
         self.counters = Counters(**checkpoint["rlmodule_counters"])
 
 
-def _listed(one_or_many: Any) -> list[Any]:
+def as_list(one_or_many: Any) -> list[Any]:
     """Lightning hands out a single optimizer or schedule without a list around it."""
     return one_or_many if isinstance(one_or_many, list) else [one_or_many]

@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rlmodule.core.config import at_least
-from strategies.parts.processes import ManyProcesses, OffloadingDegrees
+from strategies.parts.distributed import DistributedStrategy, OffloadParallelConfig
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
 
 @dataclass(frozen=True)
-class DDPOptions(OffloadingDegrees):
+class DDPConfig(OffloadParallelConfig):
     """Knobs of the gradient exchange."""
 
     bucket_cap_mb: int = 25  # megabytes of gradients per all-reduce
@@ -27,11 +27,11 @@ class DDPOptions(OffloadingDegrees):
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="ddp", device=["cpu", "cuda", "npu", "xpu"])
-class DDPStrategy(ManyProcesses):
+class DDPStrategy(DistributedStrategy):
     """DDP around each trainable inner model; frozen ones are left as they are."""
 
-    options: ClassVar[type] = DDPOptions
-    _options: DDPOptions
+    options: ClassVar[type] = DDPConfig
+    _options: DDPConfig
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """The wrapper stays outside the module tree, so parameter names carry no prefix."""

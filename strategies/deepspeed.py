@@ -25,17 +25,17 @@ from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.parameters import tied
 from strategies.parts.blocks import DTYPES, blocks_of, lm_of
+from strategies.parts.distributed import ParallelConfig
 from strategies.parts.loading import load
-from strategies.parts.processes import Degrees
 from strategies.parts.saved_state import MOMENT
-from strategies.parts.sharded import ShardedModels
+from strategies.parts.sharded import ShardedStrategy
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class DeepSpeedOptions(Degrees):
+class DeepSpeedConfig(ParallelConfig):
     """What is cut, and what is kept in host memory."""
 
     stage: int = 3  # 1 cuts optimizer states, 2 gradients too, 3 parameters too
@@ -114,11 +114,11 @@ class FromTuple(nn.Module):
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="deepspeed", device=["cpu", "cuda", "npu"])
-class DeepSpeedStrategy(ShardedModels):
+class DeepSpeedStrategy(ShardedStrategy):
     """One engine per trainable model; at stage 3 one without an optimizer per frozen model."""
 
-    options: ClassVar[type] = DeepSpeedOptions
-    _options: DeepSpeedOptions
+    options: ClassVar[type] = DeepSpeedConfig
+    _options: DeepSpeedConfig
 
     def setup_distributed(self) -> None:
         """Join the process group; the engines take it over."""
@@ -128,7 +128,7 @@ class DeepSpeedStrategy(ShardedModels):
         self._training: Any = None  # engine of the model whose micro-batch is under way
 
     @property
-    def works_inside_blocks(self) -> bool:
+    def gathers_inside_blocks(self) -> bool:
         """Stage 3 gathers the weights of each layer when it is due."""
         return self.cuts_parameters
 
@@ -141,7 +141,7 @@ class DeepSpeedStrategy(ShardedModels):
         """Engines come later; up to stage 2 every process holds whole weights."""
         if not self.cuts_parameters:
             return super().wrap(name, model)
-        config = self._config(trains=any(p.requires_grad for p in model.parameters()))
+        config = self._config(trained_models=any(p.requires_grad for p in model.parameters()))
         for part in (*blocks_of(model), model):
             load(model, part, self.root_device)
             self._deepspeed.zero.Init(module=part, config_dict_or_path=config)
@@ -176,7 +176,7 @@ class DeepSpeedStrategy(ShardedModels):
                 self._deepspeed.zero.register_external_parameter(outermost, parameter)
         return engine
 
-    def _config(self, trains: bool) -> dict[str, Any]:
+    def _config(self, trained_models: bool) -> dict[str, Any]:
         options = self._options
         zero: dict[str, Any] = {
             "stage": options.stage,
@@ -187,7 +187,7 @@ class DeepSpeedStrategy(ShardedModels):
         }
         if options.stage == 3:
             zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": options.bucket_numel}
-        if options.offload_optimizer and trains:
+        if options.offload_optimizer and trained_models:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.root_device.type != "cpu"}
         if options.offload_param:
             zero["offload_param"] = {"device": "cpu", "pin_memory": self.root_device.type != "cpu"}
@@ -235,18 +235,18 @@ class DeepSpeedStrategy(ShardedModels):
 
     # ---- whole weights
 
-    def whole_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """The fp32 masters of what trains, one at a time; of a frozen model its weights."""
         for names, parameter in tied(self._models[name]):
             master = self._deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
             if master is not None:
                 yield names, master.detach()
                 continue
-            with self._at_hand(parameter):
-                whole = parameter.detach().clone()
-            yield names, whole
+            with self._on_device(parameter):
+                full_tensor = parameter.detach().clone()
+            yield names, full_tensor
 
-    def _at_hand(self, parameter: nn.Parameter, written_by: int | None = None) -> AbstractContextManager[Any]:
+    def _on_device(self, parameter: nn.Parameter, written_by: int | None = None) -> AbstractContextManager[Any]:
         """Its whole weights inside; cut again afterwards, as rank ``written_by`` left them where one is named."""
         if not self.cuts_parameters:
             return nullcontext()
@@ -262,32 +262,32 @@ class DeepSpeedStrategy(ShardedModels):
 
     # ---- what a checkpoint holds: whole tensors, each written by one rank, so that any strategy reads them
 
-    def saved_parts(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+    def state_dict_to_save(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
         """Every tensor made whole and kept by one rank, in turns: a rank holds 1/world of model and moments."""
         parts: dict[str, Tensor] = {}
         steps = [state["step"] for state in optimizer.state.values()]
         if steps:
             self._link_moments(name)
-        for place, (key, parameter, whole) in enumerate(self._trainable(name)):
+        for place, (key, parameter, full_tensor) in enumerate(self._trainable(name)):
             keeps = place % dist.get_world_size() == dist.get_rank()
             read = self._deepspeed.utils.safe_get_full_optimizer_state
             moments = {m: read(parameter, m) for m in MOMENTS} if steps else {}
             if keeps:
-                parts[f"{name}.{key}"] = whole.cpu()
+                parts[f"{name}.{key}"] = full_tensor.cpu()
                 parts |= {f"{name}.{key}{MOMENT}{m}": tensor.cpu() for m, tensor in moments.items()}
                 parts |= {f"{name}.{key}{MOMENT}step": steps[0].clone().cpu()} if steps else {}
         return parts
 
-    def parts_to_load(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+    def state_dict_to_load(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
         """Whole tensors in host memory, every one on every rank."""
         parts: dict[str, Tensor] = {}
-        for key, _, whole in self._trainable(name):
-            parts[f"{name}.{key}"] = torch.zeros_like(whole, device="cpu")
-            parts |= {f"{name}.{key}{MOMENT}{m}": torch.zeros_like(whole, device="cpu") for m in MOMENTS}
+        for key, _, full_tensor in self._trainable(name):
+            parts[f"{name}.{key}"] = torch.zeros_like(full_tensor, device="cpu")
+            parts |= {f"{name}.{key}{MOMENT}{m}": torch.zeros_like(full_tensor, device="cpu") for m in MOMENTS}
             parts[f"{name}.{key}{MOMENT}step"] = torch.zeros(())
         return parts
 
-    def put_loaded(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
         """Cut whole tensors into the engine's masters and moments."""
         steps = [tensor for key, tensor in parts.items() if key.endswith(f"{MOMENT}step")]
         if steps:
@@ -298,7 +298,7 @@ class DeepSpeedStrategy(ShardedModels):
         for key, parameter, _ in self._trainable(name):
             value = parts[f"{name}.{key}"].to(self.root_device)
             self._put_whole(parameter, value)
-            with self._at_hand(parameter, written_by=0):
+            with self._on_device(parameter, written_by=0):
                 parameter.data.copy_(value)
             if steps:
                 for m in MOMENTS:

@@ -26,12 +26,12 @@ from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.parameters import tied
 from strategies.parts.blocks import DTYPES, blocks_of
-from strategies.parts.inner_models import persistent_buffers
+from strategies.parts.distributed import OffloadParallelConfig
 from strategies.parts.loading import load
-from strategies.parts.offload import refuse_twice
-from strategies.parts.processes import OffloadingDegrees
+from strategies.parts.offload import check_offload_once
 from strategies.parts.saved_state import MOMENT
-from strategies.parts.sharded import ShardedModels, whole
+from strategies.parts.sharded import ShardedStrategy, full_tensor
+from strategies.parts.strategy_mixin import persistent_buffers
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
 SHARDING = {
@@ -42,7 +42,7 @@ SHARDING = {
 
 
 @dataclass(frozen=True)
-class FSDPOptions(OffloadingDegrees):
+class FSDPConfig(OffloadParallelConfig):
     """What is kept whole, and in which type it travels."""
 
     sharding: str = "full"  # full; grad_op keeps weights whole from forward to backward; hybrid shards within a copy
@@ -55,7 +55,7 @@ class FSDPOptions(OffloadingDegrees):
         super().__post_init__()
         one_of("sharding", self.sharding, SHARDING)
         one_of("param_dtype", self.param_dtype, DTYPES)
-        refuse_twice(self.cpu_offload, self)
+        check_offload_once(self.cpu_offload, self)
         at_least("dp_replicate", self.dp_replicate, 1)
         if (self.dp_replicate > 1) != (self.sharding == "hybrid"):
             raise ConfigError(
@@ -79,13 +79,13 @@ class FSDPOptions(OffloadingDegrees):
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="fsdp", device=["cpu", "cuda", "npu"])
-class FSDPStrategy(ShardedModels):
+class FSDPStrategy(ShardedStrategy):
     """One FSDP unit per block, one for what is left; parameters keep their names and their own hyperparameters."""
 
-    options: ClassVar[type] = FSDPOptions
-    _options: FSDPOptions
+    options: ClassVar[type] = FSDPConfig
+    _options: FSDPConfig
 
-    def __init__(self, options: FSDPOptions, **place: Any) -> None:
+    def __init__(self, options: FSDPConfig, **place: Any) -> None:
         super().__init__(options, **place)
         self._aliases: dict[str, list[tuple[str, ...]]] = {}
 
@@ -99,7 +99,7 @@ class FSDPStrategy(ShardedModels):
             if dtype is None
             else MixedPrecision(dtype, torch.float32, torch.float32, cast_root_forward_inputs=False)
         )
-        how: dict[str, Any] = {
+        reduce: dict[str, Any] = {
             "device_mesh": self.mesh.sharding,
             "sharding_strategy": SHARDING[self._options.sharding],
             "mixed_precision": precision,
@@ -110,9 +110,9 @@ class FSDPStrategy(ShardedModels):
         places = {module: place for place, module in model.named_modules()}
         for block in reversed(blocks_of(model)):  # innermost first
             load(model, block, self.root_device)
-            model.set_submodule(places[block], FullyShardedDataParallel(block, **how))
+            model.set_submodule(places[block], FullyShardedDataParallel(block, **reduce))
         load(model, model, self.root_device)
-        return FullyShardedDataParallel(model, **how)
+        return FullyShardedDataParallel(model, **reduce)
 
     def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
         """Reduce now, or leave whole gradients until the last micro-batch."""
@@ -128,13 +128,13 @@ class FSDPStrategy(ShardedModels):
         """A piece is held once in every copy of the sharded model."""
         return self._options.dp_replicate
 
-    def whole_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """Gather one tensor at a time."""
-        pieces = self._pieces(name)
+        local_shards = self._local_shards(name)
         for names in self._aliases[name]:
-            yield names, whole(pieces[names[0]], self.root_device)
+            yield names, full_tensor(local_shards[names[0]], self.root_device)
 
-    def _pieces(self, name: str) -> dict[str, Tensor]:
+    def _local_shards(self, name: str) -> dict[str, Tensor]:
         """Name before sharding -> this process's piece as a DTensor."""
         with sharded_state(self._wrapped[name]):
             state = self._wrapped[name].state_dict()
@@ -142,16 +142,16 @@ class FSDPStrategy(ShardedModels):
 
     # ---- what a checkpoint holds
 
-    def saved_parts(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+    def state_dict_to_save(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
         """FSDP1's own view of its flat pieces, under the common names."""
-        parts = {f"{name}.{key}": piece for key, piece in self._pieces(name).items()}
+        parts = {f"{name}.{key}": piece for key, piece in self._local_shards(name).items()}
         with sharded_state(self._wrapped[name]):
             state = FullyShardedDataParallel.optim_state_dict(self._wrapped[name], optimizer)["state"]
         for key, moments in state.items():
             parts |= {f"{name}.{key}{MOMENT}{moment}": tensor for moment, tensor in moments.items()}
         return parts
 
-    def put_loaded(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
         """Back through FSDP1's own view."""
         wrapper: Any = self._wrapped[name]
         loaded = {key.removeprefix(f"{name}."): tensor for key, tensor in parts.items()}

@@ -14,16 +14,16 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.parameters import tied
 from strategies.parts.blocks import DTYPES, blocks_of, lm_of
+from strategies.parts.distributed import OffloadParallelConfig
 from strategies.parts.loading import load
-from strategies.parts.offload import refuse_twice
-from strategies.parts.processes import OffloadingDegrees
-from strategies.parts.sharded import ShardedModels, whole
-from strategies.parts.tensor_parallel import cut_matrices
+from strategies.parts.offload import check_offload_once
+from strategies.parts.sharded import ShardedStrategy, full_tensor
+from strategies.parts.tensor_parallel import apply_tensor_parallel
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
 
 @dataclass(frozen=True)
-class FSDP2Options(OffloadingDegrees):
+class FSDP2Config(OffloadParallelConfig):
     """What is kept whole, for how long, and in which type it travels."""
 
     tp_size: int = 1  # processes that share every matrix (tensor parallelism, from the model's own plan)
@@ -38,7 +38,7 @@ class FSDP2Options(OffloadingDegrees):
         at_least("tp_size", self.tp_size, 1)
         at_least("dp_replicate", self.dp_replicate, 1)
         one_of("param_dtype", self.param_dtype, DTYPES)
-        refuse_twice(self.cpu_offload, self)
+        check_offload_once(self.cpu_offload, self)
 
     @property
     def grid(self) -> dict[str, int]:
@@ -47,33 +47,33 @@ class FSDP2Options(OffloadingDegrees):
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="fsdp2", device=["cpu", "cuda", "npu", "xpu"])
-class FSDP2Strategy(ShardedModels):
+class FSDP2Strategy(ShardedStrategy):
     """fully_shard over each block, then over what is left."""
 
-    options: ClassVar[type] = FSDP2Options
-    _options: FSDP2Options
+    options: ClassVar[type] = FSDP2Config
+    _options: FSDP2Config
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Cut in place: the modules keep their names, their parameters become DTensors."""
         if self.mesh.tensor is not None:
-            cut_matrices(lm_of(model), self.mesh.tensor)
-        how: dict[str, Any] = {
+            apply_tensor_parallel(lm_of(model), self.mesh.tensor)
+        reduce: dict[str, Any] = {
             "mesh": self.mesh.sharding,
             "reshard_after_forward": self._options.reshard_after_forward,
-            "offload_policy": self._where_pieces_live(),
+            "offload_policy": self._offload_policy(),
         }
         param_dtype = DTYPES[self._options.param_dtype]
         for block in blocks_of(model):
             load(model, block, self.root_device)
-            fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32), **how)
+            fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32), **reduce)
         # The outermost module takes whole micro-batches: casting its inputs would round old log-probabilities.
         outermost = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
         load(model, model, self.root_device)
         # Its weights (embedding, head) are needed again at once when backward begins.
-        fully_shard(model, mp_policy=outermost, **{**how, "reshard_after_forward": False})
+        fully_shard(model, mp_policy=outermost, **{**reduce, "reshard_after_forward": False})
         return model
 
-    def _where_pieces_live(self) -> OffloadPolicy:
+    def _offload_policy(self) -> OffloadPolicy:
         if not self._options.cpu_offload:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.root_device.type != "cpu")  # a CPU alone has nothing to lock pages for
@@ -87,14 +87,14 @@ class FSDP2Strategy(ShardedModels):
         wrapper.set_is_last_backward(is_last)
         yield
 
-    def pieces(self, name: str) -> Iterator[Tensor]:
+    def local_shards(self, name: str) -> Iterator[Tensor]:
         """Pieces alone: what was left whole for a backward that did not come is dropped."""
         for module in self._models[name].modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return super().pieces(name)
+        return super().local_shards(name)
 
-    def whole_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """Gather one tensor at a time."""
         for names, parameter in tied(self._models[name]):
-            yield names, whole(parameter.detach(), self.root_device)
+            yield names, full_tensor(parameter.detach(), self.root_device)

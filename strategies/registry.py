@@ -27,7 +27,7 @@ Key = tuple[str, str, str, str | None]
 Words = str | Iterable[str]
 
 
-def _listed(words: Words | None) -> tuple[str | None, ...]:
+def as_list(words: Words | None) -> tuple[str | None, ...]:
     return (words,) if words is None or isinstance(words, str) else tuple(words)
 
 
@@ -48,7 +48,7 @@ class StrategyRegistry:
         """
         keys: list[Key] = [
             (str(m), str(b), str(d), v)
-            for m, b, d, v in itertools.product(_listed(model_type), _listed(backend), _listed(device), _listed(vendor))
+            for m, b, d, v in itertools.product(as_list(model_type), as_list(backend), as_list(device), as_list(vendor))
         ]
 
         def file(strategy: C) -> C:

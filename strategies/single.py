@@ -10,23 +10,23 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from rlmodule.core.errors import ConfigError
-from strategies.parts.inner_models import InnerModels, inner_models_of
-from strategies.parts.offload import OffloadOptions
+from strategies.parts.offload import OffloadConfig
+from strategies.parts.strategy_mixin import StrategyMixin, inner_models_of
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
 
 @dataclass(frozen=True)
-class SingleOptions(OffloadOptions):
+class SingleConfig(OffloadConfig):
     """Where tensors wait."""
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="single", device=["cpu", "cuda", "npu", "xpu", "mps"])
-class SingleStrategy(InnerModels, SingleDeviceStrategy):
+class SingleStrategy(StrategyMixin, SingleDeviceStrategy):
     """The reference every other strategy is measured against."""
 
-    options: ClassVar[type] = SingleOptions
+    options: ClassVar[type] = SingleConfig
 
-    def __init__(self, options: SingleOptions, *, device: str, num_processes: int, num_nodes: int) -> None:
+    def __init__(self, options: SingleConfig, *, device: str, num_processes: int, num_nodes: int) -> None:
         if num_processes * num_nodes > 1:
             raise ConfigError(
                 key="trainer.devices",

@@ -22,7 +22,7 @@ LAYERS = (
     {"rollout", "algorithm"},
     {"training"},
     {"experience"},
-    {"examination"},
+    {"evaluation"},
     {"module", "datamodule"},
     {"callbacks"},
     {"run"},
@@ -85,7 +85,7 @@ LIBRARIES = {
 
 # Imports inside a function: a chosen component's optional dependency, and these, each for the reason beside it.
 DEFERRED = {
-    ("rlmodule/cli.py", "rlmodule.run.session"),  # --help and tab completion must not wait for torch
+    ("rlmodule/cli.py", "rlmodule.run.run"),  # --help and tab completion must not wait for torch
     ("rlmodule/cli.py", "strategies.registry"),  # likewise
     ("strategies/deepspeed.py", ""),  # the device must be named before it is imported
     ("rlmodule/cli.py", "rlmodule.parity.report"),  # likewise

@@ -24,12 +24,12 @@ from rlmodule.data.prompts import DataConfig
 from rlmodule.environments import TASKS
 from rlmodule.losses import LOSSES
 from rlmodule.models.description import ModelConfig
-from rlmodule.optim.optimizer import OptimizerConfig
+from rlmodule.optim.adamw import OptimizerConfig
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
-from rlmodule.run.session import Session
-from rlmodule.run.settings import ParityConfig, RunSection, Settings, TrainerConfig, WarmStartConfig
+from rlmodule.run.config import GeneralConfig, ParityConfig, RunConfig, TrainerConfig, WarmStartConfig
+from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
 
 # Sections of one dataclass, and sections whose dataclass is chosen from a menu by the key ``name``.
@@ -74,26 +74,26 @@ def fields_of(cls):
 @pytest.mark.parametrize("choice", [c for c in CHOICES if c != "reward=function"])
 def test_every_choice_composes_and_converts(choice):
     """A key without an owner would be refused here."""
-    config = compose(choice)
-    settings = Settings.read(config)
-    assert settings.run == RunSection()
+    node = compose(choice)
+    config = RunConfig.read(node)
+    assert config.general == GeneralConfig()
     group, name = choice.split("=")
     if group == "strategy" and name != "auto":
-        options = STRATEGIES.lookup("language_model", config.strategy.name, device="cpu").options
-        assert set(config.strategy) == fields_of(options) | {"name"}
+        options = STRATEGIES.lookup("language_model", node.strategy.name, device="cpu").options
+        assert set(node.strategy) == fields_of(options) | {"name"}
 
 
 @pytest.mark.parametrize("name", CALLBACK_FILES)
 def test_every_set_of_callbacks_composes_and_converts(name):
-    settings = Settings.read(compose(f"callbacks={name}"))
+    config = RunConfig.read(compose(f"callbacks={name}"))
     if name not in ("default", "none"):
-        assert list(settings.callbacks) == [name], "a file of the menu switches on the callback of its name"
+        assert list(config.callbacks) == [name], "a file of the menu switches on the callback of its name"
 
 
 def test_the_default_switches_every_callback_on_and_saves_last():
-    settings = Settings.read(compose())
-    assert sorted(settings.callbacks) == CALLBACKS.names()
-    assert list(settings.callbacks)[-1] == "checkpoint"
+    config = RunConfig.read(compose())
+    assert sorted(config.callbacks) == CALLBACKS.names()
+    assert list(config.callbacks)[-1] == "checkpoint"
 
 
 @pytest.mark.parametrize("choice", [c for c in CHOICES if c.split("=")[0] in SECTIONS])
@@ -124,7 +124,7 @@ def test_every_field_of_a_callback_can_be_seen_and_set(name):
 
 def test_the_keys_at_the_top_are_those_of_the_run():
     groups = {path.parent.name for path in cli.CONF.glob("*/*.yaml")} - {"experiment", "sweep", "debug"}
-    assert set(compose()) == groups | fields_of(RunSection) | {"parity"}
+    assert set(compose()) == groups | fields_of(GeneralConfig) | {"parity"}
     assert set(compose().parity) == fields_of(ParityConfig)
 
 
@@ -154,7 +154,7 @@ def test_a_sweep_names_keys_that_exist_and_values_that_convert(sweep):
     for key, values in params.items():
         words = str(values).replace("range(", "").strip("()").replace(" ", "").split(",")
         assert key not in COMPONENTS | SECTIONS or set(words) <= set(cli.menu(key))
-        Settings.read(compose(f"{key}={words[0]}"))
+        RunConfig.read(compose(f"{key}={words[0]}"))
 
 
 def test_conf_says_what_the_code_says():
@@ -174,7 +174,7 @@ def test_conf_says_what_the_code_says():
         "overlong_buffer": {"max_length"},
     }
     config = compose()
-    read = Settings.read(config)
+    read = RunConfig.read(config)
     sections = {group: (SECTIONS[group], config[group]) for group in SECTIONS}
     sections |= {group: (COMPONENTS[group].get(config[group].name), config[group]) for group in COMPONENTS}
     sections |= {f"callbacks.{name}": (CALLBACKS.get(name), config.callbacks[name]) for name in config.callbacks}
@@ -208,9 +208,9 @@ def refusal_of(tmp_path, *overrides):
     try:
         with pytest.raises(RLModuleError) as caught:
             config = compose(f"run_dir={tmp_path / 'run'}", *overrides)
-            Session.read(config, RunDirectory(tmp_path / "run"), STRATEGIES).check()
+            Run.read(config, RunDirectory(tmp_path / "run"), STRATEGIES).check()
     except HydraException as error:
-        return cli.explained(error)
+        return cli.to_config_error(error)
     return caught.value
 
 
@@ -262,7 +262,7 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["algorithm=dpo", "batching=dynamic"], "batching.keep_groups", False, "Use true"),
         (["algorithm=dpo", "advantage=remax"], "advantage", "ReMax", "Use advantage=grpo"),
         (["algorithm=ipo", "algorithm.use_kl_loss=true"], "algorithm.use_kl_loss", True, "Use false"),
-        (["algorithm=dpo", "algorithm.old_logprob=sampler"], "algorithm.old_logprob", "sampler", "preferences were not sampled"),
+        (["algorithm=dpo", "algorithm.old_logprob=rollout"], "algorithm.old_logprob", "rollout", "preferences were not sampled"),
         (["algorithm=dpo", "loss.nll_coef=-1"], "loss.nll_coef", -1.0, "at least 0"),
         (["algorithm=dpo", "loss.label_smoothing=0.9"], "loss.label_smoothing", 0.9, "0.5"),
         (["logger=wandb"], "logger", "wandb", "Known: none, tensorboard"),
@@ -286,14 +286,14 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["algorithm.rollout_correction.upper=0"], "algorithm.rollout_correction.upper", 0.0, "lower=0.0"),
         (["algorithm=sft", "algorithm.rollout_correction.mode=mask"], "algorithm.rollout_correction.mode", "mask", "Use none"),
         (["+algorithm.rollout_correction.uper=3"], "algorithm.rollout_correction.uper", 3, "Check the spelling"),
-        (["algorithm=sft", "algorithm.old_logprob=sampler"], "algorithm.old_logprob", "sampler", "Use recompute"),
-        (["algorithm.old_logprob=sampler", "rollout.top_k=5"], "algorithm.old_logprob", "sampler", "rollout.top_k=5"),
-        (["algorithm.old_logprob=sampler", "rollout.top_p=0.9"], "algorithm.old_logprob", "sampler", "rollout.top_p=1"),
-        (["algorithm.old_logprob=old"], "algorithm.old_logprob", "old", "Known: auto, available, recompute, sampler"),
+        (["algorithm=sft", "algorithm.old_logprob=rollout"], "algorithm.old_logprob", "rollout", "Use recompute"),
+        (["algorithm.old_logprob=rollout", "rollout.top_k=5"], "algorithm.old_logprob", "rollout", "rollout.top_k=5"),
+        (["algorithm.old_logprob=rollout", "rollout.top_p=0.9"], "algorithm.old_logprob", "rollout", "rollout.top_p=1"),
+        (["algorithm.old_logprob=old"], "algorithm.old_logprob", "old", "Known: auto, available, recompute, rollout"),
         (["algorithm=sft", "rollout.temperature=0.5"], "rollout.temperature", 0.5, "Use 1.0"),
         (["algorithm=ppo", "critic.optimizer.lr=-1"], "critic.optimizer.lr", -1.0, "must be at least 0"),
         (["algorithm=ppo", "critic.coef=-1"], "critic.coef", -1.0, "must be at least 0"),
-        (["model.value=both"], "model.value", "both", "Known: none, only, separate, shared"),
+        (["model.value=both"], "model.value", "both", "Known: none, separate, shared"),
         (["algorithm=ppo", "model.value=none"], "model.value", "none", "Use model.value=shared"),
         (["model.value=shared"], "model.value", "shared", "advantage=gae"),
         (["algorithm=sft", "model.value=separate"], "model.value", "separate", "model.value=none"),
@@ -305,9 +305,9 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         ([*SHARED, "critic.path=folder"], "critic.path", "folder", "model.value=separate"),
         (["algorithm=rm", "model.lora.r=4"], "model.lora.r", 4, "Use model.lora.r=0"),
         (["algorithm=rm", "critic.path=folder"], "critic.path", "folder", "model.value=separate"),
-        (["algorithm=rm", "loss=dpo"], "model.value", "only", "Use algorithm=rm, or model.value=none"),
+        (["algorithm=rm", "loss=dpo"], "model.kind", "reward_model", "Use algorithm=rm, or model.kind=policy"),
         (["algorithm=rm", "algorithm.source=rollouts", "rollout.n=2"], "algorithm.source", "rollouts", "algorithm=rm"),
-        (["model.value=only"], "model.value", "only", "PPOClip is made of"),
+        (["model.kind=reward_model"], "model.kind", "reward_model", "PPOClip is made of"),
         (["algorithm=ppo", "critic.path=/nowhere"], "critic.path", "/nowhere", "Give a folder that holds config.json"),
         (["algorithm=ppo", *SMALL_VOCABULARY], "critic.architecture", {"model_type": "llama", "vocab_size": 9}, "260"),
         (["algorithm=ppo", *EQUAL, "critic.mini_batch_size=9"], "critic.mini_batch_size", 9, "critic.mini_batch_size=10"),
@@ -395,10 +395,10 @@ def test_a_pair_that_fits_no_micro_batch_is_named(tmp_path):
 def test_a_value_that_cannot_be_read_is_explained():
     with pytest.raises(HydraException) as caught:
         compose("data.system_prompt={a")
-    error = cli.explained(caught.value)
+    error = cli.to_config_error(caught.value)
     assert (error.key, error.got) == ("data.system_prompt", "{a")
     assert "Quote values" in str(error)
     with pytest.raises(HydraException) as caught:
         compose("loss=sft,ppo_clip")
-    assert "'loss=sft,ppo_clip'" in str(cli.explained(caught.value))
-    assert "--multirun" in str(cli.explained(caught.value))
+    assert "'loss=sft,ppo_clip'" in str(cli.to_config_error(caught.value))
+    assert "--multirun" in str(cli.to_config_error(caught.value))

@@ -51,7 +51,7 @@ class GAE:
     def _advantage(self, x: AdvantageInputs) -> Tensor:
         assert x.tokens is not None, "gae needs values"
         next_value = x.tokens.next_value if self.bootstrap_truncated else torch.zeros_like(x.tokens.next_value)
-        reward = -x.tokens.charge
+        reward = -x.tokens.penalty
         has_tokens = x.loss_tokens > 0
         reward[(x.loss_tokens.cumsum(0) - 1)[has_tokens]] += x.reward[has_tokens].double()
         return lambda_advantages(reward, x.tokens.value, next_value, x.loss_tokens, gamma=self.gamma, lam=self.lam)

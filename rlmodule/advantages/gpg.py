@@ -36,6 +36,6 @@ class GPG:
         """[B] rewards of the whole iteration -> [B] float64 advantages."""
         is_scored = torch.isfinite(x.reward)
         group = group_statistics(x.reward, x.group, is_scored)
-        tells = is_scored & ~group.is_flat
+        tells = is_scored & ~group.has_zero_std
         alpha = is_scored.sum().double() / tells.sum().clamp(min=1)
         return torch.where(tells, alpha * (x.reward.double() - group.mean) / self.f_norm, 0.0)

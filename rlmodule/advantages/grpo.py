@@ -43,4 +43,4 @@ class GRPO:
         if self.normalize_by_std:
             whole = torch.zeros_like(x.group) if self.std_over == "batch" else x.group
             advantage = advantage / (group_statistics(x.reward, whole, is_scored).std + self.eps)
-        return torch.where(is_scored & ~group.is_flat, advantage, 0.0)
+        return torch.where(is_scored & ~group.has_zero_std, advantage, 0.0)

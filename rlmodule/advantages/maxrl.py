@@ -37,4 +37,4 @@ class MaxRL:
         is_scored = torch.isfinite(x.reward)
         group = group_statistics(x.reward, x.group, is_scored)
         relative = (x.reward.double() - group.mean) / (group.mean.clamp(min=0) + self.eps)
-        return torch.where(is_scored & ~group.is_flat & (group.mean > 0), relative, 0.0)
+        return torch.where(is_scored & ~group.has_zero_std & (group.mean > 0), relative, 0.0)

@@ -31,5 +31,5 @@ class OPO:
         length = x.loss_tokens.double()
         weighted = group_statistics(x.reward * length, x.group, is_scored).mean
         baseline = weighted / group_statistics(length, x.group, is_scored).mean.clamp(min=1e-9)
-        is_flat = group_statistics(x.reward, x.group, is_scored).is_flat
-        return torch.where(is_scored & ~is_flat, x.reward.double() - baseline, 0.0)
+        has_zero_std = group_statistics(x.reward, x.group, is_scored).has_zero_std
+        return torch.where(is_scored & ~has_zero_std, x.reward.double() - baseline, 0.0)

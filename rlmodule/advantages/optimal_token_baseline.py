@@ -44,7 +44,7 @@ class OptimalTokenBaseline:
         summed = x.energy.double().cumsum(0)
         weight = summed - (summed - x.energy.double())[start] + self.eps  # [N]
         is_scored = torch.isfinite(x.reward)
-        counts = (is_scored & ~group_statistics(x.reward, x.group, is_scored).is_flat)[response]  # [N]
+        counts = (is_scored & ~group_statistics(x.reward, x.group, is_scored).has_zero_std)[response]  # [N]
         reward = torch.where(is_scored, x.reward.double(), 0.0)[response]  # [N]
         _, group = torch.unique(x.group, return_inverse=True)
         _, cell = torch.unique(torch.stack([group[response], place]), dim=1, return_inverse=True)  # [N] (group, place)

@@ -30,6 +30,6 @@ class ReinforcePPBaseline:
         """[B] rewards of the whole iteration -> [B] float64 advantages."""
         is_scored = torch.isfinite(x.reward)
         group = group_statistics(x.reward, x.group, is_scored)
-        centred = torch.where(group.is_flat, 0.0, x.reward.double() - group.mean)
+        centred = torch.where(group.has_zero_std, 0.0, x.reward.double() - group.mean)
         whitened = whiten_by_tokens(centred, x.loss_tokens, is_scored)
-        return torch.where(is_scored & ~group.is_flat, whitened, 0.0)
+        return torch.where(is_scored & ~group.has_zero_std, whitened, 0.0)

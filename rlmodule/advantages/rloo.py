@@ -29,4 +29,4 @@ class RLOO:
         is_scored = torch.isfinite(x.reward)
         group = group_statistics(x.reward, x.group, is_scored)
         leave_one_out = group.count / (group.count - 1).clamp(min=1) * (x.reward.double() - group.mean)
-        return torch.where(is_scored & ~group.is_flat, leave_one_out, 0.0)
+        return torch.where(is_scored & ~group.has_zero_std, leave_one_out, 0.0)

@@ -17,7 +17,7 @@ from rlmodule.core.types import MicroBatch, StepTotals
 from rlmodule.ops.aggregate import MODES, SEQ_MEAN_TOKEN_SUM_NORM, token_weights
 from rlmodule.ops.kl import KINDS as KL_KINDS
 
-OLD_LOGPROB = ("auto", "recompute", "sampler", "available")
+OLD_LOGPROB = ("auto", "recompute", "rollout", "available")
 ROLLOUTS, DEMONSTRATIONS, PREFERENCES = SOURCES = ("rollouts", "demonstrations", "preferences")
 
 
@@ -63,7 +63,7 @@ class AlgorithmConfig:
                 because=f"{SEQ_MEAN_TOKEN_SUM_NORM} divides by a constant",
                 fix="Use ${rollout.max_response_length}, or another loss_agg_mode",
             )
-        if self.reads_sampler and not self.is_sampled:
+        if self.uses_rollout_logprob and not self.is_sampled:
             raise ConfigError(
                 key="old_logprob", got=self.old_logprob, because=f"{self.source} were not sampled", fix="Use recompute"
             )
@@ -74,7 +74,7 @@ class AlgorithmConfig:
                 because="as a loss its expected gradient is 0, so it would pull nowhere",
                 fix="Use kl_loss_type=k2 or k1+ (gradient of the reverse KL), or use_kl_in_reward=true",
             )
-        if self.rollout_correction.is_on and self.reads_sampler:
+        if self.rollout_correction.is_on and self.uses_rollout_logprob:
             raise ConfigError(
                 key="rollout_correction.mode",
                 got=self.rollout_correction.mode,
@@ -82,7 +82,7 @@ class AlgorithmConfig:
                 fix="Use old_logprob=recompute, or rollout_correction.mode=none",
             )
         if not self.is_sampled:
-            self._refuse_without_rollouts()
+            self._check_written_responses()
 
     @property
     def is_sampled(self) -> bool:
@@ -90,9 +90,9 @@ class AlgorithmConfig:
         return self.source == ROLLOUTS
 
     @property
-    def reads_sampler(self) -> bool:
+    def uses_rollout_logprob(self) -> bool:
         """Whether the sampler's log-probabilities stand for those of the policy that starts the update."""
-        return self.old_logprob in ("sampler", "available")
+        return self.old_logprob in ("rollout", "available")
 
     def for_stored_rollouts(self) -> AlgorithmConfig:
         """The same where responses were drawn long ago: ``auto`` then means ``available``, and else ``recompute``.
@@ -113,7 +113,7 @@ class AlgorithmConfig:
             loss_scale_factor=self.loss_scale_factor,
         )
 
-    def _refuse_without_rollouts(self) -> None:
+    def _check_written_responses(self) -> None:
         for name, is_on, because in (
             ("use_kl_loss", self.use_kl_loss, "the KL is estimated on tokens that the policy drew"),
             ("use_kl_in_reward", self.use_kl_in_reward, f"{self.source} have no reward"),

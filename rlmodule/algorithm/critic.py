@@ -1,6 +1,6 @@
 """What a value function minimises, alone or on the policy's trunk: the value loss, weighed like the policy's.
 
-Leaves out the maths (``ops/value.py``), where returns come from (``experience/estimation.py``) and the models
+Leaves out the maths (``ops/value.py``), where returns come from (``experience/advantage_stage.py``) and the models
 (``models/value.py``).
 """
 
@@ -20,7 +20,7 @@ from rlmodule.core.metrics import Metric, merge
 from rlmodule.core.types import MicroBatch, StepTotals
 from rlmodule.ops.aggregate import aggregate
 from rlmodule.ops.value import value_loss
-from rlmodule.optim.optimizer import OptimizerConfig
+from rlmodule.optim.adamw import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,14 @@ class CriticObjective:
     label: ClassVar[str] = "critic"
     selects: ClassVar[None] = None
 
-    settings: CriticConfig
+    config: CriticConfig
     algorithm: AlgorithmConfig
 
-    def over(self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None) -> CriticShare:
+    def for_micro_batch(
+        self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None
+    ) -> CriticLoss:
         """The value loss of one micro-batch, ready to be given values."""
-        return CriticShare(self.settings.clip_range, batch, totals, self.algorithm.weights(batch, totals))
+        return CriticLoss(self.config.clip_range, batch, totals, self.algorithm.weights(batch, totals))
 
 
 @dataclass(frozen=True)
@@ -80,16 +82,18 @@ class JointObjective:
         """The policy loss, where it picks tokens out of the whole mini-batch."""
         return self.policy.selects
 
-    def over(self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None) -> JointShare:
+    def for_micro_batch(
+        self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None
+    ) -> JointLoss:
         """Both losses of one micro-batch."""
-        return JointShare(
-            self.policy.over(batch, totals, sequence),
-            self.critic.over(batch, totals, sequence),
-            self.critic.settings.coef,
+        return JointLoss(
+            self.policy.for_micro_batch(batch, totals, sequence),
+            self.critic.for_micro_batch(batch, totals, sequence),
+            self.critic.config.coef,
         )
 
 
-class CriticShare:
+class CriticLoss:
     """What a value model's forward pass is given to turn values into a loss.
 
     Args:
@@ -114,7 +118,7 @@ class CriticShare:
         return aggregate(made.loss, self.weight, self.totals)
 
 
-class JointShare:
+class JointLoss:
     """Both objectives for a model with two heads, which asks each for its part.
 
     Args:
@@ -122,7 +126,7 @@ class JointShare:
         coef: weight of the value loss.
     """
 
-    def __init__(self, policy: MicroBatchObjective, critic: CriticShare, coef: float) -> None:
+    def __init__(self, policy: MicroBatchObjective, critic: CriticLoss, coef: float) -> None:
         self.policy, self.critic, self.coef = policy, critic, coef
         self.needs_entropy, self.whole_sequences = policy.needs_entropy, policy.whole_sequences
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.core.contract import Loss, SelectingLoss, SequenceRanks
 from rlmodule.core.metrics import Metric, merge, ratio, total
-from rlmodule.core.types import LossInputs, MicroBatch, StepTotals, itself
+from rlmodule.core.types import LossInputs, MicroBatch, StepTotals, identity
 from rlmodule.ops.aggregate import aggregate, share_of
 from rlmodule.ops.kl import kl_per_token
 
@@ -24,28 +24,28 @@ class Objective:
 
     Args:
         loss: of each token.
-        settings: what is added to it, and how tokens become one number.
+        config: what is added to it, and how tokens become one number.
         label: the first part of the names of its metrics.
     """
 
     loss: Loss
-    settings: AlgorithmConfig
+    config: AlgorithmConfig
     label: str = "actor"
 
     @property
     def needs_entropy(self) -> bool:
         """Whether the forward pass must give entropies."""
-        return self.settings.entropy_coeff != 0 or self.settings.log_entropy
+        return self.config.entropy_coeff != 0 or self.config.log_entropy
 
     @property
     def needs_reference(self) -> bool:
         """Whether a frozen reference policy must score the samples."""
-        return self.settings.use_kl_loss or self.settings.use_kl_in_reward or self.needs("ref_logprob")
+        return self.config.use_kl_loss or self.config.use_kl_in_reward or self.needs("ref_logprob")
 
     @property
     def needs_old_logprob(self) -> bool:
         """Whether the policy that starts the update must score the samples."""
-        return self.needs("old_logprob") or self.settings.use_kl_in_reward or self.settings.rollout_correction.is_on
+        return self.needs("old_logprob") or self.config.use_kl_in_reward or self.config.rollout_correction.is_on
 
     @property
     def ignores_zero_advantage(self) -> bool:
@@ -56,7 +56,7 @@ class Objective:
         (clip fractions, ``ppo_kl``, ``entropy``) are then means over the tokens that were trained on; ``pg_loss`` and
         ``loss`` are what they would be, because such a sample adds 0 to them.
         """
-        s = self.settings
+        s = self.config
         is_alone = s.entropy_coeff == 0 and not s.use_kl_loss and not s.use_kl_in_reward
         return s.skip_zero_advantage and is_alone and self.loss.zero_at_zero_advantage
 
@@ -72,12 +72,14 @@ class Objective:
         assert isinstance(self.loss, SelectingLoss), f"{type(self.loss).__name__} needs selected but selects nothing"
         return self.loss
 
-    def over(self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None) -> MicroBatchObjective:
+    def for_micro_batch(
+        self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None
+    ) -> MicroBatchObjective:
         """The objective of one micro-batch, ready to be given log-probabilities.
 
         Where ``sequence`` ranks cut a row, each has the tokens of its own slice: shares and metrics add up over them.
         """
-        return MicroBatchObjective(self, batch, totals, self.settings.weights(batch, totals), sequence)
+        return MicroBatchObjective(self, batch, totals, self.config.weights(batch, totals), sequence)
 
 
 class MicroBatchObjective:
@@ -105,7 +107,7 @@ class MicroBatchObjective:
         # Only a loss that gets all tokens at once can add up sequences: chunks differ in number from slice to slice.
         self._over_slices = None
         if self.whole_sequences:
-            self._over_slices = itself if sequence is None else sequence.sum_over_slices
+            self._over_slices = identity if sequence is None else sequence.sum_over_slices
         self._parts: list[dict[str, Metric]] = []
 
     @property
@@ -119,7 +121,7 @@ class MicroBatchObjective:
 
     def __call__(self, logprob: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
         """[C] log-probabilities (with gradient) and entropies of the tokens ``part`` -> scalar to call backward on."""
-        settings, batch, weight = self.objective.settings, self.batch, self.weight[part]
+        config, batch, weight = self.objective.config, self.batch, self.weight[part]
         inputs = LossInputs.of(batch, logprob, part, self._over_slices)
         policy = self.objective.loss(inputs)
         loss = policy.loss if batch.rollout_weight is None else policy.loss * batch.rollout_weight[part]  # [C]
@@ -128,12 +130,12 @@ class MicroBatchObjective:
         metrics |= {name: share(value, weight) for name, value in policy.shares.items()}
         if entropy is not None:
             metrics["entropy"] = per_token(entropy)
-            if settings.entropy_coeff != 0:
-                loss = loss - settings.entropy_coeff * entropy
-        if settings.use_kl_loss:
+            if config.entropy_coeff != 0:
+                loss = loss - config.entropy_coeff * entropy
+        if config.use_kl_loss:
             assert inputs.ref_logprob is not None, "use_kl_loss needs reference log-probabilities"
-            kl = kl_per_token(logprob, inputs.ref_logprob, settings.kl_loss_type)
-            loss = loss + settings.kl_loss_coef * kl
+            kl = kl_per_token(logprob, inputs.ref_logprob, config.kl_loss_type)
+            loss = loss + config.kl_loss_coef * kl
             metrics["kl_loss"] = share(kl, weight)
         metrics["loss"] = share(loss, weight)
         self._parts.append({f"{self.objective.label}/{name}": metric for name, metric in metrics.items()})

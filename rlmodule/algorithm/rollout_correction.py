@@ -52,26 +52,26 @@ class RolloutCorrection:
         return self.mode != "none"
 
 
-def correction_weights(old_logprob: Tensor, sampler_logprob: Tensor, settings: RolloutCorrection) -> Tensor:
+def correction_weights(old_logprob: Tensor, rollout_logprob: Tensor, config: RolloutCorrection) -> Tensor:
     """Weights of the loss tokens of one response.
 
     Args:
         old_logprob: [N] under the policy that starts the update, as the trainer computes it.
-        sampler_logprob: [N] as the sampler drew the tokens.
-        settings: bounds and level.
+        rollout_logprob: [N] as the sampler drew the tokens.
+        config: bounds and level.
 
     Returns:
         [N] float64.
     """
-    log_ratio = old_logprob.double() - sampler_logprob.double()
-    if settings.mode in ("none", "observe"):
+    log_ratio = old_logprob.double() - rollout_logprob.double()
+    if config.mode in ("none", "observe"):
         return torch.ones_like(log_ratio)
-    ratio = bounded_exp(_at_level(log_ratio, settings.level))
-    if settings.mode == "truncate":
-        weight = ratio.clamp(settings.lower, settings.upper)
+    ratio = bounded_exp(_at_level(log_ratio, config.level))
+    if config.mode == "truncate":
+        weight = ratio.clamp(config.lower, config.upper)
     else:
-        weight = torch.where((ratio >= settings.lower) & (ratio <= settings.upper), ratio, 0.0)
-    return torch.zeros_like(weight) if _is_vetoed(log_ratio, settings) else weight
+        weight = torch.where((ratio >= config.lower) & (ratio <= config.upper), ratio, 0.0)
+    return torch.zeros_like(weight) if _is_vetoed(log_ratio, config) else weight
 
 
 def _at_level(log_ratio: Tensor, level: str) -> Tensor:
@@ -80,19 +80,19 @@ def _at_level(log_ratio: Tensor, level: str) -> Tensor:
     return (log_ratio.sum() if level == "sequence" else log_ratio.mean()).expand_as(log_ratio)
 
 
-def _is_vetoed(log_ratio: Tensor, settings: RolloutCorrection) -> bool:
-    return settings.veto > 0 and len(log_ratio) > 0 and float(log_ratio.min()) < math.log(settings.veto)
+def _is_vetoed(log_ratio: Tensor, config: RolloutCorrection) -> bool:
+    return config.veto > 0 and len(log_ratio) > 0 and float(log_ratio.min()) < math.log(config.veto)
 
 
-def mismatch_sums(responses: Iterable[tuple[Tensor, Tensor, Tensor]], settings: RolloutCorrection) -> Tensor:
+def mismatch_sums(responses: Iterable[tuple[Tensor, Tensor, Tensor]], config: RolloutCorrection) -> Tensor:
     """[7] float64 that add up over ranks; responses are ([N] old, [N] sampler, [N] weight) of loss tokens."""
     sums = torch.zeros(7, dtype=torch.float64)
     for old, sampler, weight in responses:
         if not len(old):
             continue
         log_ratio = old.double() - sampler.double()
-        untouched = bounded_exp(_at_level(log_ratio, settings.level))
-        changed = (weight != untouched) if settings.mode in ("truncate", "mask") else torch.zeros_like(weight)
+        untouched = bounded_exp(_at_level(log_ratio, config.level))
+        changed = (weight != untouched) if config.mode in ("truncate", "mask") else torch.zeros_like(weight)
         k3 = torch.expm1(log_ratio.clamp(max=20)) - log_ratio
         rows = (torch.ones_like(weight), -log_ratio, k3, weight, weight.square(), changed.double())
         sums[:6] += torch.stack([row.sum() for row in rows])

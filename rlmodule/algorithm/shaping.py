@@ -30,9 +30,9 @@ class FilterGroups:
         at_least("filter_groups.max_num_gen_batches", self.max_num_gen_batches, 1)
 
 
-def informative(reward: Tensor, group: Tensor) -> Tensor:
+def has_reward_variance(reward: Tensor, group: Tensor) -> Tensor:
     """[B] bool: the response is in a group with two different scored rewards; reward [B] is NaN where unscored."""
-    return ~group_statistics(reward, group, torch.isfinite(reward)).is_flat
+    return ~group_statistics(reward, group, torch.isfinite(reward)).has_zero_std
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,12 @@ class OverlongBuffer:
         return (self.max_length or 0) - self.width
 
 
-def overlong_charge(response_len: Tensor, settings: OverlongBuffer) -> Tensor:
+def overlong_penalty(response_len: Tensor, config: OverlongBuffer) -> Tensor:
     """[B] tokens -> [B] float64 to take off the reward: 0 before the buffer, then a line up to ``penalty_factor``."""
-    if not settings.enable:
+    if not config.enable:
         return torch.zeros_like(response_len, dtype=torch.float64)
-    inside = (response_len.double() - settings.start) / settings.width
-    return settings.penalty_factor * inside.clamp(0, 1)
+    inside = (response_len.double() - config.start) / config.width
+    return config.penalty_factor * inside.clamp(0, 1)
 
 
 @dataclass(frozen=True)
@@ -106,21 +106,21 @@ class KLInReward:
 class KLController:
     """The price of a nat as training goes on; its state is saved with checkpoints (arXiv:1909.08593, section 2.2)."""
 
-    settings: KLInReward
+    config: KLInReward
     coef: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.coef = self.settings.coef
+        self.coef = self.config.coef
 
     def update(self, kl: float, num_responses: int) -> None:
         """Take note of the mean KL of ``num_responses`` responses.
 
         The price moves by at most a fifth of ``num_responses / horizon``, so one odd batch does little.
         """
-        if self.settings.controller == "fixed" or num_responses == 0:
+        if self.config.controller == "fixed" or num_responses == 0:
             return
-        error = min(max(kl / self.settings.target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * num_responses / self.settings.horizon
+        error = min(max(kl / self.config.target - 1, -0.2), 0.2)
+        self.coef *= 1 + error * num_responses / self.config.horizon
 
     def state_dict(self) -> dict[str, Any]:
         """The price of the iteration to come."""

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from rlmodule.batching.membership import numbered_by_appearance
 from rlmodule.batching.sampler import RankShare
-from rlmodule.core.types import ExperienceRow, MicroBatch, MiniBatch, Prompt, Sample, StepTotals
+from rlmodule.core.types import MicroBatch, MiniBatch, Prompt, Sample, StepTotals, TrainingSample
 
 IGNORED_LABEL = -100  # what torch's cross entropy ignores by default
 
-# Fields of an ExperienceRow, [R], that a MicroBatch holds of its loss tokens, [N].
+# Fields of an TrainingSample, [R], that a MicroBatch holds of its loss tokens, [N].
 OF_LOSS_TOKENS = (
     "old_logprob",
     "ref_logprob",
@@ -53,24 +53,24 @@ class DynamicCollator:
     sp_rank: int = 0
     share_prompts: bool = False
 
-    def __call__(self, fetched: tuple[RankShare, Sequence[Sequence[ExperienceRow]]]) -> MiniBatch:
+    def __call__(self, fetched: tuple[RankShare, Sequence[Sequence[TrainingSample]]]) -> MiniBatch:
         """(share, its rows by micro-batch) -> MiniBatch."""
         share, rows = fetched
         micro_batches = [
             self.pack(part, share.totals, positions) for part, positions in zip(rows, share.micro_batches, strict=True)
         ]
-        return MiniBatch(tuple(micro_batches), share.totals, share.metrics, share.trains)
+        return MiniBatch(tuple(micro_batches), share.totals, share.metrics, share.trained_models)
 
-    def pack(self, rows: Sequence[ExperienceRow], totals: StepTotals, positions: tuple[int, ...] = ()) -> MicroBatch:
+    def pack(self, rows: Sequence[TrainingSample], totals: StepTotals, positions: tuple[int, ...] = ()) -> MicroBatch:
         """Lay ``rows`` end to end; no rows give a dummy: two tokens, no loss."""
-        rows = rows or [filler_row(self.pad_token_id)]
+        rows = rows or [padding_sample(self.pad_token_id)]
         packed = pack_rows(rows, totals, positions, share_prompts=self.share_prompts)
         packed = pad_to_multiple(packed, self.sp_size, self.pad_token_id)
-        return cut_for_rank(packed, self.sp_rank, self.sp_size)
+        return shard_for_rank(packed, self.sp_rank, self.sp_size)
 
 
 def pack_rows(
-    rows: Sequence[ExperienceRow],
+    rows: Sequence[TrainingSample],
     totals: StepTotals,
     positions: tuple[int, ...] = (),
     *,
@@ -185,7 +185,7 @@ def shifted_labels(batch: MicroBatch) -> Tensor:
     return labels
 
 
-def cut_for_rank(batch: MicroBatch, sp_rank: int, sp_size: int) -> MicroBatch:
+def shard_for_rank(batch: MicroBatch, sp_rank: int, sp_size: int) -> MicroBatch:
     """The ``sp_rank``-th of ``sp_size`` equal slices; segments and max_length stay those of the whole row."""
     if sp_size == 1:
         return batch
@@ -205,7 +205,7 @@ def cut_for_rank(batch: MicroBatch, sp_rank: int, sp_size: int) -> MicroBatch:
     )
 
 
-def filler_row(token_id: int, sample_id: int = -1) -> ExperienceRow:
+def padding_sample(token_id: int, sample_id: int = -1) -> TrainingSample:
     """A row of two tokens without loss; it counts nowhere."""
     prompt = Prompt(row=-1, ids=(token_id,), text="")
     sample = Sample(
@@ -216,4 +216,4 @@ def filler_row(token_id: int, sample_id: int = -1) -> ExperienceRow:
         loss_mask=torch.tensor([False]),
         is_padding=True,
     )
-    return ExperienceRow(sample)
+    return TrainingSample(sample)

@@ -1,7 +1,7 @@
 """The joint planner: ranks and micro-steps of a mini-batch at once, against the time ranks wait for each other.
 
-Several first packings are made (``filling.py``) and levelled a little (``exchange.py``); the best is levelled on. All
-numbers below are tuned on ``benchmarks/planner_cases.json``.
+Several first packings are made (``initial_packings.py``) and levelled a little (``local_search.py``); the best is
+levelled on. All numbers below are tuned on ``benchmarks/planner_cases.json``.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from operator import itemgetter
 
 import numpy as np
 
-from rlmodule.batching.exchange import Cells, level, polish
-from rlmodule.batching.filling import (
-    Heights,
+from rlmodule.batching.initial_packings import (
     Problem,
-    filled_closest,
-    filled_roomiest,
-    filled_tightest,
+    Targets,
+    best_fit,
+    fill_by_tokens,
     water_filled,
+    worst_fit,
 )
+from rlmodule.batching.local_search import Cells, improve, refine
 from rlmodule.batching.packing import Packing
 from rlmodule.batching.partition import Ints, by_falling_cost
 from rlmodule.batching.workload import Floats
@@ -29,12 +29,12 @@ from rlmodule.batching.workload import Floats
 GOOD_ENOUGH, NEAR = 7e-4, 3e-3
 # First packings in the order they are tried, with the tilt of their heights.
 FILLINGS = (
-    (filled_roomiest, 0.0),
-    (filled_tightest, 0.0),
-    (filled_closest, 0.16),
-    (filled_roomiest, 0.12),
-    (filled_roomiest, 0.25),
-    (filled_roomiest, 0.4),
+    (worst_fit, 0.0),
+    (fill_by_tokens, 0.0),
+    (best_fit, 0.16),
+    (worst_fit, 0.12),
+    (worst_fit, 0.25),
+    (worst_fit, 0.4),
 )
 # Rounds of levelling for every packing, for one that is near, for the best; and attempts to polish the best.
 TRIAL_ROUNDS, NEAR_ROUNDS, ROUNDS, ATTEMPTS = 4, 12, 40, 40
@@ -77,8 +77,8 @@ def _best_cells(problem: Problem, step_cost: float, multiple_of: int) -> Cells:
     far = cells.lockstep_cost > problem.least_cost(num_steps) * (1 + FAR)
     if far and problem.fullness(num_steps) > FULL:
         looser = _packed(problem, num_steps + multiple_of)
-        price = step_cost * multiple_of + WORTH_A_STEP * cells.lockstep_cost
-        if looser is not None and looser.lockstep_cost + price < cells.lockstep_cost:
+        fixed_cost = step_cost * multiple_of + WORTH_A_STEP * cells.lockstep_cost
+        if looser is not None and looser.lockstep_cost + fixed_cost < cells.lockstep_cost:
             return looser
     return cells
 
@@ -87,33 +87,33 @@ def _packed(problem: Problem, num_steps: int) -> Cells | None:
     """The best packing found with that many micro-steps; None when none was found."""
     least = problem.least_cost(num_steps)
     goal = least * (1 + GOOD_ENOUGH)
-    tried: list[tuple[float, int, Cells, Heights]] = []
-    for heights, cell in _first_packings(problem, num_steps):
+    tried: list[tuple[float, int, Cells, Targets]] = []
+    for targets, cell in _initial_packings(problem, num_steps):
         cells = Cells(problem, cell, num_steps)
-        reached = level(cells, heights, TRIAL_ROUNDS, goal)
+        reached = improve(cells, targets, TRIAL_ROUNDS, goal)
         if reached <= least * (1 + NEAR):
-            reached = level(cells, heights, NEAR_ROUNDS, goal)
+            reached = improve(cells, targets, NEAR_ROUNDS, goal)
         if reached <= goal:
             return cells
-        tried.append((reached, len(tried), cells, heights))
+        tried.append((reached, len(tried), cells, targets))
     if not tried:
         return None
-    _, _, cells, heights = min(tried, key=itemgetter(0, 1))
-    level(cells, heights, ROUNDS, goal)
+    _, _, cells, targets = min(tried, key=itemgetter(0, 1))
+    improve(cells, targets, ROUNDS, goal)
     if num_steps * problem.dp_size <= MANY_CELLS:
-        polish(cells, ATTEMPTS, goal)
+        refine(cells, ATTEMPTS, goal)
     return cells
 
 
-def _first_packings(problem: Problem, num_steps: int) -> Iterator[tuple[Heights, Ints]]:
+def _initial_packings(problem: Problem, num_steps: int) -> Iterator[tuple[Targets, Ints]]:
     many = num_steps * problem.dp_size > MANY_CELLS
     seen = set()
     for fill, tilt in FILLINGS:
-        heights = water_filled(problem, num_steps, tilt)
-        what = (fill, heights.target.tobytes())
-        if what in seen or (many and fill is not filled_roomiest):
+        targets = water_filled(problem, num_steps, tilt)
+        what = (fill, targets.target.tobytes())
+        if what in seen or (many and fill is not worst_fit):
             continue
         seen.add(what)
-        cell = fill(problem, heights)
+        cell = fill(problem, targets)
         if cell is not None:
-            yield heights, cell
+            yield targets, cell

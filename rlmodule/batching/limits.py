@@ -49,7 +49,7 @@ class Limits:
         Raises:
             ConfigError: names the longest one.
         """
-        longest = max((m for m in metas if not m.is_left_out), key=lambda m: m.length, default=None)
+        longest = max((m for m in metas if not m.is_skipped), key=lambda m: m.length, default=None)
         if self.micro_batch_size is not None or longest is None or longest.length <= self.token_budget:
             return
         raise ConfigError(
@@ -71,16 +71,14 @@ class Limits:
             ConfigError: names the largest group.
         """
         names = {int(number): m.group_id for number, m in zip(units.unit, metas, strict=True)}
-        _refuse_larger(names, units.sizes, "samples", "mini_batch_size", self.mini_batch_size)
+        _check_sizes(names, units.sizes, "samples", "mini_batch_size", self.mini_batch_size)
         if self.micro_batch_size is None:
-            _refuse_larger(names, units.tokens, "tokens", "max_token_len_per_gpu", self.token_budget, self.sp_size)
+            _check_sizes(names, units.tokens, "tokens", "max_token_len_per_gpu", self.token_budget, self.sp_size)
         else:
-            _refuse_larger(names, units.sizes, "samples", "micro_batch_size_per_gpu", self.micro_batch_size)
+            _check_sizes(names, units.sizes, "samples", "micro_batch_size_per_gpu", self.micro_batch_size)
 
 
-def _refuse_larger(
-    names: Mapping[int, int], held: NDArray[Any], unit: str, key: str, limit: int, ranks: int = 1
-) -> None:
+def _check_sizes(names: Mapping[int, int], held: NDArray[Any], unit: str, key: str, limit: int, ranks: int = 1) -> None:
     """``held`` is [G], in ``unit``; ``limit`` is what ``ranks`` devices hold together."""
     most = int(held.max(initial=0))
     if most > limit:

@@ -91,11 +91,11 @@ def _tail_size(cost: Floats, mini_batch_size: int) -> int:
     sizes = np.concatenate([within, beyond])
     sizes = sizes[sizes < len(cost)]
     until = np.concatenate([[0.0], np.cumsum(cost)])
-    price = [
+    cost_of_size = [
         _lockstep_bound(cost, until, mini_batch_size, int(size)) + PRICE_OF_GATHERING * size / mini_batch_size
         for size in sizes
     ]
-    return int(sizes[int(np.argmin(price))])
+    return int(sizes[int(np.argmin(cost_of_size))])
 
 
 def _lockstep_bound(cost: Floats, until: Floats, mini_batch_size: int, num_gathered: int) -> float:

@@ -1,7 +1,8 @@
 """The plan: which samples share an optimizer step, on which data rank and in which micro-step each of them trains.
 
 Made from lengths alone, alike in every process, without a collective and without reading a token. The planners are in
-``joint.py`` and ``classic.py``, what they are given in ``units.py``. Leaves out fetching and packing the samples.
+``joint.py`` and ``karmarkar_karp.py``, what they are given in ``units.py``. Leaves out fetching and packing the
+samples.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from itertools import chain
 
 import numpy as np
 
-from rlmodule.batching.classic import plan_classic, plan_fixed_size, plan_fixed_size_classic
 from rlmodule.batching.joint import plan_joint
+from rlmodule.batching.karmarkar_karp import plan_fixed_size, plan_fixed_size_karmarkar_karp, plan_karmarkar_karp
 from rlmodule.batching.limits import Limits
 from rlmodule.batching.membership import blocks_in_order, blocks_of_one_mix, positions_of_blocks
 from rlmodule.batching.packing import Packing
@@ -44,7 +45,7 @@ class MiniBatchPlan:
         rank_tokens: [rank] tokens of each rank in this plan, padding and dummies left out.
         rank_tokens_unplanned: [rank] the same had the mini-batch been dealt out in equal slices, as it came.
         padding_tokens: tokens computed for nothing: padding samples and dummies.
-        num_left_out: samples that count in the totals and are not computed.
+        num_skipped: samples that count in the totals and are not computed.
         shared_prompt_tokens: prompt tokens that are not computed again, as another sample of the group has them.
     """
 
@@ -54,7 +55,7 @@ class MiniBatchPlan:
     rank_tokens: tuple[int, ...]
     rank_tokens_unplanned: tuple[int, ...]
     padding_tokens: int
-    num_left_out: int = 0
+    num_skipped: int = 0
     shared_prompt_tokens: int = 0
 
     def __post_init__(self) -> None:
@@ -95,7 +96,7 @@ class MiniBatchPlan:
     def metrics(self) -> dict[str, float]:
         """What is logged with the step; tokens under ``global_seqlen/`` are sums over one data rank."""
         before, after = self.rank_tokens_unplanned, self.rank_tokens
-        facts = {
+        sample_info = {
             "global_seqlen/min": min(before),
             "global_seqlen/max": max(before),
             "global_seqlen/minmax_diff": max(before) - min(before),
@@ -106,10 +107,10 @@ class MiniBatchPlan:
             "balance/max_over_mean": self.max_over_mean,
             "balance/num_micro_steps": self.num_micro_steps,
             "balance/padding_tokens": self.padding_tokens,
-            "balance/left_out_samples": self.num_left_out,
+            "balance/skipped_samples": self.num_skipped,
             "balance/shared_prompt_tokens": self.shared_prompt_tokens,
         }
-        return {name: float(value) for name, value in facts.items()}
+        return {name: float(value) for name, value in sample_info.items()}
 
     @property
     def _mean_rank_cost(self) -> float:
@@ -196,12 +197,12 @@ def _packer(
 ) -> Packer:
     """How one mini-batch is packed; ``largest`` is how many samples a unit may have."""
     if limits.micro_batch_size is not None:
-        fixed = plan_fixed_size_classic if planner == "karmarkar_karp" else plan_fixed_size
+        fixed = plan_fixed_size_karmarkar_karp if planner == "karmarkar_karp" else plan_fixed_size
         num_units = limits.micro_batch_size // largest
         return lambda cost, length: fixed(cost, dp_size, num_units)
     budget = limits.token_budget
     if planner == "karmarkar_karp":
-        return partial(plan_classic, dp_size=dp_size, token_budget=budget, multiple_of=multiple_of)
+        return partial(plan_karmarkar_karp, dp_size=dp_size, token_budget=budget, multiple_of=multiple_of)
     step_cost = cost.step_cost if isinstance(cost, Workload) else 0.0
     return partial(plan_joint, dp_size=dp_size, token_budget=budget, step_cost=step_cost, multiple_of=multiple_of)
 
@@ -239,7 +240,7 @@ def _assemble(
         rank_tokens=tuple(int(t) for t in packing.sums(tokens).sum(axis=0)),
         rank_tokens_unplanned=tuple(int(part.sum()) for part in np.array_split(tokens, packing.dp_size)),
         padding_tokens=sum(m.length for m in members if m.is_padding) + DUMMY_TOKENS * num_dummies,
-        num_left_out=len(block) - len(computed),
+        num_skipped=len(block) - len(computed),
         shared_prompt_tokens=repeated_prompt_tokens(metas, cells) if share_prompts else 0,
     )
 

@@ -66,13 +66,13 @@ class RankShare:
         micro_batches: positions into the experience; an empty tuple is a zero-weight dummy.
         totals: counts of the whole mini-batch.
         metrics: facts of the plan, the same on every rank.
-        trains: names of the models that take a step on it.
+        trained_models: names of the models that take a step on it.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
     totals: StepTotals
     metrics: Mapping[str, float]
-    trains: tuple[str, ...] = (POLICY,)
+    trained_models: tuple[str, ...] = (POLICY,)
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,12 @@ class Pass:
     Args:
         epoch: keys the order; passes of one epoch walk in the same order.
         mini_batch_size: samples of one optimizer step, over all ranks.
-        trains: names of the models that take a step on each mini-batch.
+        trained_models: names of the models that take a step on each mini-batch.
     """
 
     epoch: int
     mini_batch_size: int
-    trains: tuple[str, ...]
+    trained_models: tuple[str, ...]
 
 
 class BalancedSampler(Sampler[RankShare]):
@@ -103,7 +103,8 @@ class BalancedSampler(Sampler[RankShare]):
         seed, iteration: key the order.
         epochs: how often each model sees the samples.
         cost: cost model; None for the default of a 7B model.
-        trains: name of each model that trains -> samples of its mini-batches; None for the policy alone. Models with
+        trained_models: name of each model that trains -> samples of its mini-batches; None for the policy alone. Models
+        with
             mini-batches of one size share them; the others see the samples in mini-batches of their own.
     """
 
@@ -117,7 +118,7 @@ class BalancedSampler(Sampler[RankShare]):
         iteration: int,
         epochs: int = 1,
         cost: Workload | None = None,
-        trains: Mapping[str, int] | None = None,
+        trained_models: Mapping[str, int] | None = None,
     ) -> None:
         self.metas = list(metas)
         self.config = config
@@ -125,7 +126,7 @@ class BalancedSampler(Sampler[RankShare]):
         self.seed = seed
         self.iteration = iteration
         self.consumed = 0  # mini-batches handed out, over all epochs
-        self._passes = passes_over(trains or {POLICY: config.mini_batch_size}, epochs)
+        self._passes = passes_over(trained_models or {POLICY: config.mini_batch_size}, epochs)
         self._plans = tuple(self._plan(one, cost) for one in self._passes)
 
     def _plan(self, one: Pass, cost: Workload | None) -> tuple[MiniBatchPlan, ...]:
@@ -134,7 +135,7 @@ class BalancedSampler(Sampler[RankShare]):
         metas = [self.metas[i] for i in order]
         places = order
         if config.equal_counts:
-            metas = [replace(meta, is_left_out=False) for meta in metas]
+            metas = [replace(meta, is_skipped=False) for meta in metas]
             multiple = required_multiple(layout.dp_size, *(p.mini_batch_size for p in self._passes))
             metas = top_up(metas, multiple, one.mini_batch_size)
             real, filler = iter(order), iter(range(len(order), len(metas)))
@@ -190,8 +191,12 @@ class BalancedSampler(Sampler[RankShare]):
 
     def remaining(self) -> list[RankShare]:
         """What is still to be handed out; once all was, the whole again."""
-        trains = [one.trains for one, plans in zip(self._passes, self._plans, strict=True) for _ in plans]
-        shares = [replace(s, trains=names) for s, names in zip(self.shares(self.plans), trains, strict=True)]
+        trained_models = [
+            one.trained_models for one, plans in zip(self._passes, self._plans, strict=True) for _ in plans
+        ]
+        shares = [
+            replace(s, trained_models=names) for s, names in zip(self.shares(self.plans), trained_models, strict=True)
+        ]
         return shares[self.consumed % max(len(self), 1) :]
 
     def state_dict(self) -> dict[str, int]:
@@ -204,11 +209,11 @@ class BalancedSampler(Sampler[RankShare]):
         self.consumed = state["consumed"]
 
 
-def passes_over(trains: Mapping[str, int], epochs: int) -> tuple[Pass, ...]:
-    """``epochs`` times a pass for each distinct size of mini-batches, in the order of ``trains`` (name -> size)."""
-    sizes = dict.fromkeys(trains.values())
+def passes_over(trained_models: Mapping[str, int], epochs: int) -> tuple[Pass, ...]:
+    """``epochs`` passes for each distinct mini-batch size, in the order of ``trained_models`` (name -> size)."""
+    sizes = dict.fromkeys(trained_models.values())
     return tuple(
-        Pass(epoch, size, tuple(name for name, wanted in trains.items() if wanted == size))
+        Pass(epoch, size, tuple(name for name, wanted in trained_models.items() if wanted == size))
         for epoch in range(epochs)
         for size in sizes
     )

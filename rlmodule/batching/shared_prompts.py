@@ -34,7 +34,7 @@ def with_shared_prompts(
     """
     prompt = np.fromiter((m.prompt_len for m in metas), np.int64, len(metas))
     own = np.maximum(length - prompt, 1)  # the last prompt token is computed for each, the last response token for none
-    joins = np.fromiter((m.prompt_len > 1 and not m.is_left_out for m in metas), np.bool_, len(metas))
+    joins = np.fromiter((m.prompt_len > 1 and not m.is_skipped for m in metas), np.bool_, len(metas))
     key = np.where(joins, group * (prompt.max(initial=0) + 1) + prompt, -1 - np.arange(len(metas)))
     _, first, place, together = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
     is_shared = together[place] > 1

@@ -76,7 +76,7 @@ def units_of(metas: Sequence[SampleMeta], cost: Workload | Numbers, *, keep_grou
         share_prompts: a unit computes its prompt once; read with ``keep_groups`` alone, without which the plan does
             not know beforehand who shares.
     """
-    is_computed = np.fromiter((not m.is_left_out for m in metas), np.bool_, len(metas))
+    is_computed = np.fromiter((not m.is_skipped for m in metas), np.bool_, len(metas))
     length = np.fromiter((m.length for m in metas), np.int64, len(metas))
     own_cost = _costs(metas, length, cost)
     if not keep_groups:

@@ -9,14 +9,14 @@ from rlmodule.core.registry import Registry
 if TYPE_CHECKING:  # torch's event writer and lightning take seconds to import
     from lightning import Callback
 
-    from rlmodule.callbacks.parts.run_context import RunContext
+    from rlmodule.callbacks.parts.context import RunContext
 
 
-class CallbackSettings(Protocol):
+class CallbackConfig(Protocol):
     """Settings of a callback: a frozen dataclass whose fields are its config keys."""
 
     def connect(self, context: RunContext) -> Callback:
         """The callback for one run."""
 
 
-CALLBACKS: Registry[CallbackSettings] = Registry("callback", "rlmodule.callbacks")
+CALLBACKS: Registry[CallbackConfig] = Registry("callback", "rlmodule.callbacks")

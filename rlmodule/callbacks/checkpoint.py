@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.callbacks.parts.run_context import RunContext, Running
+from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.checkpoint.background import in_background
 from rlmodule.checkpoint.state import STATE_FILE, Quality, folder_of, prune, write_folder_together
 from rlmodule.core.config import at_least, one_of
@@ -32,7 +32,7 @@ AUTO = "auto"
 
 @CALLBACKS.register
 @dataclass(frozen=True)
-class CheckpointSettings:
+class CheckpointConfig:
     """When to save, and which to keep."""
 
     every_n_iterations: int = 1  # the last iteration is always saved
@@ -58,9 +58,9 @@ class SaveCheckpoints(Checkpoint):
     exported goes on from the checkpoint before, instead of finding nothing left to do.
     """
 
-    def __init__(self, settings: CheckpointSettings, context: RunContext) -> None:
+    def __init__(self, config: CheckpointConfig, context: RunContext) -> None:
         super().__init__()
-        self.settings = settings
+        self.config = config
         self.context = context
         self.root = context.run_dir / "checkpoints"
         self._pending: tuple[Path, Future[str | None]] | None = None
@@ -68,38 +68,38 @@ class SaveCheckpoints(Checkpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """From now on a signal means: save, then stop."""
-        Running.of(trainer).module.stop_requests.listen()
+        RunState.of(trainer).module.preemption.subscribe()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Signals mean what they meant before."""
-        Running.of(trainer).module.stop_requests.let_go()
+        RunState.of(trainer).module.preemption.uninstall()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Asked to stop within an iteration: save what is left of it too, and end the run."""
-        running = Running.of(trainer)
-        if not self._all_must_stop(running) or running.data.unfinished() is None:
+        run_state = RunState.of(trainer)
+        if not self._all_must_stop(run_state) or run_state.data.partial_state() is None:
             return
-        folder = folder_of(self.root, running.data.next_iteration - 1, running.step)
-        self._save(running, folder)
-        running.module.stop_requests.stop(folder)
+        folder = folder_of(self.root, run_state.data.next_iteration - 1, run_state.step)
+        self._save(run_state, folder)
+        run_state.module.preemption.stop(folder)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save where it is due."""
-        running = Running.of(trainer)
-        self._settle_if_written(running)
-        done = running.data.next_iteration
-        must_stop = self._all_must_stop(running)
-        if done >= self.context.max_iterations or (done % self.settings.every_n_iterations and not must_stop):
+        run_state = RunState.of(trainer)
+        self._settle_if_written(run_state)
+        done = run_state.data.next_iteration
+        must_stop = self._all_must_stop(run_state)
+        if done >= self.context.max_iterations or (done % self.config.every_n_iterations and not must_stop):
             return
         folder = folder_of(self.root, done)
-        self._save(running, folder, run_goes_on=not must_stop)
+        self._save(run_state, folder, run_goes_on=not must_stop)
         if must_stop:
-            running.module.stop_requests.stop(folder)
+            run_state.module.preemption.stop(folder)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save the last iteration."""
-        running = Running.of(trainer)
-        self._save(running, folder_of(self.root, running.data.next_iteration))
+        run_state = RunState.of(trainer)
+        self._save(run_state, folder_of(self.root, run_state.data.next_iteration))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """A checkpoint under way is worth waiting for, but not where somebody wants to leave at once."""
@@ -110,42 +110,46 @@ class SaveCheckpoints(Checkpoint):
         except (CheckpointError, RuntimeError) as error:  # of a rank that is gone
             warnings.warn(str(error), stacklevel=2)
 
-    def _all_must_stop(self, running: Running) -> bool:
+    def _all_must_stop(self, run_state: RunState) -> bool:
         """Data ranks know from the step's metrics; where a row or a matrix is shared, its ranks ask each other."""
-        layout, must_stop = running.strategy.layout, running.module.must_stop
+        layout, must_stop = run_state.strategy.layout, run_state.module.must_stop
         if layout.dp_size == layout.world_size:
             return must_stop
-        return running.strategy.agree("stop" if must_stop else None) is not None
+        return run_state.strategy.gather_first_error("stop" if must_stop else None) is not None
 
-    def _save(self, running: Running, folder: Path, *, run_goes_on: bool = False) -> None:
+    def _save(self, run_state: RunState, folder: Path, *, run_goes_on: bool = False) -> None:
         self._settle()
-        trainer = running.trainer
-        later = SaveLater(copied=self.settings.async_save and run_goes_on)
+        trainer = run_state.trainer
+        later = SaveLater(copied=self.config.async_save and run_goes_on)
         trainer.save_checkpoint(STATE_FILE, storage_options=later)
         assert later.snapshot is not None, "the strategy takes one when asked"
-        write = partial(self._write, folder, later.snapshot, self._facts(running), trainer.is_global_zero)
+        write = partial(self._write, folder, later.snapshot, self._facts(run_state), trainer.is_global_zero)
         if later.copied:
             self._pending = folder, in_background(write)
         else:
             stop_on(write(), folder)
 
-    def _facts(self, running: Running) -> dict[str, Any]:
+    def _facts(self, run_state: RunState) -> dict[str, Any]:
         """For the manifest."""
         return {
-            "iteration": running.data.next_iteration,
-            "step": running.step,
-            "layout": running.strategy.layout.sizes,
+            "iteration": run_state.data.next_iteration,
+            "step": run_state.step,
+            "layout": run_state.strategy.layout.sizes,
             "config": dict(self.context.hparams),
-            "best": self._quality(running),
+            "best": self._quality(run_state),
         }
 
-    def _write(self, folder: Path, snapshot: Snapshot, facts: dict[str, Any], is_first: bool) -> str | None:
+    def _write(self, folder: Path, snapshot: Snapshot, entries: dict[str, Any], is_rank_zero: bool) -> str | None:
         """What went wrong, the same on every process."""
         failure = write_folder_together(
-            folder, lambda aside: snapshot.write(aside / STATE_FILE), facts, agree=snapshot.agree, is_first=is_first
+            folder,
+            lambda aside: snapshot.write(aside / STATE_FILE),
+            entries,
+            gather_first_error=snapshot.gather_first_error,
+            is_rank_zero=is_rank_zero,
         )
-        if failure is None and is_first:
-            prune(self.root, self.settings.keep, folder)
+        if failure is None and is_rank_zero:
+            prune(self.root, self.config.keep, folder)
         return failure
 
     def _settle(self) -> None:
@@ -159,29 +163,29 @@ class SaveCheckpoints(Checkpoint):
         (folder, outcome), self._pending = self._pending, None
         stop_on(outcome.result(), folder)
 
-    def _settle_if_written(self, running: Running) -> None:
+    def _settle_if_written(self, run_state: RunState) -> None:
         """A write that has failed ends the run at the end of the iteration, not only when the next save is due."""
         if self._pending is None:
             return
         _, outcome = self._pending
-        if running.strategy.agree(None if outcome.done() else "busy") is None:
+        if run_state.strategy.gather_first_error(None if outcome.done() else "busy") is None:
             self._settle()
 
-    def _quality(self, running: Running) -> dict[str, Any] | None:
+    def _quality(self, run_state: RunState) -> dict[str, Any] | None:
         """For the manifest: what ranks this checkpoint among the others, see ``best_of``."""
-        metric = self.settings.best_metric
+        metric = self.config.best_metric
         if metric == AUTO:
-            metric = next((examination.accuracy for examination in running.data.examinations), None)
+            metric = next((evaluator.accuracy for evaluator in run_state.data.evaluators), None)
         if metric is None:
             return None
-        value = self.context.journal.value_at(running.step, metric)
-        if value is None and self.context.is_first:
-            self._doubt(metric)
-        return asdict(Quality(metric, self.settings.best_mode, value))
+        value = self.context.metrics_log.value_at(run_state.step, metric)
+        if value is None and self.context.is_rank_zero:
+            self._warn_unknown_metric(metric)
+        return asdict(Quality(metric, self.config.best_mode, value))
 
-    def _doubt(self, metric: str) -> None:
+    def _warn_unknown_metric(self, metric: str) -> None:
         """Say once that a metric is not among those logged so far, where it should have been."""
-        records = self.context.journal.records
+        records = self.context.metrics_log.records
         known = {name for record in records for name in record.metrics}
         is_late = metric.startswith("val/") and not any(record.kind == "validation" for record in records)
         if metric not in known and not is_late and not self._doubted:
@@ -194,25 +198,25 @@ class SaveCheckpoints(Checkpoint):
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keep every token rank's random state beside the model, and what samples it holds."""
-        running = Running.of(trainer)
-        checkpoint["random_states"] = running.strategy.collectives.gather_objects(random_state())
-        for name, held in ((UNFINISHED, running.data.unfinished()), (REPLAY, running.data.replay.state())):
+        run_state = RunState.of(trainer)
+        checkpoint["random_states"] = run_state.strategy.collectives.gather_objects(random_state())
+        for name, held in ((UNFINISHED, run_state.data.partial_state()), (REPLAY, run_state.data.replay.state())):
             if held is not None:
                 parcel = torch.frombuffer(bytearray(held), dtype=torch.uint8)  # torch.load reads tensors, not objects
-                checkpoint[name] = running.strategy.collectives.gather_objects(parcel)
+                checkpoint[name] = run_state.strategy.collectives.gather_objects(parcel)
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Bring back the random state of this token rank, where the checkpoint knows one."""
-        running = Running.of(trainer)
-        running.data.take_up(_parcels(checkpoint, UNFINISHED))
-        running.data.replay.load(_parcels(checkpoint, REPLAY), running.strategy.layout)
+        run_state = RunState.of(trainer)
+        run_state.data.load_partial_state(_payloads(checkpoint, UNFINISHED))
+        run_state.data.replay.load(_payloads(checkpoint, REPLAY), run_state.strategy.layout)
         states = checkpoint["random_states"]
-        rank = running.strategy.layout.token_rank
+        rank = run_state.strategy.layout.dp_sp_rank
         if rank < len(states):
             set_random_state(states[rank])
 
 
-def _parcels(checkpoint: dict[str, Any], name: str) -> list[bytes]:
+def _payloads(checkpoint: dict[str, Any], name: str) -> list[bytes]:
     return [parcel.numpy().tobytes() for parcel in checkpoint.get(name, ())]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.callbacks.parts.run_context import RunContext, Running
+from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.core.config import one_of
 from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @CALLBACKS.register
 @dataclass(frozen=True)
-class ExportSettings:
+class ExportConfig:
     """What is written at the end of a run."""
 
     dtype: str = "float32"  # of the weights on disk: float32 or bfloat16
@@ -61,18 +61,20 @@ class ExportPolicy(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Every rank takes part in the stream; the first one writes."""
-        running = Running.of(trainer)
-        if running.data.next_iteration < self.context.max_iterations:
+        run_state = RunState.of(trainer)
+        if run_state.data.next_iteration < self.context.max_iterations:
             return
         save: dict[str, Callable[[Path], None]] = {}
-        if (policy := running.policy) is not None:
-            weights, head = self._weights(running.strategy, policy)
+        if (policy := run_state.policy) is not None:
+            weights, head = self._weights(run_state.strategy, policy)
             save[POLICY] = partial(self._save_policy, policy=policy, weights=weights, head=head)
-        for name, model in running.value_models.items():
-            of_model = dict(running.strategy.full_weights(name, self.dtype))
+        for name, model in run_state.value_models.items():
+            of_model = dict(run_state.strategy.full_weights(name, self.dtype))
             save[name] = partial(save_pretrained, lm=model.lm, tokenizer=self.context.tokenizer, weights=of_model)
         failures = (self._write(name, into) for name, into in save.items() if trainer.is_global_zero)
-        problem = running.strategy.agree(next((failure for failure in failures if failure is not None), None))
+        problem = run_state.strategy.gather_first_error(
+            next((failure for failure in failures if failure is not None), None)
+        )
         if problem is not None:
             raise TrainingError(f"{problem}. Free some space, then go on with resume=auto")
 

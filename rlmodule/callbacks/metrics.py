@@ -18,16 +18,16 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.callbacks.parts.run_context import EVENTS, RunContext, Running
+from rlmodule.callbacks.parts.context import EVENT_FILE, RunContext, RunState
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.iteration_metrics import (
-    Tally,
+    RunTotals,
     is_scored,
     iteration_metrics,
     scored_advantages,
     without_padding,
 )
-from rlmodule.records.journal import Record, RecordFile, rewind
+from rlmodule.records.metrics_log import Record, RecordFile, truncate_after
 
 FILE_NAME = "metrics.jsonl"
 # Columns of the HPARAMS tab; it shows the last value of each curve.
@@ -43,7 +43,7 @@ CHARTS = {
 
 @CALLBACKS.register
 @dataclass(frozen=True)
-class MetricsSettings:
+class MetricsConfig:
     """What is written beside the curves."""
 
     histograms: bool = True  # rewards, response lengths and advantages of every iteration, in TensorBoard
@@ -57,63 +57,65 @@ class WriteMetrics(L.Callback):
     """Takes the numbers of every step and iteration to the journal, and the journal to disk.
 
     Args:
-        settings: what else to write.
+        config: what else to write.
         context: names the directory and holds the journal.
     """
 
-    def __init__(self, settings: MetricsSettings, context: RunContext) -> None:
-        self.settings = settings
+    def __init__(self, config: MetricsConfig, context: RunContext) -> None:
+        self.config = config
         self.context = context
-        self.tally = Tally()
+        self.totals_so_far = RunTotals()
         self._file: RecordFile | None = None
         self._named: set[str] = set()  # metrics that a warning has already called NaN
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Open the files; what a resumed run will log again is taken out of them."""
         context = self.context
-        if not context.is_first:
+        if not context.is_rank_zero:
             return
         path = context.run_dir / FILE_NAME
-        context.journal.records[:0] = rewind(path, context.resumed_step)
+        context.metrics_log.records[:0] = truncate_after(path, context.resumed_step)
         self._file = RecordFile(path)
-        tensorboard = Running.of(trainer).tensorboard
+        tensorboard = RunState.of(trainer).tensorboard
         if tensorboard is not None:
-            write_frame(tensorboard, context.hparams)
-        context.journal.listen(on_record=lambda record: self._write(record, tensorboard))
+            write_hparams(tensorboard, context.hparams)
+        context.metrics_log.subscribe(on_record=lambda record: self._write(record, tensorboard))
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The responses are in; training on them begins."""
-        assert self.context.journal.iteration, "give RLDataModule start=context.journal.begin_iteration"
-        self.context.journal.enter("update")
+        assert self.context.metrics_log.iteration, "give RLDataModule start=context.journal.begin_iteration"
+        self.context.metrics_log.enter("update")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """One optimizer step was taken, or skipped."""
-        report = Running.of(trainer).module.last_step
+        report = RunState.of(trainer).module.last_step
         assert report is not None, "a training step leaves a report"
-        self.context.journal.add(Record("step", report.step, self.context.journal.iteration, report.metrics))
+        self.context.metrics_log.add(Record("step", report.step, self.context.metrics_log.iteration, report.metrics))
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """One iteration is over; its numbers stand at the step it reached."""
-        running, journal = Running.of(trainer), self.context.journal
-        iteration = running.data.iteration
+        run_state, metrics_log = RunState.of(trainer), self.context.metrics_log
+        iteration = run_state.data.iteration
         assert iteration is not None, "an epoch has trained on an iteration"
-        self.tally = self.tally.after(journal.iteration, iteration.facts)
-        metrics = iteration_metrics(iteration, running.data.watch.seconds, journal.clock.read(), self.tally)
-        if not running.data.source.is_judged:
+        self.totals_so_far = self.totals_so_far.after(metrics_log.iteration, iteration.sample_info)
+        metrics = iteration_metrics(
+            iteration, run_state.data.timer.seconds, metrics_log.clock.read(), self.totals_so_far
+        )
+        if not run_state.data.source.has_rewards:
             metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
-        journal.add(Record("iteration", running.step, journal.iteration, metrics))
-        if self.context.is_first and self.settings.histograms and running.tensorboard is not None:
-            with journal.tolerating(EVENTS):
-                write_histograms(running.tensorboard, iteration, running.step)
+        metrics_log.add(Record("iteration", run_state.step, metrics_log.iteration, metrics))
+        if self.context.is_rank_zero and self.config.histograms and run_state.tensorboard is not None:
+            with metrics_log.warn_on_write_error(EVENT_FILE):
+                write_histograms(run_state.tensorboard, iteration, run_state.step)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Mark the run as finished in the HPARAMS tab."""
-        tensorboard = Running.of(trainer).tensorboard if self.context.is_first else None
+        tensorboard = RunState.of(trainer).tensorboard if self.context.is_rank_zero else None
         if tensorboard is not None:
-            with self.context.journal.tolerating(EVENTS):
-                write_end(tensorboard)
+            with self.context.metrics_log.warn_on_write_error(EVENT_FILE):
+                write_hparams_end(tensorboard)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Close the file."""
@@ -125,22 +127,22 @@ class WriteMetrics(L.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Samples and tokens so far."""
-        return asdict(self.tally)
+        return asdict(self.totals_so_far)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting."""
-        self.tally = Tally(**state_dict)
+        self.totals_so_far = RunTotals(**state_dict)
 
     def _write(self, record: Record, tensorboard: SummaryWriter | None) -> None:
         assert self._file is not None, "records are written between the start and the end of a fit"
-        with self.context.journal.tolerating(FILE_NAME):
+        with self.context.metrics_log.warn_on_write_error(FILE_NAME):
             self._file.write(record)
         if tensorboard is not None:
-            with self.context.journal.tolerating(EVENTS):
+            with self.context.metrics_log.warn_on_write_error(EVENT_FILE):
                 write_scalars(tensorboard, record)
-        self._name_nan(record)
+        self._warn_nan(record)
 
-    def _name_nan(self, record: Record) -> None:
+    def _warn_nan(self, record: Record) -> None:
         new = sorted(name for name, value in record.metrics.items() if math.isnan(value) and name not in self._named)
         self._named.update(new)
         if new:
@@ -151,7 +153,7 @@ class WriteMetrics(L.Callback):
 
     def _close(self) -> None:
         if self._file is not None:
-            with self.context.journal.tolerating(FILE_NAME):
+            with self.context.metrics_log.warn_on_write_error(FILE_NAME):
                 self._file.close()
 
 
@@ -170,10 +172,10 @@ def write_scalars(tensorboard: SummaryWriter, record: Record) -> None:
 
 def write_histograms(tensorboard: SummaryWriter, iteration: Iteration, step: int) -> None:
     """How rewards, response lengths and advantages of one iteration are spread; an empty one is left out."""
-    facts = without_padding(iteration.facts)
+    sample_info = without_padding(iteration.sample_info)
     values = {
-        "reward": [f.reward for f in facts if is_scored(f)],
-        "response_length": [float(f.meta.response_len) for f in facts],
+        "reward": [f.reward for f in sample_info if is_scored(f)],
+        "response_length": [float(f.meta.response_len) for f in sample_info],
         "advantage": scored_advantages(iteration),
     }
     for name, numbers in values.items():
@@ -181,19 +183,19 @@ def write_histograms(tensorboard: SummaryWriter, iteration: Iteration, step: int
             tensorboard.add_histogram(f"distribution/{name}", torch.tensor(numbers, dtype=torch.float64), step)
 
 
-def write_frame(tensorboard: SummaryWriter, settings: Mapping[str, object]) -> None:
+def write_hparams(tensorboard: SummaryWriter, config: Mapping[str, object]) -> None:
     """What stands around the curves: the settings of the run, with its final metrics, and three ready-made charts.
 
     The HPARAMS tab reads the final metrics off the curves themselves, so no curve gets a second point for it.
     """
-    plain = {key: value if _is_number(value) else str(value) for key, value in settings.items()}
+    plain = {key: value if _is_number(value) else str(value) for key, value in config.items()}
     experiment, start, _ = _hparams(plain)
     _add(tensorboard, experiment, start)
     tensorboard.add_custom_scalars({"run": {title: ["Multiline", tags] for title, tags in CHARTS.items()}})
     tensorboard.flush()
 
 
-def write_end(tensorboard: SummaryWriter) -> None:
+def write_hparams_end(tensorboard: SummaryWriter) -> None:
     """The run has come to its end."""
     _, _, end = _hparams({})
     _add(tensorboard, end)

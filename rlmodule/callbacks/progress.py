@@ -19,9 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.callbacks.parts.run_context import RunContext, Running
+from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.core.config import more_than
-from rlmodule.records.journal import Record
+from rlmodule.records.metrics_log import Record
 
 LOG_NAME = "train.log"
 LABEL_WIDTH = 12  # characters of the label of a line of the plan
@@ -51,7 +51,7 @@ OF_A_VALIDATION = (
 
 @CALLBACKS.register
 @dataclass(frozen=True)
-class ProgressSettings:
+class ProgressConfig:
     """How progress is shown."""
 
     live: bool = True  # redraw in place when the output is a terminal; false prints lines there too
@@ -69,13 +69,13 @@ class ShowProgress(L.Callback):
     """Listens to the journal and shows what it hears; silent on all processes but the first.
 
     Args:
-        settings: how.
+        config: how.
         context: the run.
         console: where people look.
     """
 
-    def __init__(self, settings: ProgressSettings, context: RunContext, console: Console) -> None:
-        self.settings = settings
+    def __init__(self, config: ProgressConfig, context: RunContext, console: Console) -> None:
+        self.config = config
         self.context = context
         self.console = console
         self.state = State(context.max_iterations)
@@ -83,23 +83,23 @@ class ShowProgress(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Show the plan of the run and begin to listen; the first responses are sampled right after."""
-        if not self.context.is_first:
+        if not self.context.is_rank_zero:
             return
-        running = Running.of(trainer)
-        self.state.is_judged = running.data.source.is_judged
-        self.state.collecting = lambda: running.data.watch.seconds
-        self.context.journal.listen(self.on_record, self.on_phase)
+        run_state = RunState.of(trainer)
+        self.state.has_rewards = run_state.data.source.has_rewards
+        self.state.collecting = lambda: run_state.data.timer.seconds
+        self.context.metrics_log.subscribe(self.on_record, self.on_phase)
         for label, words in self.context.describe.items():
             self._say(f"{label:<{LABEL_WIDTH}} {words}")
         if self.context.resumed_step is not None:
             self._say(f"resumed at step {self.context.resumed_step}")
-        if self.settings.live and self.console.is_terminal:
-            self._live = Live(self.state, console=self.console, refresh_per_second=self.settings.refresh_per_second)
+        if self.config.live and self.console.is_terminal:
+            self._live = Live(self.state, console=self.console, refresh_per_second=self.config.refresh_per_second)
             self._live.start()
 
     def on_phase(self, phase: str) -> None:
         """The run went on to another phase."""
-        self.state.enter(phase, self.context.journal.iteration)
+        self.state.enter(phase, self.context.metrics_log.iteration)
 
     def on_record(self, record: Record) -> None:
         """Numbers are in; an iteration and a validation are worth a line."""
@@ -127,7 +127,7 @@ class ShowProgress(L.Callback):
 
     def _say(self, line: str) -> None:
         """A line for the log, and for people too unless they have the bar to look at."""
-        with self.context.journal.tolerating(LOG_NAME):
+        with self.context.metrics_log.warn_on_write_error(LOG_NAME):
             self.context.run_dir.mkdir(parents=True, exist_ok=True)
             with (self.context.run_dir / LOG_NAME).open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
@@ -146,7 +146,7 @@ class State:
 
     Args:
         max_iterations: of the whole run.
-        is_judged: whether samples have rewards to show.
+        has_rewards: whether samples have rewards to show.
         collecting: seconds by finished phase of the collecting that goes on.
         phase: of the run.
         iteration, done: iterations begun and finished, those before a resume included.
@@ -154,7 +154,7 @@ class State:
     """
 
     max_iterations: int
-    is_judged: bool = True
+    has_rewards: bool = True
     collecting: Callable[[], Mapping[str, float]] = dict
     phase: str = "start"
     iteration: int = 0
@@ -189,16 +189,16 @@ class State:
         pace = (perf_counter() - self._began[0]) / (self.done - self._began[1])
         return pace * max(0, self.max_iterations - self.done)
 
-    def facts(self, shown: Iterable[tuple[str, str]]) -> list[str]:
+    def shown_metrics(self, shown: Iterable[tuple[str, str]]) -> list[str]:
         """The newest value of each of these metrics that was ever seen, in words."""
-        return in_words(self.latest, (*(REWARDS if self.is_judged else LOSSES), *shown))
+        return format_metrics(self.latest, (*(REWARDS if self.has_rewards else LOSSES), *shown))
 
     def iteration_line(self, record: Record) -> str:
         """The iteration that has just been taken in, in a line."""
         left = self.seconds_left
         place = f"iteration {record.iteration:{len(str(self.max_iterations))}}/{self.max_iterations}"
-        eta = f"ETA {'-' if left is None else clock(left)}"
-        return "  ".join([place, f"step {record.step}", *self.facts(IN_A_LINE), eta])
+        eta = f"ETA {'-' if left is None else format_duration(left)}"
+        return "  ".join([place, f"step {record.step}", *self.shown_metrics(IN_A_LINE), eta])
 
     def __rich__(self) -> Table:
         """The same as a bar, for a terminal."""
@@ -212,8 +212,8 @@ class State:
             Text(f"{self.activity:8}", style="bold cyan"),
             ProgressBar(total=max(1, self.max_iterations), completed=self.done, width=BAR_WIDTH),
             Text(f"{self.iteration}/{self.max_iterations}"),
-            Text(" ".join(self.facts(ON_THE_BAR)), style="green"),
-            Text("" if has_ended or left is None else f"ETA {clock(left)}", style="dim"),
+            Text(" ".join(self.shown_metrics(ON_THE_BAR)), style="green"),
+            Text("" if has_ended or left is None else f"ETA {format_duration(left)}", style="dim"),
         )
         return grid
 
@@ -227,15 +227,15 @@ def finest_phase(finished: Mapping[str, float]) -> str:
 
 def validation_line(record: Record) -> str:
     """One validation in a line."""
-    return "  ".join(["validation", f"step {record.step}", *in_words(record.metrics, OF_A_VALIDATION)])
+    return "  ".join(["validation", f"step {record.step}", *format_metrics(record.metrics, OF_A_VALIDATION)])
 
 
-def in_words(metrics: Mapping[str, float], wanted: Iterable[tuple[str, str]]) -> list[str]:
+def format_metrics(metrics: Mapping[str, float], wanted: Iterable[tuple[str, str]]) -> list[str]:
     """Those of the metrics that are there, each as it is worded."""
     return [words.format(metrics[name]) for name, words in wanted if name in metrics]
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as 1:02:03 or 2:03."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)

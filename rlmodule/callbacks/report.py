@@ -27,11 +27,11 @@ from rich.table import Table
 
 import rlmodule
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.callbacks.parts.run_context import RunContext, Running
+from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.checkpoint.state import best_of, oldest_first
 from rlmodule.core.config import at_least
 from rlmodule.core.types import CRITIC, REWARD_MODEL
-from rlmodule.records.journal import Record, whole_file
+from rlmodule.records.metrics_log import Record, atomic_write
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.records.summary import Change, changes, run_totals, running_mean, series
 
@@ -40,7 +40,7 @@ CURVES = "curves.png"
 
 @CALLBACKS.register
 @dataclass(frozen=True)
-class ReportSettings:
+class ReportConfig:
     """What is made at the end beside ``summary.json`` and the table."""
 
     curves: bool = True  # draw curves.png
@@ -58,20 +58,20 @@ class WriteReport(L.Callback):
     """Writes and prints once, on the first process.
 
     Args:
-        settings: what to make.
+        config: what to make.
         context: the run and its journal.
         console: where people look.
     """
 
-    def __init__(self, settings: ReportSettings, context: RunContext, console: Console) -> None:
-        self.settings = settings
+    def __init__(self, config: ReportConfig, context: RunContext, console: Console) -> None:
+        self.config = config
         self.context = context
         self.console = console
-        self.is_due = context.is_first
+        self.is_due = context.is_rank_zero
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """A summary from before a resume no longer holds."""
-        if self.context.is_first:
+        if self.context.is_rank_zero:
             RunDirectory(self.context.run_dir).summary.unlink(missing_ok=True)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -83,25 +83,28 @@ class WriteReport(L.Callback):
         self._report(trainer, finished=False)
 
     def _report(self, trainer: L.Trainer, *, finished: bool) -> None:
-        records = self.context.journal.records
+        records = self.context.metrics_log.records
         if not self.is_due or not records:
             return
         self.is_due = False
         directory = RunDirectory(self.context.run_dir)
         curves = directory.root / CURVES
-        if self.settings.curves:
-            with self.context.journal.tolerating(CURVES), whole_file(curves) as aside:
-                draw_curves(records, aside, self.settings.dpi)
-        summary = {"finished": finished, **run_totals(records), **self._facts(Running.of(trainer), directory)}
-        with self.context.journal.tolerating(directory.summary.name), whole_file(directory.summary) as aside:
+        if self.config.curves:
+            with self.context.metrics_log.warn_on_write_error(CURVES), atomic_write(curves) as aside:
+                draw_curves(records, aside, self.config.dpi)
+        summary = {"finished": finished, **run_totals(records), **self._facts(RunState.of(trainer), directory)}
+        with (
+            self.context.metrics_log.warn_on_write_error(directory.summary.name),
+            atomic_write(directory.summary) as aside,
+        ):
             aside.write_text(json.dumps(without_nan(summary), indent=2) + "\n", encoding="utf-8")
         self.console.print(table(changes(records), "run finished" if finished else "run stopped before its end"))
-        for label, place in places(directory).items():
+        for label, place in output_paths(directory).items():
             words = f"tensorboard --logdir {directory.root}" if label == "tensorboard" else place
             self.console.print(f"{label:<12} {words}", soft_wrap=True, highlight=False, markup=False)
 
-    def _facts(self, running: Running, directory: RunDirectory) -> dict[str, object]:
-        counters, layout = running.module.counters, running.strategy.layout
+    def _facts(self, run_state: RunState, directory: RunDirectory) -> dict[str, object]:
+        counters, layout = run_state.module.counters, run_state.strategy.layout
         return {
             "steps": counters.steps,
             "optimizer_steps": counters.optimizer_steps,
@@ -112,11 +115,11 @@ class WriteReport(L.Callback):
             "layout": layout.sizes,
             "plan": dict(self.context.describe),
             "versions": versions(),
-            "paths": places(directory),
+            "paths": output_paths(directory),
         }
 
 
-def places(directory: RunDirectory) -> dict[str, str]:
+def output_paths(directory: RunDirectory) -> dict[str, str]:
     """What -> where, of everything the run has left behind."""
     root = directory.root
     checkpoints = oldest_first(directory.checkpoints)

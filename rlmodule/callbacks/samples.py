@@ -16,14 +16,14 @@ import lightning as L
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.callbacks.parts.run_context import EVENTS, RunContext, Running
+from rlmodule.callbacks.parts.context import EVENT_FILE, RunContext, RunState
 from rlmodule.core.config import at_least
 from rlmodule.core.types import ScoredSample
-from rlmodule.records.journal import whole_file
+from rlmodule.records.metrics_log import atomic_write
 
 FOLDER = "rollouts"
 PANEL = "samples/train"
-PANEL_COLUMNS = ("prompt", "response", "answer", "reward", "finish")
+PANEL_COLUMNS = ("prompt", "response", "answer", "reward", "finish_reason")
 
 # What markdown or HTML would take for its own is written by number.
 _IN_A_CELL = str.maketrans({sign: f"&#{ord(sign)};" for sign in "&<>|`*_~\\[]"} | {"\n": "<br>", "\r": ""})
@@ -33,15 +33,15 @@ Row = Mapping[str, Any]
 
 @CALLBACKS.register
 @dataclass(frozen=True)
-class SamplesSettings:
+class SamplesConfig:
     """Which iterations to write, and how much of them to show."""
 
     every_n_iterations: int = 1  # write the responses of every n-th iteration
-    text_rows: int = 8  # responses in TensorBoard's text panel, spread over the iteration; 0 for no panel
+    num_text_samples: int = 8  # responses in TensorBoard's text panel, spread over the iteration; 0 for no panel
 
     def __post_init__(self) -> None:
         at_least("every_n_iterations", self.every_n_iterations, 1)
-        at_least("text_rows", self.text_rows, 0)
+        at_least("num_text_samples", self.num_text_samples, 0)
 
     def connect(self, context: RunContext) -> WriteSamples:
         """The callback for one run."""
@@ -52,35 +52,35 @@ class WriteSamples(L.Callback):
     """Writes responses as soon as they are there, so that they can be read if training on them fails.
 
     Args:
-        settings: which.
+        config: which.
         context: names the directory.
     """
 
-    def __init__(self, settings: SamplesSettings, context: RunContext) -> None:
-        self.settings = settings
+    def __init__(self, config: SamplesConfig, context: RunContext) -> None:
+        self.config = config
         self.context = context
         self._shown: Sequence[Row] = ()  # waits for the step that the iteration will reach
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Every rank gives its responses, the first writes them all."""
-        running, iteration = Running.of(trainer), self.context.journal.iteration
-        if not running.data.source.is_fresh or iteration % self.settings.every_n_iterations:
+        run_state, iteration = RunState.of(trainer), self.context.metrics_log.iteration
+        if not run_state.data.source.is_fresh or iteration % self.config.every_n_iterations:
             return
         context = self.context
-        mine = [to_row(x, iteration, context.tokenizer, context.sampling) for x in running.data.collected]
-        everyone = running.strategy.collectives.gather_objects(mine)
-        if self.context.is_first:
-            rows = in_order(everyone)
-            with self.context.journal.tolerating(FOLDER):
+        mine = [to_row(x, iteration, context.tokenizer, context.sampling) for x in run_state.data.collected]
+        everyone = run_state.strategy.collectives.gather_objects(mine)
+        if self.context.is_rank_zero:
+            rows = sort_by_sample_id(everyone)
+            with self.context.metrics_log.warn_on_write_error(FOLDER):
                 write_rows(self.context.run_dir / FOLDER / f"iteration_{iteration:06d}.jsonl", rows)
-            self._shown = spread(rows, self.settings.text_rows)
+            self._shown = evenly_spaced(rows, self.config.num_text_samples)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The panel stands at the step where the metrics of the iteration stand."""
-        running = Running.of(trainer)
-        if self._shown and running.tensorboard is not None:
-            with self.context.journal.tolerating(EVENTS):
-                running.tensorboard.add_text(PANEL, markdown_table(self._shown), running.step)
+        run_state = RunState.of(trainer)
+        if self._shown and run_state.tensorboard is not None:
+            with self.context.metrics_log.warn_on_write_error(EVENT_FILE):
+                run_state.tensorboard.add_text(PANEL, markdown_table(self._shown), run_state.step)
         self._shown = ()
 
 
@@ -104,10 +104,10 @@ def to_row(
         "answer": prompt.answer,
         "reward": _finite_or_none(scored.score.value),
         "reward_parts": {name: _finite_or_none(value) for name, value in sorted(scored.score.parts.items())},
-        "finish": sample.finish,
+        "finish_reason": sample.finish_reason,
         "prompt_ids": list(prompt.ids),
         "response_ids": sample.response_ids.tolist(),
-        "logprobs": None if sample.sampler_logprob is None else sample.sampler_logprob.float().tolist(),
+        "logprobs": None if sample.rollout_logprob is None else sample.rollout_logprob.float().tolist(),
         "sampling": dict(sampling),
     }
     if not bool(sample.loss_mask.all()):
@@ -115,7 +115,7 @@ def to_row(
     return row
 
 
-def in_order(parts: Iterable[Iterable[Row]]) -> list[Row]:
+def sort_by_sample_id(parts: Iterable[Iterable[Row]]) -> list[Row]:
     """The rows of all ranks by sample id, which no rank has a say in."""
     return sorted((row for part in parts for row in part), key=lambda row: int(row["sample_id"]))
 
@@ -123,11 +123,11 @@ def in_order(parts: Iterable[Iterable[Row]]) -> list[Row]:
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """One JSON object per line; a reader sees the whole file or none."""
     # A lone surrogate has no UTF-8 form; its backslash escape is what JSON writes for it.
-    with whole_file(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
+    with atomic_write(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def spread(rows: Sequence[Row], count: int) -> list[Row]:
+def evenly_spaced(rows: Sequence[Row], count: int) -> list[Row]:
     """``count`` rows at equal distances, so that they come from many groups."""
     count = min(count, len(rows))
     return [rows[i * len(rows) // count] for i in range(count)]

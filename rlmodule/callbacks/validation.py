@@ -1,6 +1,6 @@
 """How good the models are on rows that are never trained on, now and then.
 
-Every process does its share, so every process must get here. Leaves out what is asked (``examination.py``).
+Every process does its share, so every process must get here. Leaves out what is asked (``evaluation.py``).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 import lightning as L
 
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.callbacks.parts.run_context import RunContext, Running
+from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.core.config import at_least
 from rlmodule.experience.iteration_metrics import VALIDATE
-from rlmodule.records.journal import Record
+from rlmodule.records.metrics_log import Record
 
 
 @CALLBACKS.register
 @dataclass(frozen=True)
-class ValidationSettings:
+class ValidationConfig:
     """When to validate."""
 
     every_n_iterations: int = 5  # validate after every n-th iteration; 0 for never in between
@@ -39,12 +39,12 @@ class Validate(L.Callback):
     """Makes all examinations of the run, where it has any.
 
     Args:
-        settings: when.
+        config: when.
         context: takes the records.
     """
 
-    def __init__(self, settings: ValidationSettings, context: RunContext) -> None:
-        self.settings = settings
+    def __init__(self, config: ValidationConfig, context: RunContext) -> None:
+        self.config = config
         self.context = context
         self.history: list[Record] = []  # all of the run, also from before a resume; the same on every rank
 
@@ -55,31 +55,31 @@ class Validate(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Before any update; the first responses are there by now, and they changed no weight."""
-        if self.settings.at_start and self.context.resumed_step is None:
-            self._validate(Running.of(trainer), iteration=0)
+        if self.config.at_start and self.context.resumed_step is None:
+            self._validate(RunState.of(trainer), iteration=0)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """After every n-th iteration, counted from the start of the run."""
-        every, iteration = self.settings.every_n_iterations, self.context.journal.iteration
+        every, iteration = self.config.every_n_iterations, self.context.metrics_log.iteration
         if every and iteration % every == 0:
-            self._validate(Running.of(trainer), iteration)
+            self._validate(RunState.of(trainer), iteration)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The result of the run."""
-        running = Running.of(trainer)
-        if self.settings.at_end and (not self.history or self.history[-1].step < running.step):
-            self._validate(running, self.context.journal.iteration)
+        run_state = RunState.of(trainer)
+        if self.config.at_end and (not self.history or self.history[-1].step < run_state.step):
+            self._validate(run_state, self.context.metrics_log.iteration)
 
-    def _validate(self, running: Running, iteration: int) -> None:
-        examinations, journal = running.data.examinations, self.context.journal
-        if not examinations:
+    def _validate(self, run_state: RunState, iteration: int) -> None:
+        evaluators, metrics_log = run_state.data.evaluators, self.context.metrics_log
+        if not evaluators:
             return
-        with journal.phase(VALIDATE) as lap:
-            said = {name: value for examine in examinations for name, value in examine().items()}
-        times = {"timing_s/validation": lap.seconds, "cpu_s/validation": lap.cpu_seconds}
-        record = Record("validation", running.step, iteration, {**said, **times})
+        with metrics_log.phase(VALIDATE) as spent:
+            said = {name: value for examine in evaluators for name, value in examine().items()}
+        times = {"timing_s/validation": spent.seconds, "cpu_s/validation": spent.cpu_seconds}
+        record = Record("validation", run_state.step, iteration, {**said, **times})
         self.history.append(record)
-        journal.add(record)
+        metrics_log.add(record)
 
     def state_dict(self) -> dict[str, Any]:
         """Results so far."""

@@ -28,14 +28,14 @@ class Manifest:
 
     Args:
         files: name -> (bytes, SHA-256).
-        facts: step, iteration, layout and whatever else a reader wants to know before loading.
+        entries: step, iteration, layout and whatever else a reader wants to know before loading.
     """
 
     files: Mapping[str, tuple[int, str]]
-    facts: Mapping[str, Any]
+    entries: Mapping[str, Any]
 
 
-def write_folder(folder: Path, write: Callable[[Path], None], facts: Mapping[str, Any]) -> Manifest:
+def write_folder(folder: Path, write: Callable[[Path], None], entries: Mapping[str, Any]) -> Manifest:
     """Let ``write`` fill a folder aside, then put it in the place of ``folder`` in one rename.
 
     Raises:
@@ -46,18 +46,18 @@ def write_folder(folder: Path, write: Callable[[Path], None], facts: Mapping[str
     try:
         aside.mkdir(parents=True)
         write(aside)
-        return _finish(aside, folder, facts)
+        return _finish_reason(aside, folder, entries)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
-def _finish(aside: Path, folder: Path, facts: Mapping[str, Any]) -> Manifest:
+def _finish_reason(aside: Path, folder: Path, entries: Mapping[str, Any]) -> Manifest:
     files = {
         str(p.relative_to(aside)): (p.stat().st_size, _checksum(p)) for p in sorted(aside.rglob("*")) if p.is_file()
     }
-    manifest = Manifest(files, dict(facts))
-    (aside / MANIFEST).write_text(json.dumps({"files": files, "facts": manifest.facts}, indent=1))
+    manifest = Manifest(files, dict(entries))
+    (aside / MANIFEST).write_text(json.dumps({"files": files, "entries": manifest.entries}, indent=1))
     for path in aside.rglob("*"):
         _flush(path)
     _flush(aside)
@@ -68,19 +68,19 @@ def _finish(aside: Path, folder: Path, facts: Mapping[str, Any]) -> Manifest:
 def write_folder_together(
     folder: Path,
     write: Callable[[Path], None],
-    facts: Mapping[str, Any],
+    entries: Mapping[str, Any],
     *,
-    agree: Callable[[str | None], str | None],
-    is_first: bool,
+    gather_first_error: Callable[[str | None], str | None],
+    is_rank_zero: bool,
 ) -> str | None:
     """``write_folder`` by all processes of a run: each fills its part of the folder aside, the first finishes it.
 
     Args:
         folder: where the checkpoint goes; on a file system that all processes see.
         write: writes this process's files.
-        facts: for the manifest.
-        agree: the first problem any process has, on every process.
-        is_first: whether this process makes the manifest and renames.
+        entries: for the manifest.
+        gather_first_error: the first problem any process has, on every process.
+        is_rank_zero: whether this process makes the manifest and renames.
 
     Returns:
         None, or what went wrong, the same on every process; ``folder`` is untouched then and nothing is left behind.
@@ -92,12 +92,12 @@ def write_folder_together(
         aside.mkdir(parents=True)
 
     def finish() -> None:
-        _finish(aside, folder, facts)
+        _finish_reason(aside, folder, entries)
 
     for everyone, stage in ((False, begin), (True, lambda: write(aside)), (False, finish)):
-        problem = agree(_attempt(stage) if everyone or is_first else None)
+        problem = gather_first_error(_attempt(stage) if everyone or is_rank_zero else None)
         if problem is not None:
-            if is_first:
+            if is_rank_zero:
                 shutil.rmtree(aside, ignore_errors=True)
             return problem
     return None
@@ -155,7 +155,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         read = json.loads((folder / MANIFEST).read_text())
         return Manifest(
-            {name: (int(size), str(digest)) for name, (size, digest) in read["files"].items()}, read["facts"]
+            {name: (int(size), str(digest)) for name, (size, digest) in read["files"].items()}, read["entries"]
         )
     except FileNotFoundError:
         raise CheckpointError(
@@ -229,7 +229,7 @@ def best_of(folders: Sequence[Path]) -> Path | None:
 
 def _quality_of(folder: Path) -> Quality | None:
     try:
-        return Quality(**read_manifest(folder).facts["best"])
+        return Quality(**read_manifest(folder).entries["best"])
     except (CheckpointError, KeyError, TypeError):  # it was never finished, or is not ranked
         return None
 

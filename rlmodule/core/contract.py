@@ -21,8 +21,8 @@ from rlmodule.core.types import (
     LossInputs,
     MicroBatch,
     Prompt,
+    RewardResult,
     Sample,
-    Score,
     StepTotals,
     TokenLoss,
     TokenMeans,
@@ -65,12 +65,12 @@ class Layout:
         return self.rank % self.tp_size
 
     @property
-    def token_ranks(self) -> int:
+    def dp_sp_size(self) -> int:
         """Processes that train on different tokens: data ranks times the sequence ranks that share their rows."""
         return self.dp_size * self.sp_size
 
     @property
-    def token_rank(self) -> int:
+    def dp_sp_rank(self) -> int:
         """This process's place among them."""
         return self.dp_rank * self.sp_size + self.sp_rank
 
@@ -90,14 +90,14 @@ class Layout:
         return self.sp_rank == 0 and self.tp_rank == 0
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this process writes files and talks to the user."""
         return self.rank == 0
 
 
 class Collectives(Protocol):
-    """The few exchanges that the engine makes between token ranks (``Layout.token_ranks``, in the order of
-    ``Layout.token_rank``): sequence ranks hold different tokens, tensor ranks repeat them and are left out. A world of
+    """The few exchanges that the engine makes between token ranks (``Layout.dp_sp_size``, in the order of
+    ``Layout.dp_sp_rank``): sequence ranks hold different tokens, tensor ranks repeat them and are left out. A world of
     one answers without communication."""
 
     def gather_rows(self, rows: Tensor) -> Tensor:
@@ -157,8 +157,8 @@ class Snapshot(Protocol):
             OSError, RuntimeError: it could not be written.
         """
 
-    def agree(self, problem: str | None) -> str | None:
-        """``Strategy.agree`` from the thread that writes."""
+    def gather_first_error(self, problem: str | None) -> str | None:
+        """``Strategy.gather_first_error`` from the thread that writes."""
 
 
 @dataclass
@@ -187,10 +187,10 @@ class Strategy(Protocol):
     sequence: SequenceRanks | None  # None where a row is not cut
 
     @property
-    def works_inside_blocks(self) -> bool:
+    def gathers_inside_blocks(self) -> bool:
         """Whether it runs operations of its own in the middle of a block, other ones forward than backward."""
 
-    def agree(self, problem: str | None) -> str | None:
+    def gather_first_error(self, problem: str | None) -> str | None:
         """The first problem that any process of the run has, on every process; one exchange between all of them."""
 
     def shard(self, models: Mapping[str, nn.Module]) -> None:
@@ -296,7 +296,7 @@ class JointObjective(TokenObjective, ValueObjective, Protocol):
     """Both, for a model with two heads."""
 
 
-class MicroBatchShare(Protocol):
+class MicroBatchLoss(Protocol):
     """The share of one micro-batch in what a model minimises: handed to the model's forward as its objective."""
 
     @property
@@ -315,7 +315,9 @@ class ModelObjective(Protocol):
     def selects(self) -> SelectingLoss | None:
         """The loss in it that picks tokens out of the whole mini-batch, if there is one."""
 
-    def over(self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None) -> MicroBatchShare:
+    def for_micro_batch(
+        self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None
+    ) -> MicroBatchLoss:
         """Its share of one micro-batch; ``sequence`` are the ranks that share the row, None where it is not cut."""
 
 
@@ -357,10 +359,10 @@ class Reward(Protocol):
 
     knows_one_response: ClassVar[bool]
 
-    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+    def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """One verdict per sample, in order."""
 
-    def lacks(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
+    def missing_fields(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
         """What a row with this answer and these columns lacks to be judged; None where it has everything."""
 
 

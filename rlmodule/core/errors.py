@@ -41,14 +41,14 @@ class DataError(RLModuleError):
     """A row of a data file that cannot be used.
 
     Args:
-        place: ``file:line`` or ``file:row`` (one-based), or a file.
+        location: ``file:line`` or ``file:row`` (one-based), or a file.
         because: what is wrong with it, with the value.
         fix: what to do about it.
     """
 
-    def __init__(self, *, place: str | Path, because: str, fix: str) -> None:
-        self.place, self.because, self.fix = str(place), because, fix
-        super().__init__(f"{place}: {because}. {fix}")
+    def __init__(self, *, location: str | Path, because: str, fix: str) -> None:
+        self.location, self.because, self.fix = str(location), because, fix
+        super().__init__(f"{location}: {because}. {fix}")
 
 
 class CheckpointError(RLModuleError):

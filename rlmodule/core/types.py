@@ -6,7 +6,7 @@ Shape legend, used in every docstring of the project:
     ``V`` vocabulary                     ``H`` hidden size                     ``G`` groups
 Log-probabilities, entropies and KL are in nats; lengths in tokens; times in seconds.
 
-    Prompt -> Sample (rollout) -> ScoredSample (reward) -> ExperienceRow (scores, advantage) -> MicroBatch -> MiniBatch
+    Prompt -> Sample (rollout) -> ScoredSample (reward) -> TrainingSample (scores, advantage) -> MicroBatch -> MiniBatch
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SampleMeta:
         prompt_len, response_len: tokens.
         loss_tokens: response tokens with loss mask 1.
         is_padding: a filler that counts nowhere.
-        is_left_out: nothing of it can reach the gradient: it counts in totals, and no rank computes it.
+        is_skipped: nothing of it can reach the gradient: it counts in totals, and no rank computes it.
     """
 
     sample_id: int
@@ -64,7 +64,7 @@ class SampleMeta:
     response_len: int
     loss_tokens: int
     is_padding: bool = False
-    is_left_out: bool = False
+    is_skipped: bool = False
 
     @property
     def length(self) -> int:
@@ -81,8 +81,8 @@ class Sample:
         prompt: the row that was answered.
         response_ids: [R] int64.
         loss_mask: [R] bool, False on tool and observation tokens.
-        sampler_logprob: [R] float32 log-probability the sampler drew each token with, or None when it was not sampled.
-        finish: ``stop`` (ended by itself) or ``length`` (cut at the limit; nothing is appended).
+        rollout_logprob: [R] float32 log-probability the sampler drew each token with, or None when it was not sampled.
+        finish_reason: ``stop`` (ended by itself) or ``length`` (cut at the limit; nothing is appended).
         text: the response decoded; for rewards and logs only.
         is_padding: a filler that counts nowhere.
         teacher_logprob: [R] float32 log-probability a teacher gave each token, or None where no file says it.
@@ -94,8 +94,8 @@ class Sample:
     prompt: Prompt
     response_ids: Tensor
     loss_mask: Tensor
-    sampler_logprob: Tensor | None = None
-    finish: str = "stop"
+    rollout_logprob: Tensor | None = None
+    finish_reason: str = "stop"
     text: str = ""
     is_padding: bool = False
     teacher_logprob: Tensor | None = None
@@ -103,7 +103,7 @@ class Sample:
 
     def __post_init__(self) -> None:
         assert self.response_ids.shape == self.loss_mask.shape, "one mask entry per response token"
-        for logprob in (self.sampler_logprob, self.teacher_logprob):
+        for logprob in (self.rollout_logprob, self.teacher_logprob):
             assert logprob is None or logprob.shape == self.response_ids.shape, "one log-probability per response token"
 
     @property
@@ -118,9 +118,16 @@ class Sample:
             is_padding=self.is_padding,
         )
 
+    def extended_by_one(self) -> Sample:
+        """The sample plus one dummy token that alone has loss mask 1; its value is the bootstrap value."""
+        mask = torch.zeros(len(self.loss_mask) + 1, dtype=torch.bool)
+        mask[-1] = True
+        ids = torch.cat([self.response_ids, self.response_ids[-1:]])  # which token it is does not matter
+        return replace(self, response_ids=ids, loss_mask=mask, rollout_logprob=None)
+
 
 @dataclass(frozen=True)
-class Score:
+class RewardResult:
     """Verdict of a reward on one sample.
 
     Args:
@@ -143,12 +150,12 @@ class ScoredSample:
     """
 
     sample: Sample
-    score: Score
+    score: RewardResult
     baseline: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class ExperienceRow:
+class TrainingSample:
     """One sample ready to train on.
 
     Args:
@@ -272,13 +279,13 @@ class MiniBatch:
         micro_batches: in the order they run; every data rank has the same number.
         totals: counts of the whole mini-batch over all data ranks.
         metrics: facts of the plan to log with the step (``global_seqlen/*``, ``balance/*``), the same on every rank.
-        trains: names of the models that take a step on it.
+        trained_models: names of the models that take a step on it.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     totals: StepTotals
     metrics: Mapping[str, float] = field(default_factory=dict)
-    trains: tuple[str, ...] = (POLICY,)
+    trained_models: tuple[str, ...] = (POLICY,)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MiniBatch:
         """The same mini-batch with every tensor on ``device``."""
@@ -289,7 +296,7 @@ class MiniBatch:
         return replace(self, micro_batches=tuple(m.pin_memory() for m in self.micro_batches))
 
 
-def itself(value: Tensor) -> Tensor:
+def identity(value: Tensor) -> Tensor:
     """The value as it is."""
     return value
 
@@ -321,7 +328,7 @@ class LossInputs:
     teacher_logprob: Tensor | None = None
     selected: Tensor | None = None
     group: Tensor | None = None
-    over_slices: Callable[[Tensor], Tensor] | None = itself
+    over_slices: Callable[[Tensor], Tensor] | None = identity
 
     @classmethod
     def of(
@@ -329,7 +336,7 @@ class LossInputs:
         batch: MicroBatch,
         logprob: Tensor,
         part: slice = slice(None),
-        over_slices: Callable[[Tensor], Tensor] | None = itself,
+        over_slices: Callable[[Tensor], Tensor] | None = identity,
     ) -> LossInputs:
         """The loss tokens ``part`` of a micro-batch, with their log-probabilities."""
 
@@ -387,17 +394,17 @@ class TokenLoss:
 
 
 @dataclass(frozen=True, eq=False)
-class TokenFacts:
+class TokenValues:
     """What an estimator with a value function may look at: the loss tokens of all responses, end to end.
 
     Args:
         value: [N] float64, what the value function expects from each token on, the token included.
-        charge: [N] float64 taken off the reward of each token (KL to the reference).
+        penalty: [N] float64 taken off the reward of each token (KL to the reference).
         next_value: [B] float64, what it expects after the last token of a response that was cut; 0 for one that ended.
     """
 
     value: Tensor
-    charge: Tensor
+    penalty: Tensor
     next_value: Tensor
 
 
@@ -420,7 +427,7 @@ class AdvantageInputs:
     loss_tokens: Tensor
     parts: Mapping[str, Tensor] = field(default_factory=dict)
     baseline: Tensor | None = None
-    tokens: TokenFacts | None = None
+    tokens: TokenValues | None = None
     energy: Tensor | None = None
 
 

@@ -55,22 +55,22 @@ def file_demonstrations(config: DataConfig, tokenizer: PreTrainedTokenizerBase, 
     """
     source = open_rows(config, split)
     rows = [row for batch in in_batches(len(source)) for row in source.select(batch)]
-    return _samples(rows, config, tokenizer, source.place)
+    return _samples(rows, config, tokenizer, source.location)
 
 
 def _samples(
-    rows: Sequence[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase, place: Callable[[int], str]
+    rows: Sequence[Row], config: DataConfig, tokenizer: PreTrainedTokenizerBase, location: Callable[[int], str]
 ) -> list[Sample]:
     chat = config.chat_format(tokenizer)
-    segments = [encode_row(row, chat, place(number)) for number, row in enumerate(rows)]
+    segments = [encode_row(row, chat, location(number)) for number, row in enumerate(rows)]
     lengths = np.array([len(prompt.ids) for prompt, *_ in segments], dtype=np.int32)
     return [
         sample_of(number, rows[number], segments[number], tokenizer, config.max_prompt_length)
-        for number in map(int, keep_by_length(lengths, config, place))
+        for number in map(int, keep_by_length(lengths, config, location))
     ]
 
 
-def encode_row(row: Row, chat: ChatFormat, place: str) -> list[Segment]:
+def encode_row(row: Row, chat: ChatFormat, location: str) -> list[Segment]:
     """Prompt and completion as segments; the first is what comes before the first assistant turn.
 
     Raises:
@@ -81,7 +81,7 @@ def encode_row(row: Row, chat: ChatFormat, place: str) -> list[Segment]:
             return chat.encode_demonstration(row.prompt, row.completion)
         return chat.encode_conversation([*as_turns(row.prompt), *(row.completion or ())])
     except ChatError as error:
-        raise DataError(place=place, because=str(error), fix="Fix or delete the row") from error
+        raise DataError(location=location, because=str(error), fix="Fix or delete the row") from error
 
 
 def sample_of(

@@ -42,7 +42,7 @@ class RowTable(ABC):
         """Rows."""
 
     @abstractmethod
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """Where row ``row`` (from 0) stands, for errors: ``file:line``, or ``file:row`` where there are no lines."""
 
     @abstractmethod
@@ -72,7 +72,7 @@ class MemoryTable(RowTable):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         return f"{self.name}:{row + 1}"
 
     def select(self, rows: Sequence[int]) -> list[RawRow]:
@@ -107,7 +107,7 @@ class JsonLinesTable(RowTable):
     def __len__(self) -> int:
         return len(self._starts)
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         return f"{self.name}:{self._numbers[row]}"
 
     def select(self, rows: Sequence[int]) -> list[RawRow]:
@@ -115,7 +115,7 @@ class JsonLinesTable(RowTable):
         with self._path.open("rb") as file:
             for row in rows:
                 file.seek(int(self._starts[row]))
-                found.append(_parse_object(file.readline(), self.place(row)))
+                found.append(_parse_object(file.readline(), self.location(row)))
         return found
 
 
@@ -132,7 +132,7 @@ class ParquetTable(RowTable):
             self._file = pq.ParquetFile(path, pre_buffer=False)
         except (pa.ArrowException, OSError) as error:
             raise DataError(
-                place=path, because=f"not a readable parquet file: {error}", fix="Write the file again"
+                location=path, because=f"not a readable parquet file: {error}", fix="Write the file again"
             ) from None
         self.columns = tuple(self._file.schema_arrow.names)
         groups = range(self._file.num_row_groups)
@@ -143,7 +143,7 @@ class ParquetTable(RowTable):
     def __len__(self) -> int:
         return int(self._first[-1])
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         return f"{self.name}:{row + 1}"
 
     def select(self, rows: Sequence[int]) -> list[RawRow]:
@@ -183,10 +183,10 @@ class TableChain:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """``file:line`` of a row."""
         table, inside = self._locate(row)
-        return self.tables[table].place(inside)
+        return self.tables[table].location(inside)
 
     def select(self, rows: Sequence[int]) -> list[tuple[int, RawRow]]:
         """(number of the table, row) of the rows asked for, in the order asked for; each file is visited once."""
@@ -227,7 +227,7 @@ def _open_file(path: Path, key: str) -> RowTable:
         )
     table = _OPENERS[path.suffix](path)
     if len(table) == 0:
-        raise DataError(place=path, because="the file holds no rows", fix=f"Take it out of {key}, or write it again")
+        raise DataError(location=path, because="the file holds no rows", fix=f"Take it out of {key}, or write it again")
     return table
 
 
@@ -258,29 +258,33 @@ def _open_json(path: Path) -> RowTable:
 _OPENERS = {".jsonl": JsonLinesTable, ".json": _open_json, ".parquet": ParquetTable}
 
 
-def _parse_object(line: bytes, place: str) -> RawRow:
-    row = _parse(line, place)
-    _check_object(row, place)
+def _parse_object(line: bytes, location: str) -> RawRow:
+    row = _parse(line, location)
+    _check_object(row, location)
     return row  # type: ignore[no-any-return]
 
 
-def _check_object(row: object, place: str) -> None:
+def _check_object(row: object, location: str) -> None:
     if not isinstance(row, dict):
         raise DataError(
-            place=place, because=f"a row must be a JSON object, this is of type {type(row).__name__}", fix="Fix it"
+            location=location,
+            because=f"a row must be a JSON object, this is of type {type(row).__name__}",
+            fix="Fix it",
         )
 
 
-def _parse(content: bytes, place: str) -> Any:
+def _parse(content: bytes, location: str) -> Any:
     try:
         return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         because = f"byte {error.start + 1} (0x{content[error.start]:02x}) is not valid UTF-8"
-        raise DataError(place=place, because=because, fix="Save the file as UTF-8") from None
+        raise DataError(location=location, because=because, fix="Save the file as UTF-8") from None
     except json.JSONDecodeError as error:
         where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
         raise DataError(
-            place=place, because=f"not valid JSON: {error.msg} at {where}", fix="Fix or delete it"
+            location=location, because=f"not valid JSON: {error.msg} at {where}", fix="Fix or delete it"
         ) from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nesting just as deep
-        raise DataError(place=place, because=f"JSON that cannot be read: {error}", fix="Fix or delete it") from None
+        raise DataError(
+            location=location, because=f"JSON that cannot be read: {error}", fix="Fix or delete it"
+        ) from None

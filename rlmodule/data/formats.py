@@ -133,7 +133,7 @@ def choose_columns(table: RowTable, name: str, keys: ColumnKeys) -> Columns:
     if prompt is None:
         wanted = " or ".join(f"'{column}'" for column in chosen.prompt)
         raise DataError(
-            place=table.name,
+            location=table.name,
             because=f"no column {wanted} to take the prompt from; its columns are {', '.join(table.columns)}",
             fix=f"Set data.prompt_key, or data.format to one of {', '.join(FORMATS)}",
         )
@@ -147,13 +147,13 @@ def choose_columns(table: RowTable, name: str, keys: ColumnKeys) -> Columns:
     )
 
 
-def read_row(raw: RawRow, columns: Columns, place: str) -> Row:
+def read_row(raw: RawRow, columns: Columns, location: str) -> Row:
     """One raw row in our own words.
 
     Args:
         raw: as the file has it; only columns that are read need to be there.
         columns: what they mean.
-        place: ``file:line``, for errors.
+        location: ``file:line``, for errors.
 
     Raises:
         DataError: a required value is missing, or is not what it should be.
@@ -161,32 +161,32 @@ def read_row(raw: RawRow, columns: Columns, place: str) -> Row:
     for column in columns.required:
         if _look_up(raw, column) is None:
             raise DataError(
-                place=place,
+                location=location,
                 because=f"the row has no '{column}'; its columns are {', '.join(raw)}",
                 fix="Fill it in, or delete the row",
             )
-    prompt = read_turns(_look_up(raw, columns.prompt), columns.prompt, place)
+    prompt = read_turns(_look_up(raw, columns.prompt), columns.prompt, location)
     completion = _look_up(raw, columns.completion)
     meta = {name: value for name, value in raw.items() if name not in (columns.prompt, columns.meta)}
-    meta |= _read_meta(raw.get(columns.meta), columns.meta, place)
+    meta |= _read_meta(raw.get(columns.meta), columns.meta, location)
     if not isinstance(prompt, str):
         meta["messages"] = prompt
     return Row(
         prompt=prompt,
         answer=_as_text(_look_up(raw, columns.answer)),
         source=_as_text(_look_up(raw, columns.source)) or "",
-        completion=None if completion is None else read_turns(completion, str(columns.completion), place),
+        completion=None if completion is None else read_turns(completion, str(columns.completion), location),
         meta=meta,
     )
 
 
-def read_turns(value: Any, column: str, place: str) -> Turns:
+def read_turns(value: Any, column: str, location: str) -> Turns:
     """A text or turns as a file has them, checked.
 
     Args:
         value: the entry.
         column: where it stands, for errors.
-        place: ``file:line``, for errors.
+        location: ``file:line``, for errors.
 
     Raises:
         DataError: it is neither.
@@ -196,7 +196,7 @@ def read_turns(value: Any, column: str, place: str) -> Turns:
     try:
         check_messages(value)
     except ChatError as error:
-        raise DataError(place=place, because=f"column '{column}': {error}", fix="Fix or delete the row") from None
+        raise DataError(location=location, because=f"column '{column}': {error}", fix="Fix or delete the row") from None
     # A parquet struct has every key in every turn, None where a turn has none; templates ask whether a key is there.
     return [{name: entry for name, entry in turn.items() if entry is not None} for turn in value]
 
@@ -217,7 +217,7 @@ def _choose(table: RowTable, wanted: str, candidates: Sequence[str], key: str) -
 
     if wanted and not exists(wanted):
         raise DataError(
-            place=table.name,
+            location=table.name,
             because=f"there is no column '{wanted}'; its columns are {', '.join(table.columns)}",
             fix=f"Set {key} to one of them",
         )
@@ -233,12 +233,14 @@ def _look_up(raw: RawRow, column: str | None) -> Any:
     return value
 
 
-def _read_meta(value: Any, column: str, place: str) -> dict[str, Any]:
+def _read_meta(value: Any, column: str, location: str) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise DataError(place=place, because=f"column '{column}' is not JSON: {error}", fix="Fix it") from None
+            raise DataError(
+                location=location, because=f"column '{column}' is not JSON: {error}", fix="Fix it"
+            ) from None
     if value is None:
         return {}
     return dict(value) if isinstance(value, Mapping) else {column: value}

@@ -42,7 +42,7 @@ class Preference:
     prompt: Turns
     chosen: Turns
     rejected: Turns
-    place: str
+    location: str
 
 
 def task_preferences(
@@ -59,7 +59,7 @@ def task_preferences(
         DataError: a prompt is longer than the limit, see ``overlong_prompt``.
     """
     rows = [
-        Preference(*triple, place=f"preference {number} of task {config.task}")
+        Preference(*triple, location=f"preference {number} of task {config.task}")
         for number, triple in enumerate(triples, start=1)
     ]
     return _pairs(rows, config, tokenizer)
@@ -89,7 +89,7 @@ def _read(table: RowTable, config: DataConfig) -> list[Preference]:
     for key, column in wanted.items():
         if column not in table.columns:
             raise DataError(
-                place=table.name,
+                location=table.name,
                 because=f"there is no column '{column}'; its columns are {', '.join(table.columns)}",
                 fix=f"Set {key} to one of them",
             )
@@ -97,36 +97,40 @@ def _read(table: RowTable, config: DataConfig) -> list[Preference]:
     columns = [column for column in (prompt_key, *wanted.values()) if column in table.columns]
     rows: list[Preference] = []
     for batch in table.batches(columns):
-        rows += [_preference(raw, prompt_key, config, table.place(len(rows) + i)) for i, raw in enumerate(batch)]
+        rows += [_preference(raw, prompt_key, config, table.location(len(rows) + i)) for i, raw in enumerate(batch)]
     return rows
 
 
-def _preference(raw: RawRow, prompt_key: str, config: DataConfig, place: str) -> Preference:
+def _preference(raw: RawRow, prompt_key: str, config: DataConfig, location: str) -> Preference:
     for column in (config.chosen_key, config.rejected_key):
         if raw.get(column) is None:
-            raise DataError(place=place, because=f"the row has no '{column}'", fix="Fill it in, or delete the row")
-    chosen, rejected = (read_turns(raw[key], key, place) for key in (config.chosen_key, config.rejected_key))
+            raise DataError(
+                location=location, because=f"the row has no '{column}'", fix="Fill it in, or delete the row"
+            )
+    chosen, rejected = (read_turns(raw[key], key, location) for key in (config.chosen_key, config.rejected_key))
     if raw.get(prompt_key) is None:
-        prompt, chosen, rejected = _without_common_beginning(chosen, rejected, place)
+        prompt, chosen, rejected = _without_common_beginning(chosen, rejected, location)
     else:
-        prompt = read_turns(raw[prompt_key], prompt_key, place)
+        prompt = read_turns(raw[prompt_key], prompt_key, location)
         chosen, rejected = _behind(prompt, chosen), _behind(prompt, rejected)
     for said in (chosen, rejected):
         if not isinstance(said, str) and [turn["role"] for turn in said[:1]] != ["assistant"]:
             raise DataError(
-                place=place, because="a response must begin with an assistant turn behind the prompt", fix="Fix the row"
+                location=location,
+                because="a response must begin with an assistant turn behind the prompt",
+                fix="Fix the row",
             )
-    return Preference(prompt, chosen, rejected, place)
+    return Preference(prompt, chosen, rejected, location)
 
 
-def _without_common_beginning(chosen: Turns, rejected: Turns, place: str) -> tuple[Turns, Turns, Turns]:
+def _without_common_beginning(chosen: Turns, rejected: Turns, location: str) -> tuple[Turns, Turns, Turns]:
     """The prompt that both begin with, and what is left of them."""
     if isinstance(chosen, str) != isinstance(rejected, str):
-        raise DataError(place=place, because="one response is a text and the other are turns", fix="Fix the row")
+        raise DataError(location=location, because="one response is a text and the other are turns", fix="Fix the row")
     start = _end_of_common_beginning(chosen, rejected)
     if start in (0, len(chosen), len(rejected)):
         raise DataError(
-            place=place,
+            location=location,
             because="the row has no prompt, and its responses do not differ after a common beginning that could be one",
             fix="Give it a prompt, or delete the row",
         )
@@ -150,11 +154,11 @@ def _pairs(rows: Sequence[Preference], config: DataConfig, tokenizer: PreTrained
     chat = config.chat_format(tokenizer)
     both = [[Row(prompt=row.prompt, completion=said, source=config.task or "") for said in _said(row)] for row in rows]
     segments = [
-        [_encode(completed, chat, row.place) for completed in pair] for row, pair in zip(rows, both, strict=True)
+        [_encode(completed, chat, row.location) for completed in pair] for row, pair in zip(rows, both, strict=True)
     ]
     lengths = np.array([len(chosen[0].ids) for chosen, _ in segments], dtype=np.int32)
     pairs = []
-    for number in map(int, keep_by_length(lengths, config, lambda number: rows[number].place)):
+    for number in map(int, keep_by_length(lengths, config, lambda number: rows[number].location)):
         chosen, rejected = (
             sample_of(number, *parts, tokenizer, config.max_prompt_length)
             for parts in zip(both[number], segments[number], strict=True)
@@ -174,16 +178,16 @@ def _said(row: Preference) -> tuple[Turns, Turns]:
     return chosen, rejected
 
 
-def _encode(row: Row, chat: ChatFormat, place: str) -> list[Segment]:
+def _encode(row: Row, chat: ChatFormat, location: str) -> list[Segment]:
     """The segments of one response behind its prompt, whose own assistant turns are merged into it."""
     turns = [] if isinstance(row.prompt, str) else row.prompt
     if turns and turns[-1].get("role") == "assistant":
         raise DataError(
-            place=place,
+            location=location,
             because="the prompt ends with an assistant turn, which is what responses are",
             fix="Fix the row",
         )
-    segments = encode_row(row, chat, place)
+    segments = encode_row(row, chat, location)
     earlier = 2 * sum(turn.get("role") == "assistant" for turn in turns)  # each turn, and what leads to the next
     ids, _ = join(segments[: earlier + 1])
     return [Segment(tuple(ids), sampled=False), *segments[earlier + 1 :]]

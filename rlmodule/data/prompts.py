@@ -120,14 +120,14 @@ class RowSource:
     def __len__(self) -> int:
         return self._size
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """``file:line`` of a row."""
-        return self._chain.place(row)
+        return self._chain.location(row)
 
     def select(self, rows: Sequence[int]) -> list[Row]:
         """The rows asked for, in the order asked for; each file is visited once."""
         found = zip(rows, self._chain.select(rows), strict=True)
-        return [read_row(raw, self._columns[table], self.place(row)) for row, (table, raw) in found]
+        return [read_row(raw, self._columns[table], self.location(row)) for row, (table, raw) in found]
 
     def prompts(self) -> Iterator[list[Turns]]:
         """The prompts of all rows in order, a batch at a time; reads no more columns than it must."""
@@ -136,7 +136,7 @@ class RowSource:
             inside = 0
             for batch in table.batches(sorted({top_level(column) for column in columns.required})):
                 kept = batch[:left]
-                yield [read_row(raw, columns, table.place(inside + i)).prompt for i, raw in enumerate(kept)]
+                yield [read_row(raw, columns, table.location(inside + i)).prompt for i, raw in enumerate(kept)]
                 inside += len(kept)
                 left -= len(kept)
                 if not left:
@@ -199,7 +199,7 @@ class PromptTable(Sequence[Prompt]):
     def select(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts asked for, in the order asked for; cheaper than one by one.
 
-        ``Prompt.row`` is the position before filtering, over all files of the split: what ``place`` understands.
+        ``Prompt.row`` is the position before filtering, over all files of the split: what ``location`` understands.
         """
         positions = [int(self._kept[index]) for index in indices]
         rows = self._rows.select(positions)
@@ -216,8 +216,8 @@ class PromptTable(Sequence[Prompt]):
             for position, row, ids_of_row in zip(positions, rows, ids, strict=True)
         ]
 
-    def refuse(self, lacks: Callable[[str | None, Mapping[str, Any]], str | None]) -> None:
-        """Refuse the first prompt that cannot be judged; see ``Reward.lacks``.
+    def check(self, missing_fields: Callable[[str | None, Mapping[str, Any]], str | None]) -> None:
+        """Refuse the first prompt that cannot be judged; see ``Reward.missing_fields``.
 
         Raises:
             DataError: ``file:line`` and what is missing.
@@ -225,18 +225,18 @@ class PromptTable(Sequence[Prompt]):
         for start in range(0, len(self), READ_AT_ONCE):
             positions = [int(position) for position in self._kept[start : start + READ_AT_ONCE]]
             for position, row in zip(positions, self._rows.select(positions), strict=True):
-                missing = lacks(row.answer, row.meta)
+                missing = missing_fields(row.answer, row.meta)
                 if missing is not None:
                     raise DataError(
-                        place=self.place(position),
+                        location=self.location(position),
                         because=missing,
                         fix="Set data.answer_key to the column with the ground truth, fix the row, or choose another "
                         "reward",
                     )
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """``file:line`` of ``Prompt.row``."""
-        return self._rows.place(row)
+        return self._rows.location(row)
 
     def describe(self) -> str:
         """One line for the run's plan."""
@@ -267,17 +267,17 @@ def load_prompts(
     rows = open_rows(config, split, task)
     chat = config.chat_format(tokenizer)
     lengths = np.array(_measure(rows, chat), dtype=np.int32)
-    kept = keep_by_length(lengths, config, rows.place)
+    kept = keep_by_length(lengths, config, rows.location)
     return PromptTable(rows, chat, kept, lengths[kept], config.max_prompt_length)
 
 
-def keep_by_length(lengths: NDArray[np.int32], config: DataConfig, place: Callable[[int], str]) -> NDArray[np.int64]:
+def keep_by_length(lengths: NDArray[np.int32], config: DataConfig, location: Callable[[int], str]) -> NDArray[np.int64]:
     """Which rows stay in use, given what ``overlong_prompt`` says of long prompts.
 
     Args:
         lengths: [rows] tokens of each prompt, chat template included.
         config: the limit and the rule.
-        place: row -> ``file:line``.
+        location: row -> ``file:line``.
 
     Raises:
         DataError: a prompt is too long and the rule is ``error``; or nothing is left.
@@ -287,7 +287,7 @@ def keep_by_length(lengths: NDArray[np.int32], config: DataConfig, place: Callab
     if is_long.any() and config.overlong_prompt == "error":
         first = int(is_long.argmax())
         raise DataError(
-            place=place(first),
+            location=location(first),
             because=f"the prompt has {lengths[first]} tokens with the chat template, data.max_prompt_length is {limit} "
             f"({is_long.sum()} of {len(lengths)} rows are longer)",
             fix=f"Use data.max_prompt_length={lengths.max()}, or data.overlong_prompt=filter or truncate_left",
@@ -295,7 +295,7 @@ def keep_by_length(lengths: NDArray[np.int32], config: DataConfig, place: Callab
     kept = np.flatnonzero(~is_long) if config.overlong_prompt == "filter" else np.arange(len(lengths))
     if not len(kept):
         raise DataError(
-            place=place(0),
+            location=location(0),
             because=f"this prompt and all others are longer than data.max_prompt_length={limit}; filtering leaves none",
             fix=f"Use data.max_prompt_length={lengths.max()}",
         )
@@ -308,15 +308,15 @@ def _measure(rows: RowSource, chat: ChatFormat) -> list[int]:
         try:
             lengths += [len(ids) for ids in chat.encode_prompts(batch)]
         except ChatError:
-            lengths += [_length(chat, prompt, rows.place(len(lengths) + i)) for i, prompt in enumerate(batch)]
+            lengths += [_length(chat, prompt, rows.location(len(lengths) + i)) for i, prompt in enumerate(batch)]
     for row, length in enumerate(lengths):
         if length == 0:
-            raise DataError(place=rows.place(row), because="the prompt is empty", fix="Fix or delete the row")
+            raise DataError(location=rows.location(row), because="the prompt is empty", fix="Fix or delete the row")
     return lengths
 
 
-def _length(chat: ChatFormat, prompt: Turns, place: str) -> int:
+def _length(chat: ChatFormat, prompt: Turns, location: str) -> int:
     try:
         return len(chat.encode_prompts([prompt])[0])
     except ChatError as error:
-        raise DataError(place=place, because=str(error), fix="Fix or delete the row") from error
+        raise DataError(location=location, because=str(error), fix="Fix or delete the row") from error

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.errors import DataError
-from rlmodule.core.types import Prompt, Sample, Score, ScoredSample
+from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.data.chat import ChatError, ChatFormat, described
 from rlmodule.data.files import RawRow, RowTable
 from rlmodule.data.formats import read_turns
@@ -35,11 +35,11 @@ COLUMNS: Mapping[str, tuple[str, ...]] = {
     "loss_mask": ("loss_mask", "response_mask", "completion_mask"),
     "logprobs": ("logprobs", "response_logprobs", "completion_logprobs", "rollout_log_probs"),
     "teacher_logprobs": ("teacher_logprobs", "teacher_logprob"),
-    "finish": ("finish", "finish_reason"),
+    "finish_reason": ("finish_reason", "finish"),
     "sampling": ("sampling",),
 }
 NEEDED = (("prompt_ids", "prompt"), ("response_ids", "response"), ("reward",))
-FINISHES = ("stop", "length")
+FINISH_REASONS = ("stop", "length")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class StoredResponse:
         loss_mask: [R] bool.
         logprob: [R] float32 as drawn, 0 on tokens without loss; None where the row has none.
         teacher_logprob: likewise of a teacher.
-        finish: ``stop`` or ``length``.
+        finish_reason: ``stop`` or ``length``.
         text: the response to read.
         score: the verdict.
         group: what the row calls its group; None makes a group of its own.
@@ -78,9 +78,9 @@ class StoredResponse:
     loss_mask: Tensor
     logprob: Tensor | None
     teacher_logprob: Tensor | None
-    finish: str
+    finish_reason: str
     text: str
-    score: Score
+    score: RewardResult
     group: str | None
     sampling: Sampling | None
     is_encoded: bool
@@ -98,9 +98,9 @@ class StoredResponse:
             prompt=self.prompt,
             response_ids=self.response_ids,
             loss_mask=self.loss_mask,
-            sampler_logprob=self.logprob,
+            rollout_logprob=self.logprob,
             teacher_logprob=self.teacher_logprob,
-            finish=self.finish,
+            finish_reason=self.finish_reason,
             text=self.text,
         )
         return ScoredSample(sample, self.score)
@@ -122,138 +122,142 @@ class RowReader:
     chat: Callable[[], ChatFormat]
     vocab_size: int
 
-    def __call__(self, raw: RawRow, row: int, place: str) -> StoredResponse:
+    def __call__(self, raw: RawRow, row: int, location: str) -> StoredResponse:
         """Read one row.
 
         Raises:
             DataError: names the place, the column, the value and what to do.
         """
         value = {name: raw.get(column) for name, column in self.columns.items()}
-        prompt_ids = self._ids(value.get("prompt_ids"), "prompt_ids", place)
-        response_ids = self._ids(value.get("response_ids"), "response_ids", place)
-        finish = self._finish(value.get("finish"), place)
+        prompt_ids = self._ids(value.get("prompt_ids"), "prompt_ids", location)
+        response_ids = self._ids(value.get("response_ids"), "response_ids", location)
+        finish_reason = self._finish_reason(value.get("finish_reason"), location)
         is_encoded = response_ids is None or prompt_ids is None
         if response_ids is None:
             for name in ("logprobs", "teacher_logprobs"):
                 if value.get(name) is not None:
-                    raise self._refusal(place, name, "belong to token ids, and the row has a text only")
-            response_ids = self._encoded(value.get("response"), finish, place)
+                    raise self._error(location, name, "belong to token ids, and the row has a text only")
+            response_ids = self._encoded(value.get("response"), finish_reason, location)
         if prompt_ids is None:
-            prompt_ids = self._encoded_prompt(value.get("prompt"), place)
-        mask = self._mask(value.get("loss_mask"), len(response_ids), place)
+            prompt_ids = self._encoded_prompt(value.get("prompt"), location)
+        mask = self._mask(value.get("loss_mask"), len(response_ids), location)
         return StoredResponse(
             prompt=Prompt(row=row, ids=tuple(prompt_ids.tolist()), text=_text_of(value.get("prompt"))),
             response_ids=torch.from_numpy(response_ids),
             loss_mask=torch.from_numpy(mask),
-            logprob=self._logprobs(value, "logprobs", mask, place),
-            teacher_logprob=self._logprobs(value, "teacher_logprobs", mask, place),
-            finish=finish,
+            logprob=self._logprobs(value, "logprobs", mask, location),
+            teacher_logprob=self._logprobs(value, "teacher_logprobs", mask, location),
+            finish_reason=finish_reason,
             text=_text_of(value.get("response")),
-            score=self._score(value, place),
+            score=self._score(value, location),
             group=None if value.get("group") is None else str(value["group"]),
-            sampling=self._sampling(value.get("sampling"), place),
+            sampling=self._sampling(value.get("sampling"), location),
             is_encoded=is_encoded,
         )
 
-    def _refusal(self, place: str, name: str, because: str, fix: str = "Fix or delete the row") -> DataError:
-        return DataError(place=place, because=f"'{self.columns.get(name, name)}' {because}", fix=fix)
+    def _error(self, location: str, name: str, because: str, fix: str = "Fix or delete the row") -> DataError:
+        return DataError(location=location, because=f"'{self.columns.get(name, name)}' {because}", fix=fix)
 
-    def _ids(self, value: Any, name: str, place: str) -> NDArray[np.int64] | None:
+    def _ids(self, value: Any, name: str, location: str) -> NDArray[np.int64] | None:
         if value is None:
             return None
         ids = _as_array(value)
         if ids is None or ids.dtype.kind != "i":
-            raise self._refusal(place, name, f"must be a list of token ids, this is {described(value)}")
+            raise self._error(location, name, f"must be a list of token ids, this is {described(value)}")
         if not len(ids):
-            raise self._refusal(place, name, "is empty", "Delete the row")
+            raise self._error(location, name, "is empty", "Delete the row")
         outside = np.flatnonzero((ids < 0) | (ids >= self.vocab_size))
         if len(outside):
             because = (
                 f"holds {ids[outside[0]]} at position {outside[0]}, and the model knows ids 0 to {self.vocab_size - 1}"
             )
-            raise self._refusal(place, name, because, "Train the model that sampled them, or one with its tokenizer")
+            raise self._error(location, name, because, "Train the model that sampled them, or one with its tokenizer")
         return ids.astype(np.int64)
 
-    def _encoded(self, value: Any, finish: str, place: str) -> NDArray[np.int64]:
+    def _encoded(self, value: Any, finish_reason: str, location: str) -> NDArray[np.int64]:
         """Text -> ids with the end token the policy would have drawn, unless the response was cut."""
         if not isinstance(value, str):
-            raise self._refusal(place, "response", f"must be a text where there are no ids, this is {described(value)}")
-        end = [] if finish == "length" else [self.tokenizer.eos_token_id]
+            raise self._error(
+                location, "response", f"must be a text where there are no ids, this is {described(value)}"
+            )
+        end = [] if finish_reason == "length" else [self.tokenizer.eos_token_id]
         ids = [*self.tokenizer(value, add_special_tokens=False)["input_ids"], *end]
         if not ids or None in ids:
-            raise self._refusal(place, "response", "comes to no token, or the tokenizer has no end token")
+            raise self._error(location, "response", "comes to no token, or the tokenizer has no end token")
         return np.array(ids, dtype=np.int64)
 
-    def _encoded_prompt(self, value: Any, place: str) -> NDArray[np.int64]:
+    def _encoded_prompt(self, value: Any, location: str) -> NDArray[np.int64]:
         if value is None:
-            raise self._refusal(place, "prompt", "is missing, as text and as ids")
+            raise self._error(location, "prompt", "is missing, as text and as ids")
         try:
-            [ids] = self.chat().encode_prompts([read_turns(value, self.columns["prompt"], place)])
+            [ids] = self.chat().encode_prompts([read_turns(value, self.columns["prompt"], location)])
         except ChatError as error:
-            raise self._refusal(place, "prompt", f"cannot be encoded: {error}") from None
+            raise self._error(location, "prompt", f"cannot be encoded: {error}") from None
         if not ids:
-            raise self._refusal(place, "prompt", "is empty", "Delete the row")
+            raise self._error(location, "prompt", "is empty", "Delete the row")
         return np.array(ids, dtype=np.int64)
 
-    def _mask(self, value: Any, length: int, place: str) -> NDArray[np.bool_]:
+    def _mask(self, value: Any, length: int, location: str) -> NDArray[np.bool_]:
         if value is None:
             return np.ones(length, dtype=np.bool_)
-        mask = self._of_length(value, "loss_mask", length, place)
+        mask = self._of_length(value, "loss_mask", length, location)
         if not np.isin(mask, (0.0, 1.0)).all():
-            raise self._refusal(place, "loss_mask", f"must hold 0 and 1, this is {described(value)}")
+            raise self._error(location, "loss_mask", f"must hold 0 and 1, this is {described(value)}")
         return mask.astype(np.bool_)
 
-    def _logprobs(self, row: Mapping[str, Any], name: str, mask: NDArray[np.bool_], place: str) -> Tensor | None:
+    def _logprobs(self, row: Mapping[str, Any], name: str, mask: NDArray[np.bool_], location: str) -> Tensor | None:
         value = row.get(name)
         if value is None:
             return None
-        logprobs = self._of_length(value, name, len(mask), place)
+        logprobs = self._of_length(value, name, len(mask), location)
         wrong = np.flatnonzero(mask & ~(np.isfinite(logprobs) & (logprobs <= 0)))
         if len(wrong):
             because = f"holds {value[wrong[0]]} at position {wrong[0]}, and a log-probability is a number of at most 0"
-            raise self._refusal(place, name, because, "Take the row's log-probabilities out, or delete the row")
+            raise self._error(location, name, because, "Take the row's log-probabilities out, or delete the row")
         return torch.from_numpy(np.where(mask, logprobs, 0.0).astype(np.float32))
 
-    def _of_length(self, value: Any, name: str, length: int, place: str) -> NDArray[np.float64]:
+    def _of_length(self, value: Any, name: str, length: int, location: str) -> NDArray[np.float64]:
         """One number per response token, NaN for null; never filled up to length."""
         numbers = _as_array(value, float)
         if numbers is None:
-            raise self._refusal(place, name, f"must be a list of numbers, this is {described(value)}")
+            raise self._error(location, name, f"must be a list of numbers, this is {described(value)}")
         if len(numbers) != length:
             because = f"has {len(numbers)} entries for {length} response tokens"
-            raise self._refusal(place, name, because, "Write one entry per token, or delete the row")
+            raise self._error(location, name, because, "Write one entry per token, or delete the row")
         return numbers
 
-    def _finish(self, value: Any, place: str) -> str:
-        if value is not None and value not in FINISHES:
-            raise self._refusal(place, "finish", f"is {described(value)}", f"Use one of {', '.join(FINISHES)}")
+    def _finish_reason(self, value: Any, location: str) -> str:
+        if value is not None and value not in FINISH_REASONS:
+            raise self._error(
+                location, "finish_reason", f"is {described(value)}", f"Use one of {', '.join(FINISH_REASONS)}"
+            )
         return value or "stop"
 
-    def _score(self, value: Mapping[str, Any], place: str) -> Score:
+    def _score(self, value: Mapping[str, Any], location: str) -> RewardResult:
         parts = value.get("reward_parts") or {}
         if not isinstance(parts, Mapping):
-            raise self._refusal(place, "reward_parts", f"must be a mapping of numbers, this is {described(parts)}")
-        numbers = {name: self._number(part, "reward_parts", place) for name, part in parts.items()}
-        return Score(
-            self._number(value.get("reward"), "reward", place), {n: v for n, v in numbers.items() if v is not None}
+            raise self._error(location, "reward_parts", f"must be a mapping of numbers, this is {described(parts)}")
+        numbers = {name: self._number(part, "reward_parts", location) for name, part in parts.items()}
+        return RewardResult(
+            self._number(value.get("reward"), "reward", location), {n: v for n, v in numbers.items() if v is not None}
         )
 
-    def _number(self, value: Any, name: str, place: str) -> float | None:
+    def _number(self, value: Any, name: str, location: str) -> float | None:
         """None where a response could not be scored, NaN and infinity alike."""
         if value is None:
             return None
         if not isinstance(value, int | float):
-            raise self._refusal(place, name, f"must be a number or null, this is {described(value)}")
+            raise self._error(location, name, f"must be a number or null, this is {described(value)}")
         return float(value) if math.isfinite(value) else None
 
-    def _sampling(self, value: Any, place: str) -> Sampling | None:
+    def _sampling(self, value: Any, location: str) -> Sampling | None:
         if value is None:
             return None
         try:
             return Sampling(float(value["temperature"]), int(value["top_k"]), float(value["top_p"]))
         except (KeyError, TypeError, ValueError):
             because = f"must hold temperature, top_k and top_p, this is {described(value)}"
-            raise self._refusal(place, "sampling", because) from None
+            raise self._error(location, "sampling", because) from None
 
 
 def choose_columns(table: RowTable) -> dict[str, str]:
@@ -270,7 +274,7 @@ def choose_columns(table: RowTable) -> dict[str, str]:
         if all(chosen[name] is None for name in alternatives):
             wanted = " or ".join(f"'{column}'" for name in alternatives for column in COLUMNS[name])
             raise DataError(
-                place=table.name,
+                location=table.name,
                 because=f"no column {wanted}; its columns are {', '.join(table.columns)}",
                 fix="Rename the column that holds it",
             )

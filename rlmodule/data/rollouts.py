@@ -55,14 +55,14 @@ class RolloutTable:
         """Responses of the largest group."""
         return max(len(rows) for rows in self.groups)
 
-    def place(self, row: int) -> str:
+    def location(self, row: int) -> str:
         """``file:line`` of a row."""
-        return self.chain.place(row)
+        return self.chain.location(row)
 
     def read(self, rows: Sequence[int]) -> list[StoredResponse]:
         """The rows asked for, in the order asked for."""
         found = zip(rows, self.chain.select(rows), strict=True)
-        return [self.readers[table](raw, row, self.place(row)) for row, (table, raw) in found]
+        return [self.readers[table](raw, row, self.location(row)) for row, (table, raw) in found]
 
     def describe(self) -> str:
         """One line for the run's plan."""
@@ -98,7 +98,7 @@ def load_rollouts(path: str, config: DataConfig, tokenizer: PreTrainedTokenizerB
             number = len(prompts) if response.group is None else numbers.setdefault(response.group, len(prompts))
             _take_note(made, prompts, number, row, response)
     if made.num_unscored == len(made.lengths):
-        raise DataError(place=path, because="no row has a finite reward", fix="Judge the responses first")
+        raise DataError(location=path, because="no row has a finite reward", fix="Judge the responses first")
     return made
 
 
@@ -111,8 +111,8 @@ def _take_note(
         made.groups.append([])
     if prompts[number][1] != asked:
         raise DataError(
-            place=made.place(row),
-            because=f"group {response.group} answers another prompt than in {made.place(prompts[number][0])}",
+            location=made.location(row),
+            because=f"group {response.group} answers another prompt than in {made.location(prompts[number][0])}",
             fix="Give every prompt row of every iteration a group id of its own",
         )
     made.groups[number].append(row)

@@ -62,10 +62,10 @@ class PromptStream:
         self.consumed = int(state["consumed"])
 
     def _row(self, counter: int) -> int:
-        number, place = divmod(counter, self.size)
+        number, location = divmod(counter, self.size)
         if number != self._pass:
             self._pass, self._order = number, self._order_of(number)
-        return int(self._order[place])
+        return int(self._order[location])
 
     def _order_of(self, number: int) -> NDArray[np.int64]:
         if not self.shuffle:

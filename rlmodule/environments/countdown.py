@@ -39,7 +39,7 @@ class Countdown(ProceduralTask):
             "solution": f"{terms[0]}" + "".join(f"{term:+d}" for term in terms[1:]),
         }
 
-    def beginner_response(self, row: dict[str, Any], index: int) -> str:
+    def noisy_response(self, row: dict[str, Any], index: int) -> str:
         """One valid expression."""
         return str(row["solution"])
 

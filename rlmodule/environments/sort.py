@@ -27,7 +27,7 @@ class Sort(ProceduralTask):
         digits = "".join(rng.choices("0123456789", k=rng.randint(MIN_DIGITS, MAX_DIGITS)))
         return {"prompt": f"sort {digits}", "answer": "".join(sorted(digits)), "source": "sort"}
 
-    def beginner_response(self, row: dict[str, Any], index: int) -> str:
+    def noisy_response(self, row: dict[str, Any], index: int) -> str:
         """Ascending, descending or unchanged, a third each."""
         digits = row["prompt"].removeprefix("sort ")
         return str((row["answer"], row["answer"][::-1], digits)[index % 3])

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from rlmodule.batching.collate import filler_row
+from rlmodule.batching.collate import padding_sample
 from rlmodule.batching.sampler import BalancedSampler, RankShare
-from rlmodule.core.types import ExperienceRow
-from rlmodule.experience.facts import SampleFacts
+from rlmodule.core.types import TrainingSample
+from rlmodule.experience.sample_info import SampleInfo
 
 
-class Experience(Dataset[ExperienceRow]):
+class Experience(Dataset[TrainingSample]):
     """This rank's rows of one iteration, by their place in the iteration.
 
     Args:
@@ -23,7 +23,7 @@ class Experience(Dataset[ExperienceRow]):
         num_samples: samples of the iteration over all ranks.
     """
 
-    def __init__(self, rows: Mapping[int, ExperienceRow], pad_token_id: int, num_samples: int) -> None:
+    def __init__(self, rows: Mapping[int, TrainingSample], pad_token_id: int, num_samples: int) -> None:
         self.rows = rows
         self.pad_token_id = pad_token_id
         self.num_samples = num_samples
@@ -31,10 +31,10 @@ class Experience(Dataset[ExperienceRow]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, position: int) -> ExperienceRow:
-        return filler_row(self.pad_token_id) if position >= self.num_samples else self.rows[position]
+    def __getitem__(self, position: int) -> TrainingSample:
+        return padding_sample(self.pad_token_id) if position >= self.num_samples else self.rows[position]
 
-    def __getitems__(self, share: RankShare) -> tuple[RankShare, list[list[ExperienceRow]]]:
+    def __getitems__(self, share: RankShare) -> tuple[RankShare, list[list[TrainingSample]]]:
         """The rows of one mini-batch, by micro-batch; torch's DataLoader hands over whatever the batch sampler gave."""
         return share, [[self[p] for p in step] for step in share.micro_batches]
 
@@ -44,14 +44,14 @@ class Iteration:
     """One iteration, ready to train on.
 
     Args:
-        facts: every sample of the iteration over all ranks, by sample id.
-        advantages: [B] float64 over ``facts``, or None where the loss needs none; means where tokens differ.
+        sample_info: every sample of the iteration over all ranks, by sample id.
+        advantages: [B] float64 over ``sample_info``, or None where the loss needs none; means where tokens differ.
         experience: this rank's rows.
         sampler: hands out this rank's mini-batches.
         metrics: facts of the iteration to log, the same on every rank.
     """
 
-    facts: Sequence[SampleFacts]
+    sample_info: Sequence[SampleInfo]
     advantages: Tensor | None
     experience: Experience
     sampler: BalancedSampler

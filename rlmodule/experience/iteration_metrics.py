@@ -11,66 +11,66 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlmodule.experience.facts import SampleFacts
 from rlmodule.experience.iteration import Iteration
-from rlmodule.records.journal import Lap
+from rlmodule.experience.sample_info import SampleInfo
+from rlmodule.records.metrics_log import Elapsed
 from rlmodule.records.summary import mean, standard_deviation
 
 VALIDATE = "validate"  # phase of the clock that is no part of an iteration
 
 
 @dataclass(frozen=True)
-class Tally:
+class RunTotals:
     """What a run has collected so far, over all ranks: iterations, samples, prompt and response tokens of them."""
 
     iteration: int = 0
     samples: int = 0
     tokens: int = 0
 
-    def after(self, iteration: int, facts: Sequence[SampleFacts]) -> Tally:
-        """The same once ``iteration`` has brought ``facts``."""
-        counted = drawn_last(without_padding(facts))
-        return Tally(iteration, self.samples + len(counted), self.tokens + sum(f.meta.length for f in counted))
+    def after(self, iteration: int, sample_info: Sequence[SampleInfo]) -> RunTotals:
+        """The same once ``iteration`` has brought ``sample_info``."""
+        counted = drawn_last(without_padding(sample_info))
+        return RunTotals(iteration, self.samples + len(counted), self.tokens + sum(f.meta.length for f in counted))
 
 
 def iteration_metrics(
-    iteration: Iteration, seconds: Mapping[str, float], laps: Mapping[str, Lap], tally: Tally
+    iteration: Iteration, seconds: Mapping[str, float], elapsed: Mapping[str, Elapsed], totals_so_far: RunTotals
 ) -> dict[str, float]:
     """Everything that is logged once per iteration.
 
     Args:
         iteration: its samples over all ranks.
         seconds: wall clock by phase of collecting, from the stopwatch of the data module.
-        laps: the clock of the iteration: ``collect``, ``update`` and perhaps ``validate``.
-        tally: the run with this iteration counted in.
+        elapsed: the clock of the iteration: ``collect``, ``update`` and perhaps ``validate``.
+        totals_so_far: the run with this iteration counted in.
     """
-    tokens = sum(f.meta.length for f in without_padding(iteration.facts))
-    drawn = drawn_last(iteration.facts)
+    tokens = sum(f.meta.length for f in without_padding(iteration.sample_info))
+    drawn = drawn_last(iteration.sample_info)
     return {
         **reward_metrics(drawn),
         **length_metrics(drawn),
-        **staleness_metrics(iteration.facts),
+        **staleness_metrics(iteration.sample_info),
         **advantage_metrics(iteration),
         **iteration.metrics,
-        **time_metrics(seconds, laps, tokens),
-        "progress/iteration": float(tally.iteration),
-        "progress/samples": float(tally.samples),
-        "progress/tokens": float(tally.tokens),
+        **time_metrics(seconds, elapsed, tokens),
+        "progress/iteration": float(totals_so_far.iteration),
+        "progress/samples": float(totals_so_far.samples),
+        "progress/tokens": float(totals_so_far.tokens),
     }
 
 
-def reward_metrics(facts: Sequence[SampleFacts]) -> dict[str, float]:
+def reward_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
     """``reward/*``; NaN where nothing was scored.
 
-    Responses without a finite reward are counted in ``reward/unscored`` and leave everything else. ``flat_groups`` is
-    the share of groups, among those with a scored response, whose rewards are all equal. A component of the reward
+    Responses without a finite reward are counted in ``reward/unscored`` and leave everything else. ``zero_std_groups``
+    is the share of groups, among those with a scored response, whose rewards are all equal. A component of the reward
     that has the name of one of these is logged as ``reward/<component>_part``.
     """
-    counted = without_padding(facts)
+    counted = without_padding(sample_info)
     scored = [f for f in counted if is_scored(f)]
     groups: dict[int, list[float]] = defaultdict(list)
-    for fact in scored:
-        groups[fact.meta.group_id].append(_reward(fact))
+    for info in scored:
+        groups[info.meta.group_id].append(_reward(info))
     rewards = [_reward(f) for f in scored]
     metrics = {
         "reward/mean": mean(rewards),
@@ -78,11 +78,11 @@ def reward_metrics(facts: Sequence[SampleFacts]) -> dict[str, float]:
         "reward/min": min(rewards, default=math.nan),
         "reward/max": max(rewards, default=math.nan),
         "reward/unscored": float(len(counted) - len(scored)),
-        "reward/flat_groups": mean([float(min(group) == max(group)) for group in groups.values()]),
+        "reward/zero_std_groups": mean([float(min(group) == max(group)) for group in groups.values()]),
     }
     parts: dict[str, list[float]] = defaultdict(list)
-    for fact in scored:
-        for name, value in fact.parts.items():
+    for info in scored:
+        for name, value in info.parts.items():
             parts[name].append(value)
     for name in sorted(parts):
         key = f"reward/{name}" if f"reward/{name}" not in metrics else f"reward/{name}_part"
@@ -90,19 +90,19 @@ def reward_metrics(facts: Sequence[SampleFacts]) -> dict[str, float]:
     return metrics
 
 
-def length_metrics(facts: Sequence[SampleFacts]) -> dict[str, float]:
+def length_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
     """``response_length/*`` and ``prompt_length/*`` in tokens per sample; ``clip_ratio`` is the share that was cut."""
-    counted = without_padding(facts)
+    counted = without_padding(sample_info)
     return {
-        **_spread("response_length", [float(f.meta.response_len) for f in counted]),
+        **min_mean_max("response_length", [float(f.meta.response_len) for f in counted]),
         "response_length/clip_ratio": mean([float(f.truncated) for f in counted]),
-        **_spread("prompt_length", [float(f.meta.prompt_len) for f in counted]),
+        **min_mean_max("prompt_length", [float(f.meta.prompt_len) for f in counted]),
     }
 
 
-def staleness_metrics(facts: Sequence[SampleFacts]) -> dict[str, float]:
+def staleness_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
     """``rollout/staleness/*``, in iterations since a response was drawn; nothing where all were drawn by one policy."""
-    counted = without_padding(facts)
+    counted = without_padding(sample_info)
     newest = max((f.version for f in counted), default=0)
     ages = [float(newest - f.version) for f in counted]
     if not any(ages):
@@ -117,62 +117,62 @@ def staleness_metrics(facts: Sequence[SampleFacts]) -> dict[str, float]:
 
 def advantage_metrics(iteration: Iteration) -> dict[str, float]:
     """``advantage/*`` over scored responses; nothing where the loss needs no advantage."""
-    return {} if iteration.advantages is None else _spread("advantage", scored_advantages(iteration))
+    return {} if iteration.advantages is None else min_mean_max("advantage", scored_advantages(iteration))
 
 
 def scored_advantages(iteration: Iteration) -> list[float]:
     """Advantage of every scored response, by sample id; empty where the loss needs none."""
     if iteration.advantages is None:
         return []
-    pairs = zip(iteration.facts, iteration.advantages.tolist(), strict=True)
-    return [advantage for fact, advantage in pairs if is_scored(fact) and not fact.meta.is_padding]
+    pairs = zip(iteration.sample_info, iteration.advantages.tolist(), strict=True)
+    return [advantage for info, advantage in pairs if is_scored(info) and not info.meta.is_padding]
 
 
-def time_metrics(seconds: Mapping[str, float], laps: Mapping[str, Lap], tokens: int) -> dict[str, float]:
+def time_metrics(seconds: Mapping[str, float], elapsed: Mapping[str, Elapsed], tokens: int) -> dict[str, float]:
     """``timing_s/*`` wall and ``cpu_s/*`` CPU seconds, and ``perf/tokens_per_s`` over the iteration's wall clock."""
-    phases = {phase: lap for phase, lap in laps.items() if phase != VALIDATE}
-    whole = math.fsum(lap.seconds for lap in phases.values())
+    phases = {phase: spent for phase, spent in elapsed.items() if phase != VALIDATE}
+    whole = math.fsum(spent.seconds for spent in phases.values())
     return {
         **{f"timing_s/{phase}": value for phase, value in seconds.items()},
         "timing_s/update": phases["update"].seconds if "update" in phases else 0.0,
         "timing_s/iteration": whole,
-        **{f"cpu_s/{phase}": lap.cpu_seconds for phase, lap in phases.items()},
+        **{f"cpu_s/{phase}": spent.cpu_seconds for phase, spent in phases.items()},
         "perf/tokens_per_s": tokens / whole if whole > 0 else math.nan,
     }
 
 
-def answer_metrics(facts: Sequence[SampleFacts]) -> dict[str, float]:
+def answer_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
     """``val/*`` of greedy answers to held-out prompts; ``val/accuracy`` is the mean reward of those scored."""
-    scored = [_reward(f) for f in facts if is_scored(f)]
+    scored = [_reward(f) for f in sample_info if is_scored(f)]
     return {
         "val/accuracy": mean(scored),
-        "val/response_length": mean([float(f.meta.response_len) for f in facts]),
-        "val/unscored": float(len(facts) - len(scored)),
+        "val/response_length": mean([float(f.meta.response_len) for f in sample_info]),
+        "val/unscored": float(len(sample_info) - len(scored)),
     }
 
 
-def is_scored(fact: SampleFacts) -> bool:
+def is_scored(info: SampleInfo) -> bool:
     """Whether the reward says anything about this response."""
-    return fact.reward is not None and math.isfinite(fact.reward)
+    return info.reward is not None and math.isfinite(info.reward)
 
 
-def drawn_last(facts: Sequence[SampleFacts]) -> list[SampleFacts]:
+def drawn_last(sample_info: Sequence[SampleInfo]) -> list[SampleInfo]:
     """The samples of the newest policy; all of them where none is trained on again."""
-    newest = max((f.version for f in facts), default=0)
-    return [f for f in facts if f.version == newest]
+    newest = max((f.version for f in sample_info), default=0)
+    return [f for f in sample_info if f.version == newest]
 
 
-def without_padding(facts: Sequence[SampleFacts]) -> list[SampleFacts]:
+def without_padding(sample_info: Sequence[SampleInfo]) -> list[SampleInfo]:
     """The samples that count."""
-    return [f for f in facts if not f.meta.is_padding]
+    return [f for f in sample_info if not f.meta.is_padding]
 
 
-def _reward(fact: SampleFacts) -> float:
-    assert fact.reward is not None, "only scored samples have a reward"
-    return float(fact.reward)
+def _reward(info: SampleInfo) -> float:
+    assert info.reward is not None, "only scored samples have a reward"
+    return float(info.reward)
 
 
-def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+def min_mean_max(name: str, values: Sequence[float]) -> dict[str, float]:
     return {
         f"{name}/mean": mean(values),
         f"{name}/max": max(values, default=math.nan),

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from rlmodule.batching.sampler import BalancedSampler, RankShare
-from rlmodule.core.types import ExperienceRow, MiniBatch, SampleMeta, ScoredSample
-from rlmodule.experience.collecting import collect_groups
+from rlmodule.core.types import MiniBatch, SampleMeta, ScoredSample, TrainingSample
+from rlmodule.experience.advantage_stage import AdvantageStage, means, with_advantages
+from rlmodule.experience.collect import collect_groups
 from rlmodule.experience.correction import corrected
-from rlmodule.experience.estimation import Estimation, means, with_advantages
-from rlmodule.experience.facts import SampleFacts
 from rlmodule.experience.iteration import Experience, Iteration
-from rlmodule.experience.moving import move
+from rlmodule.experience.redistribute import redistribute
+from rlmodule.experience.sample_info import SampleInfo
 from rlmodule.experience.scoring import Scorer
-from rlmodule.experience.stopwatch import Stopwatch
+from rlmodule.experience.timer import Timer
 
 
 @dataclass(frozen=True)
@@ -26,64 +26,68 @@ class ExperienceMaker:
 
     Args:
         scorer: asks the models.
-        estimation: makes advantages of what they say.
+        advantage_stage: makes advantages of what they say.
         make_sampler: metas of the iteration -> its sampler.
     """
 
     scorer: Scorer
-    estimation: Estimation
+    advantage_stage: AdvantageStage
     make_sampler: Callable[[Sequence[SampleMeta]], BalancedSampler]
 
-    def __call__(self, collect: Callable[[], list[ScoredSample]], watch: Stopwatch) -> Iteration:
+    def __call__(self, collect: Callable[[], list[ScoredSample]], timer: Timer) -> Iteration:
         """Run every stage; ``collect`` gives this rank's responses and may fail, which then every rank learns."""
-        scorer, estimation = self.scorer, self.estimation
+        scorer, advantage_stage = self.scorer, self.advantage_stage
         objective, layout, collectives = scorer.objective, scorer.strategy.layout, scorer.strategy.collectives
-        mine, facts, metrics = collect_groups(collect, objective, collectives)
+        mine, sample_info, metrics = collect_groups(collect, objective, collectives)
         # Values, energies and KL come from passes over the plan; without them advantages are known before it is made.
-        needs_scores = scorer.value_model is not None or estimation.needs_scores
-        inputs = None if needs_scores else estimation.inputs(facts, {}, metrics)
-        advantages = estimation.advantages(inputs)
-        with watch.phase("plan"):
-            sampler = self.make_sampler(self._metas(facts, advantages))
-        position = {f.meta.sample_id: i for i, f in enumerate(facts)}
-        with watch.phase("exchange"):
+        needs_scores = scorer.value_model is not None or advantage_stage.needs_scores
+        inputs = None if needs_scores else advantage_stage.inputs(sample_info, {}, metrics)
+        advantages = advantage_stage.advantages(inputs)
+        with timer.phase("plan"):
+            sampler = self.make_sampler(self._metas(sample_info, advantages))
+        position = {f.meta.sample_id: i for i, f in enumerate(sample_info)}
+        with timer.phase("exchange"):
             first = sampler.owners(sampler.first_pass)
-            held = move({position[s.sample_id]: s for s in mine}, first, layout, collectives)
+            held = redistribute({position[s.sample_id]: s for s in mine}, first, layout, collectives)
         rows = scorer(
-            held, sampler, watch, with_energy=estimation.needs_energy, with_next_value=estimation.needs_next_value
+            held,
+            sampler,
+            timer,
+            with_energy=advantage_stage.needs_energy,
+            with_next_value=advantage_stage.needs_next_value,
         )
-        rows = corrected(rows, objective.settings.rollout_correction, collectives, metrics)
+        rows = corrected(rows, objective.config.rollout_correction, collectives, metrics)
         if needs_scores:
-            inputs = estimation.inputs(facts, rows, metrics)
-            advantages = estimation.advantages(inputs)
-        rows = estimation.with_returns(rows, inputs, metrics)
+            inputs = advantage_stage.inputs(sample_info, rows, metrics)
+            advantages = advantage_stage.advantages(inputs)
+        rows = advantage_stage.with_returns(rows, inputs, metrics)
         rows = with_advantages(rows, advantages)
         if len(sampler.plans) > len(sampler.first_pass):
-            with watch.phase("exchange"):
-                rows = move(rows, sampler.owners(sampler.plans), layout, collectives)
-        return Iteration(facts, means(advantages), scorer.experience(rows, len(facts)), sampler, metrics)
+            with timer.phase("exchange"):
+                rows = redistribute(rows, sampler.owners(sampler.plans), layout, collectives)
+        return Iteration(sample_info, means(advantages), scorer.experience(rows, len(sample_info)), sampler, metrics)
 
-    def _metas(self, facts: Sequence[SampleFacts], advantages: Sequence[Tensor] | None) -> list[SampleMeta]:
+    def _metas(self, sample_info: Sequence[SampleInfo], advantages: Sequence[Tensor] | None) -> list[SampleMeta]:
         """What is planned: samples that cannot change the gradient are marked to be left out."""
-        has_gradient = [f.meta.loss_tokens > 0 for f in facts]
+        has_gradient = [f.meta.loss_tokens > 0 for f in sample_info]
         if advantages is not None and self.scorer.objective.ignores_zero_advantage:
             # As float32, in which the loss sees them.
             has_gradient = [a and bool((b.float() != 0).any()) for a, b in zip(has_gradient, advantages, strict=True)]
-        return [replace(f.meta, is_left_out=not has) for f, has in zip(facts, has_gradient, strict=True)]
+        return [replace(f.meta, is_skipped=not has) for f, has in zip(sample_info, has_gradient, strict=True)]
 
     def restored(
         self,
-        facts: Sequence[SampleFacts],
-        held: Mapping[int, ExperienceRow],
+        sample_info: Sequence[SampleInfo],
+        held: Mapping[int, TrainingSample],
         advantages: Tensor | None,
         metrics: Mapping[str, float],
     ) -> Iteration:
         """An iteration that a checkpoint interrupted, from the rows of all its ranks; nothing is scored anew."""
         # What no rank holds was left out of the plan, and is again.
-        sampler = self.make_sampler([replace(f.meta, is_left_out=p not in held) for p, f in enumerate(facts)])
+        sampler = self.make_sampler([replace(f.meta, is_skipped=p not in held) for p, f in enumerate(sample_info)])
         owners = sampler.owners(sampler.plans)
         mine = {p: row for p, row in held.items() if self.scorer.strategy.layout.dp_rank in owners.get(p, ())}
-        return Iteration(facts, advantages, self.scorer.experience(mine, len(facts)), sampler, metrics)
+        return Iteration(sample_info, advantages, self.scorer.experience(mine, len(sample_info)), sampler, metrics)
 
     def packed(self, experience: Experience, share: RankShare) -> MiniBatch:
         """One mini-batch on the host, where copies to a CUDA device do not wait for it."""

@@ -34,8 +34,8 @@ class ReplayMemory:
         """What this rank keeps; None where nothing ever is."""
         return pickle.dumps(self._kept) if self.staleness else None
 
-    def load(self, parcels: Sequence[bytes], layout: Layout) -> None:
+    def load(self, payloads: Sequence[bytes], layout: Layout) -> None:
         """Take this rank's share of what all ranks of a saved run kept."""
-        everyone = [sample for parcel in parcels for sample in pickle.loads(parcel)]
+        everyone = [sample for parcel in payloads for sample in pickle.loads(parcel)]
         everyone.sort(key=lambda scored: scored.sample.sample_id)
-        self._kept = everyone[layout.token_rank :: layout.token_ranks]
+        self._kept = everyone[layout.dp_sp_rank :: layout.dp_sp_size]

@@ -1,6 +1,6 @@
 """What models say of the samples of an iteration: log-probabilities, values, energies, one pass per model.
 
-Leaves out what is made of them (``estimation.py``) and the plan they are made over (``batching/``).
+Leaves out what is made of them (``advantage_stage.py``) and the plan they are made over (``batching/``).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, RankShare
 from rlmodule.core.contract import Strategy
-from rlmodule.core.types import CRITIC, POLICY, REFERENCE, TEACHER, ExperienceRow, Sample
+from rlmodule.core.types import CRITIC, POLICY, REFERENCE, TEACHER, Sample, TrainingSample
 from rlmodule.experience.iteration import Experience
-from rlmodule.experience.reference_scores import ReferenceScores
-from rlmodule.experience.stopwatch import Stopwatch
-from rlmodule.experience.token_facts import one_token_on
+from rlmodule.experience.reference_cache import ReferenceLogprobCache
+from rlmodule.experience.timer import Timer
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class ScoringPass:
     Args:
         phase: under which its seconds are logged.
         model: who is asked.
-        fields: field of ExperienceRow -> output of the model that fills it.
+        fields: field of TrainingSample -> output of the model that fills it.
         options: keywords of the model's forward.
     """
 
@@ -50,7 +49,7 @@ class Scorer:
         device: where forward passes run.
         reference_in_policy: the reference is the policy without its adapter, and no model of its own.
         value_model: name of the model that says values, or None where none does.
-        reference_scores: what the reference says of samples that come round again, or None where none does.
+        reference_cache: what the reference says of samples that come round again, or None where none does.
     """
 
     strategy: Strategy
@@ -59,30 +58,30 @@ class Scorer:
     device: torch.device
     reference_in_policy: bool = False
     value_model: str | None = None
-    reference_scores: ReferenceScores | None = None
+    reference_cache: ReferenceLogprobCache | None = None
 
     def __call__(
         self,
         samples: Mapping[int, Sample],
         sampler: BalancedSampler,
-        watch: Stopwatch,
+        timer: Timer,
         *,
         with_energy: bool,
         with_next_value: bool,
-    ) -> dict[int, ExperienceRow]:
+    ) -> dict[int, TrainingSample]:
         """A row for every sample given, with all that is read of models.
 
         Args:
             samples: position -> sample.
             sampler: of the iteration.
-            watch: takes the time of each pass.
+            timer: takes the time of each pass.
             with_energy: the policy says the energy of each token.
             with_next_value: values are wanted of what would have come after a response that was cut.
         """
-        rows = {p: ExperienceRow(s, teacher_logprob=s.teacher_logprob) for p, s in samples.items()}
+        rows = {p: TrainingSample(s, teacher_logprob=s.teacher_logprob) for p, s in samples.items()}
         as_sampled = self._as_sampled(samples)
         for asked in self._passes(self._must_score(samples, as_sampled), with_energy):
-            with watch.phase(asked.phase):
+            with timer.phase(asked.phase):
                 scores = self._kept_or_scored(asked, samples, sampler)
             rows = {
                 p: replace(row, **{field: scores[said][p] for field, said in asked.fields.items()})  # type: ignore[arg-type]
@@ -90,7 +89,7 @@ class Scorer:
             }
         rows |= {p: replace(rows[p], old_logprob=logprob) for p, logprob in as_sampled.items()}
         if with_next_value:
-            with watch.phase("value"):
+            with timer.phase("value"):
                 rows = self._with_next_values(rows, sampler)
         return rows
 
@@ -98,25 +97,25 @@ class Scorer:
         self, asked: ScoringPass, samples: Mapping[int, Sample], sampler: BalancedSampler
     ) -> dict[str, dict[int, Tensor]]:
         """As ``score``; what the reference said of samples that come round again is not asked twice."""
-        kept, collectives = self.reference_scores, self.strategy.collectives
+        kept, collectives = self.reference_cache, self.strategy.collectives
         if kept is None or "ref_logprob" not in asked.fields:
             return self.score(asked, samples, sampler)
-        known = kept.of(samples, collectives)
+        known = kept.get(samples, collectives)
         if known is None:
             known = self.score(asked, samples, sampler)["logprob"]
-            kept.keep(samples, known, collectives)
+            kept.put(samples, known, collectives)
         return {"logprob": known}
 
     def _as_sampled(self, samples: Mapping[int, Sample]) -> dict[int, Tensor]:
         """Old log-probabilities that need no pass: those that samples were drawn with, where settings take them."""
-        if not (self.objective.needs_old_logprob and self.objective.settings.reads_sampler):
+        if not (self.objective.needs_old_logprob and self.objective.config.uses_rollout_logprob):
             return {}
-        return {p: s.sampler_logprob for p, s in samples.items() if s.sampler_logprob is not None}
+        return {p: s.rollout_logprob for p, s in samples.items() if s.rollout_logprob is not None}
 
     def _must_score(self, samples: Mapping[int, Sample], as_sampled: Mapping[int, Tensor]) -> bool:
         """Whether the policy has to say old log-probabilities; a pass is made by all ranks or by none."""
-        wanted = self.objective.settings.old_logprob
-        if not self.objective.needs_old_logprob or wanted == "sampler":
+        wanted = self.objective.config.old_logprob
+        if not self.objective.needs_old_logprob or wanted == "rollout":
             return False
         if wanted == "available":
             return not all(self.strategy.collectives.gather_objects(len(as_sampled) == len(samples)))
@@ -139,18 +138,18 @@ class Scorer:
         if self.objective.needs_reference:
             model, options = (POLICY, {"with_adapter": False}) if self.reference_in_policy else (REFERENCE, {})
             passes.append(ScoringPass("ref_logprob", model, {"ref_logprob": "logprob"}, options))
-        if self.objective.settings.teacher is not None:
+        if self.objective.config.teacher is not None:
             passes.append(ScoringPass("teacher_logprob", TEACHER, {"teacher_logprob": "logprob"}))
         return passes
 
-    def _with_next_values(self, rows: dict[int, ExperienceRow], sampler: BalancedSampler) -> dict[int, ExperienceRow]:
+    def _with_next_values(self, rows: dict[int, TrainingSample], sampler: BalancedSampler) -> dict[int, TrainingSample]:
         """Rows of responses that were cut, with what is expected of what would have come; a pass over those alone."""
         assert self.value_model is not None, "somebody says values"
-        cut = {p: one_token_on(row.sample) for p, row in rows.items() if row.sample.finish == "length"}
+        cut = {p: row.sample.extended_by_one() for p, row in rows.items() if row.sample.finish_reason == "length"}
         said = self.score(ScoringPass("value", self.value_model, {"next_value": "value"}), cut, sampler)["value"]
         return rows | {p: replace(rows[p], next_value=float(value[-1])) for p, value in said.items()}
 
-    def experience(self, rows: Mapping[int, ExperienceRow], count: int) -> Experience:
+    def experience(self, rows: Mapping[int, TrainingSample], count: int) -> Experience:
         """Rows by position, of an iteration of ``count`` samples over all ranks; the collator's padding fills it up."""
         return Experience(rows, self.collator.pad_token_id, count)
 
@@ -164,7 +163,7 @@ class Scorer:
         that gives no samples: in a micro-batch without any it runs a dummy.
         """
         count, sequence, forward = len(sampler.metas), self.strategy.sequence, self.strategy.wrapped(asked.model)
-        unscored = self.experience({p: ExperienceRow(s) for p, s in samples.items()}, count)
+        unscored = self.experience({p: TrainingSample(s) for p, s in samples.items()}, count)
         shares = [_share_of_given(share, samples, count) for share in sampler.shares(sampler.first_pass)]
         places = [positions for share in shares for positions in share.micro_batches]
         with self.strategy.eval_mode(asked.model):

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, TypeVar
 
 from rlmodule.core.contract import Layout, Reward, RolloutEngine, SampleRequest
-from rlmodule.core.types import Prompt, Sample, Score, ScoredSample
+from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.data.rollouts import RolloutTable
 from rlmodule.data.stream import PromptStream
-from rlmodule.experience.stopwatch import Stopwatch
+from rlmodule.experience.timer import Timer
 
 T = TypeVar("T")
 
@@ -21,18 +21,18 @@ T = TypeVar("T")
 class Source(Protocol):
     """Gives this rank's share of an iteration's samples.
 
-    ``is_judged``: rewards say something of the samples. ``is_fresh``: the current policy draws them.
+    ``has_rewards``: rewards say something of the samples. ``is_fresh``: the current policy draws them.
     """
 
-    is_judged: ClassVar[bool]
+    has_rewards: ClassVar[bool]
     is_fresh: ClassVar[bool]
 
-    def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
+    def collect(self, iteration: int, timer: Timer) -> list[ScoredSample]:
         """Samples with their verdicts; sample ids are unique over all ranks and iterations."""
 
 
 @dataclass(frozen=True, eq=False)
-class Draw:
+class RowSampler:
     """Takes the rows of an iteration; each falls to one token rank.
 
     Args:
@@ -64,18 +64,18 @@ class RolloutSource:
         greedy_baseline: answer every prompt greedily once more, for advantages against that answer.
     """
 
-    is_judged: ClassVar[bool] = True
+    has_rewards: ClassVar[bool] = True
     is_fresh: ClassVar[bool] = True
 
     prompts: Sequence[Prompt]
-    draw: Draw
+    draw: RowSampler
     n: int
     engine: Callable[[], RolloutEngine]
     reward: Reward
     seed: int
     greedy_baseline: bool = False
 
-    def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
+    def collect(self, iteration: int, timer: Timer) -> list[ScoredSample]:
         """The ``n`` responses to each prompt, with their verdicts."""
         mine = self.draw()
         requests = [
@@ -88,9 +88,9 @@ class RolloutSource:
                 SampleRequest(prompt=i, sample_id=counter, group_id=counter, seed=self.seed, greedy=True)
                 for i, (counter, _) in enumerate(mine)
             ]
-        with watch.phase("rollout"):
+        with timer.phase("rollout"):
             samples = self.engine().generate([self.prompts[row] for _, row in mine], requests)
-        with watch.phase("reward"):
+        with timer.phase("reward"):
             scores = self.reward(samples) if samples else []
         drawn_now = [replace(sample, version=iteration) for sample in samples]
         scored = list(zip(drawn_now, scores, strict=True))
@@ -108,16 +108,16 @@ class StoredSource:
         draw: this rank's share of an iteration's groups.
     """
 
-    is_judged: ClassVar[bool] = True
+    has_rewards: ClassVar[bool] = True
     is_fresh: ClassVar[bool] = False
 
     table: RolloutTable
-    draw: Draw
+    draw: RowSampler
 
-    def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
+    def collect(self, iteration: int, timer: Timer) -> list[ScoredSample]:
         """The responses of each group, with the verdicts that were stored."""
         largest = self.table.largest
-        with watch.phase("read"):
+        with timer.phase("read"):
             return [
                 response.scored(counter * largest + i, counter)
                 for counter, group in self.draw()
@@ -126,30 +126,30 @@ class StoredSource:
 
 
 @dataclass(frozen=True, eq=False)
-class WrittenSource:
+class OfflineSource:
     """Rows of responses that somebody wrote; those of a row are a group.
 
     Args:
         rows: one response to imitate each, or a better and a worse one.
-        verdicts: what the responses of a row score, in every row alike.
+        rewards: what the responses of a row score, in every row alike.
         draw: this rank's share of an iteration's rows.
     """
 
-    is_judged: ClassVar[bool] = False  # the verdicts never change
+    has_rewards: ClassVar[bool] = False  # the verdicts never change
     is_fresh: ClassVar[bool] = False
 
     rows: Sequence[Sequence[Sample]]
-    verdicts: Sequence[float]
-    draw: Draw
+    rewards: Sequence[float]
+    draw: RowSampler
 
-    def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
+    def collect(self, iteration: int, timer: Timer) -> list[ScoredSample]:
         """The responses of each row under the ids of a run."""
         return [
             ScoredSample(
-                replace(sample, sample_id=counter * len(self.verdicts) + place, group_id=counter), Score(value)
+                replace(sample, sample_id=counter * len(self.rewards) + location, group_id=counter), RewardResult(value)
             )
             for counter, row in self.draw()
-            for place, (sample, value) in enumerate(zip(self.rows[row], self.verdicts, strict=True))
+            for location, (sample, value) in enumerate(zip(self.rows[row], self.rewards, strict=True))
         ]
 
 
@@ -159,4 +159,4 @@ def share_of_rank(items: Sequence[T], layout: Layout) -> list[T]:
     Ranks that share rows in training divide the sampling of whole responses as well; samples then move to every rank
     that trains on them.
     """
-    return list(items[layout.token_rank :: layout.token_ranks])
+    return list(items[layout.dp_sp_rank :: layout.dp_sp_size])

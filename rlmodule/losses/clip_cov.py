@@ -12,8 +12,8 @@ from rlmodule.core.config import at_least
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import LossInputs, TokenLoss, TokenMeans
 from rlmodule.losses import LOSSES
-from rlmodule.ops.keyed import uniform_of
 from rlmodule.ops.kl import importance_ratio
+from rlmodule.ops.random import uniform_of
 
 
 @LOSSES.register

@@ -21,7 +21,7 @@ from rlmodule.models.description import PRECISIONS, ModelConfig, first_line, loa
 from rlmodule.models.lora import add_adapter, base_of, is_adapter, merge_start
 from rlmodule.models.policy import PolicyModel
 from rlmodule.models.recompute import recompute_activations
-from rlmodule.models.weights import NotByNameError, StoredWeights, outline, stand_ins
+from rlmodule.models.weights import NotByNameError, StoredWeights, build_on_meta, meta_parameters
 
 PACKED_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers that can be told where a sample ends
 
@@ -31,7 +31,7 @@ def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> Polic
     return _policy_around(_whole_lm(config, seed), config, seed, temperature)
 
 
-def outline_policy(config: ModelConfig, *, seed: int, temperature: float) -> PolicyModel:
+def build_policy_on_meta(config: ModelConfig, *, seed: int, temperature: float) -> PolicyModel:
     """``build_policy``, but weights that can be read one by one are left on disk for the strategy to read.
 
     What is not left there is the same, number by number; ``loading`` says what was done, and why.
@@ -44,7 +44,7 @@ def outline_policy(config: ModelConfig, *, seed: int, temperature: float) -> Pol
         policy = build_policy(config, seed=seed, temperature=temperature)
         policy.loading = f"read whole by every process: {reason}"
         return policy
-    with stand_ins(lm):
+    with meta_parameters(lm):
         policy = _policy_around(lm, config, seed, temperature)
     policy.stored, policy.loading = stored, "read from disk block by block"
     return policy
@@ -56,7 +56,7 @@ def _outlined_lm(config: ModelConfig) -> tuple[PreTrainedModel, StoredWeights]:
         raise NotByNameError("an adapter is merged into it")
     hf_config = load_model_config(config)
     with said_of(config):
-        return outline(config.path, lambda: AutoModelForCausalLM.from_config(hf_config, **lm_options(config)))
+        return build_on_meta(config.path, lambda: AutoModelForCausalLM.from_config(hf_config, **lm_options(config)))
 
 
 def _whole_lm(config: ModelConfig, seed: int) -> PreTrainedModel:
@@ -99,7 +99,7 @@ def said_of(config: ModelConfig, section: str = "model") -> Iterator[None]:
 
 def _policy_around(lm: PreTrainedModel, config: ModelConfig, seed: int, temperature: float) -> PolicyModel:
     """Put in what the configuration asks for, and a policy around it."""
-    refuse_leaks(lm, config)
+    check_attention_is_ours(lm, config)
     recompute_activations(lm, config.activation_checkpointing, offload=config.activation_offload)
     if config.lora.is_on:
         base = (
@@ -117,7 +117,7 @@ def _policy_around(lm: PreTrainedModel, config: ModelConfig, seed: int, temperat
     )
 
 
-def refuse_leaks(lm: PreTrainedModel, config: ModelConfig) -> None:
+def check_attention_is_ours(lm: PreTrainedModel, config: ModelConfig) -> None:
     """Refuse a model in which packed samples would see each other: attention of its own, or a state that runs along."""
     foreign = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS
     if lm._supports_attention_backend and not lm._is_stateful and not foreign:

@@ -17,12 +17,13 @@ from rlmodule.core.config import one_of
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.hub import prefer_cache_if_unreachable
-from rlmodule.models.lora import LoraSettings, base_of
+from rlmodule.models.lora import LoraConfig, base_of
 from rlmodule.models.recompute import FULL, NONE
 from rlmodule.models.recompute import MODES as RECOMPUTE_MODES
 
 PRECISIONS: Mapping[str, torch.dtype | None] = {"32-true": None, "bf16-mixed": torch.bfloat16}
-NO_VALUE, SHARED, SEPARATE, ONLY = VALUES = ("none", "shared", "separate", "only")
+POLICY_KIND, REWARD_MODEL_KIND = KINDS = ("policy", "reward_model")
+NO_VALUE, SHARED, SEPARATE = VALUES = ("none", "shared", "separate")
 DRAWN_IN_TRAINING = {"phimoe"}  # families whose train mode samples where their eval mode chooses
 
 
@@ -38,12 +39,21 @@ class ModelConfig:
     activation_checkpointing: str = NONE  # none, full or selective: activations made again in backward instead of kept
     activation_offload: bool = False  # inputs of blocks wait in host memory; with activation_checkpointing=full
     compile: bool = False  # compile the blocks; for long runs on an accelerator
-    lora: LoraSettings = field(default_factory=LoraSettings)  # low-rank adapters instead of every weight
-    value: str = NO_VALUE  # PPO: shared (a head on the policy) or separate (a model); only: a reward model, no policy
+    lora: LoraConfig = field(default_factory=LoraConfig)  # low-rank adapters instead of every weight
+    kind: str = POLICY_KIND  # policy, or reward_model: a model that gives one score per response
+    value: str = NO_VALUE  # value function of PPO: none, shared (a head on the policy) or separate (a model)
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)
+        one_of("kind", self.kind, KINDS)
         one_of("value", self.value, VALUES)
+        if self.is_reward_model and self.value != NO_VALUE:
+            raise ConfigError(
+                key="value",
+                got=self.value,
+                because="a value function belongs to a policy, and model.kind=reward_model trains none",
+                fix="Use model.value=none, or model.kind=policy",
+            )
         one_of("activation_checkpointing", self.activation_checkpointing, RECOMPUTE_MODES)
         if self.activation_offload and self.activation_checkpointing != FULL:
             raise ConfigError(
@@ -68,6 +78,11 @@ class ModelConfig:
                 because="a model comes either from a path or from an architecture, and exactly one must be given",
                 fix="Set model.path=FOLDER, or choose model=tiny",
             )
+
+    @property
+    def is_reward_model(self) -> bool:
+        """Whether a reward model is trained instead of a policy."""
+        return self.kind == REWARD_MODEL_KIND
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -24,7 +24,7 @@ from rlmodule.core.config import at_least
 from rlmodule.core.errors import ConfigError, DependencyError
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import LoraConfig as PeftConfig
 
 ALL_LINEAR = "all-linear"
 ADAPTER = "default"  # peft's name for the only adapter of a model
@@ -34,7 +34,7 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class LoraSettings:
+class LoraConfig:
     """Low-rank adapters instead of training every weight."""
 
     r: int = 0  # rank of the adapters; 0 trains every weight
@@ -65,12 +65,12 @@ class LoraSettings:
         return self.alpha / self.r
 
 
-def add_adapter(lm: nn.Module, settings: LoraSettings, *, seed: int, base: str | None) -> None:
+def add_adapter(lm: nn.Module, config: LoraConfig, *, seed: int, base: str | None) -> None:
     """Put adapters into ``lm`` in place and freeze the rest; the policy is unchanged until the first update.
 
     Args:
         lm: causal LM.
-        settings: rank and the rest.
+        config: rank and the rest.
         seed: of the random half of each adapter; the global random state is left alone.
         base: where the frozen weights came from; goes into an exported adapter.
 
@@ -79,21 +79,21 @@ def add_adapter(lm: nn.Module, settings: LoraSettings, *, seed: int, base: str |
         ConfigError: no module has such a name.
     """
     peft = _peft()
-    config = peft.LoraConfig(
-        r=settings.r,
-        lora_alpha=settings.alpha,
-        target_modules=settings.target_modules,
+    adapter = peft.LoraConfig(
+        r=config.r,
+        lora_alpha=config.alpha,
+        target_modules=config.target_modules,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            peft.inject_adapter_in_model(config, lm, ADAPTER)
+            peft.inject_adapter_in_model(adapter, lm, ADAPTER)
     except ValueError as error:
         raise ConfigError(
             key="model.lora.target_modules",
-            got=settings.target_modules,
+            got=config.target_modules,
             because=f"the model has no such modules ({str(error).splitlines()[0]})",
             fix=f"Use {ALL_LINEAR}",
         ) from error
@@ -159,7 +159,7 @@ def _taken_apart(name: str) -> tuple[str, str | None]:
 def save_adapter(folder: Path, lm: PreTrainedModel, weights: Weights) -> None:
     """Write a folder that ``PeftModel.from_pretrained`` loads over the base; ``weights`` come from ``adapter_only``."""
     folder.mkdir(parents=True, exist_ok=True)
-    config: LoraConfig = lm.peft_config[ADAPTER]  # type: ignore[index, assignment]
+    config: PeftConfig = lm.peft_config[ADAPTER]  # type: ignore[index, assignment]
     config.save_pretrained(str(folder))
     save_file(
         {name: tensor.contiguous() for name, tensor in weights}, folder / "adapter_model.safetensors", {"format": "pt"}

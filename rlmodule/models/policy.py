@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rlmodule.core.contract import SequenceRanks, TokenObjective
 from rlmodule.core.types import MicroBatch, TokenOutputs
 from rlmodule.models.attention import RaggedCache, Rows
-from rlmodule.models.lora import LoraSettings, without_adapter
+from rlmodule.models.lora import LoraConfig, without_adapter
 from rlmodule.models.weights import StoredWeights
 from rlmodule.ops.head import linear_logprobs, linear_loss
 from rlmodule.ops.segments import SegmentBuckets
@@ -70,7 +70,7 @@ class PolicyModel(nn.Module):
         *,
         temperature: float = 1.0,
         compute_dtype: torch.dtype | None = None,
-        lora: LoraSettings | None = None,
+        lora: LoraConfig | None = None,
         compiled: bool = False,
     ) -> None:
         super().__init__()

@@ -23,13 +23,13 @@ from transformers.utils import logging as transformers_logging
 from rlmodule.core.contract import JointObjective, SequenceRanks, ValueObjective
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import MicroBatch, TokenOutputs, ValueOutputs
-from rlmodule.models.building import lm_options, random_lm, refuse_leaks, said_of
+from rlmodule.models.building import check_attention_is_ours, lm_options, random_lm, said_of
 from rlmodule.models.compiled import compile_blocks
 from rlmodule.models.description import PRECISIONS, ModelConfig, first_line, load_model_config
-from rlmodule.models.lora import LoraSettings, is_adapter
+from rlmodule.models.lora import LoraConfig, is_adapter
 from rlmodule.models.policy import PolicyModel, packed_hidden, silence_dropout
 from rlmodule.models.recompute import recompute_activations
-from rlmodule.models.weights import NotByNameError, StoredWeights, outline
+from rlmodule.models.weights import NotByNameError, StoredWeights, build_on_meta
 
 HEAD_FILE = "value_head.safetensors"  # beside an exported policy that has one
 HEAD = "value_head."  # where it sits in the policy
@@ -150,7 +150,7 @@ def value_config(policy: ModelConfig, path: str | None, architecture: Mapping[st
         policy,
         path=path if own else policy.path,
         architecture=dict(architecture) if own else policy.architecture,
-        lora=LoraSettings(),
+        lora=LoraConfig(),
     )
 
 
@@ -172,7 +172,7 @@ def build_value_model(config: ModelConfig, *, seed: int, section: str = "critic"
     return model
 
 
-def outline_value_model(config: ModelConfig, *, seed: int, section: str = "critic") -> ValueModel:
+def build_value_model_on_meta(config: ModelConfig, *, seed: int, section: str = "critic") -> ValueModel:
     """``build_value_model``, but a trunk that can be read tensor by tensor is left on disk for the strategy to read."""
     if config.path is None or is_adapter(config.path):
         return build_value_model(config, seed=seed, section=section)
@@ -180,7 +180,7 @@ def outline_value_model(config: ModelConfig, *, seed: int, section: str = "criti
     hf_config.num_labels = 1
     try:
         with said_of(config, section):
-            lm, stored = outline(
+            lm, stored = build_on_meta(
                 config.path,
                 lambda: AutoModelForTokenClassification.from_config(hf_config, **lm_options(config)),
                 may_lack=SCORE,
@@ -197,8 +197,8 @@ def _value_around(
     lm: PreTrainedModel, score: Mapping[str, Tensor], missing: Collection[str], config: ModelConfig, section: str
 ) -> ValueModel:
     """A value model with ``lm`` as its trunk and a head of the numbers in ``score``; ``missing`` were not on disk."""
-    refuse_leaks(lm, config)
-    _refuse_without_head(lm, set(missing), config, section)
+    check_attention_is_ours(lm, config)
+    _check_head(lm, set(missing), config, section)
     head = ValueHead(lm.config.get_text_config().hidden_size)
     for name, numbers in score.items():
         getattr(head, name).data.copy_(numbers)
@@ -223,7 +223,7 @@ def _token_classifier(config: ModelConfig, seed: int, section: str) -> tuple[Pre
         return lm, set(info["missing_keys"])
 
 
-def _refuse_without_head(lm: PreTrainedModel, missing: set[str], config: ModelConfig, section: str) -> None:
+def _check_head(lm: PreTrainedModel, missing: set[str], config: ModelConfig, section: str) -> None:
     """Only a policy's weights may lack a head: that of a reward or value model must not get lost on the way."""
     is_policy = all(name.endswith("ForCausalLM") for name in lm.config.architectures or ())
     reason = None

@@ -69,7 +69,7 @@ class StoredWeights:
         return _read(*self.places[name.removeprefix("lm.").replace(".base_layer.", ".")])
 
 
-def outline(
+def build_on_meta(
     path: str, make: Callable[[], PreTrainedModel], may_lack: Collection[str] = ()
 ) -> tuple[PreTrainedModel, StoredWeights]:
     """The model that ``make`` builds, with its parameters on the meta device, and where they can be read.
@@ -92,7 +92,7 @@ def outline(
 
 
 @contextmanager
-def stand_ins(model: nn.Module) -> Iterator[None]:
+def meta_parameters(model: nn.Module) -> Iterator[None]:
     """Inside, parameters on the meta device are real ones that take no memory (one number, seen at every place).
 
     For those who put modules of their own beside others, on the device they find those on. They may freeze parameters.
@@ -169,9 +169,9 @@ def _files(path: str) -> dict[str, str]:
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
     if index is None:
         raise NotByNameError("there are no safetensors files")
-    shards, facts = get_checkpoint_shard_files(path, index)
-    files = dict(zip(sorted(set(facts["weight_map"].values())), shards, strict=True))
-    return {key: files[shard] for key, shard in facts["weight_map"].items()}
+    shards, sample_info = get_checkpoint_shard_files(path, index)
+    files = dict(zip(sorted(set(sample_info["weight_map"].values())), shards, strict=True))
+    return {key: files[shard] for key, shard in sample_info["weight_map"].items()}
 
 
 def _described(file: str, key: str) -> tuple[tuple[int, ...], str]:

@@ -8,7 +8,7 @@ gradient is written unless the entropy is trained. Losses that compare tokens of
 log-probabilities first, from a pass without gradients.
 
 Scoring (``linear_logprobs``) walks the same chunks in the same way, so that the ratio of an update that follows is 1 to
-the last bit. Leaves out the chunks themselves (``head_chunks.py``) and what the loss is: a callback.
+the last bit. Leaves out the chunks themselves (``chunked_head.py``) and what the loss is: a callback.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlmodule.core.types import TokenOutputs
-from rlmodule.ops.head_chunks import Chunk, Walk, WalkSettings
+from rlmodule.ops.chunked_head import Chunk, ChunkConfig, ChunkedHead
 
 # (log-probabilities [C], entropies [C] or None, which of the N tokens they are) -> scalar share of the loss
-Score = Callable[[Tensor, "Tensor | None", slice], Tensor]
+RewardResult = Callable[[Tensor, "Tensor | None", slice], Tensor]
 
 
 def linear_loss(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    score: Score,
+    score: RewardResult,
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
@@ -66,9 +66,9 @@ def linear_loss(
     Raises:
         ValueError: a temperature, cap or chunk size that is not positive.
     """
-    settings = WalkSettings(temperature, softcap, chunk_size, with_entropy)
+    config = ChunkConfig(temperature, softcap, chunk_size, with_entropy)
     step = _Step(score, whole_sequences, with_gradients=torch.is_grad_enabled())
-    loss: Tensor = _LinearLoss.apply(hidden, weight, bias, labels, settings, step)  # type: ignore[no-untyped-call]
+    loss: Tensor = _LinearLoss.apply(hidden, weight, bias, labels, config, step)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -96,17 +96,17 @@ def linear_logprobs(
     Raises:
         ValueError: a temperature, cap or chunk size that is not positive.
     """
-    settings = WalkSettings(temperature, softcap, chunk_size, with_entropy, with_energy)
-    walk = Walk(hidden, weight, bias, labels, settings)
+    config = ChunkConfig(temperature, softcap, chunk_size, with_entropy, with_energy)
+    head = ChunkedHead(hidden, weight, bias, labels, config)
     with torch.autocast(hidden.device.type, enabled=False):
-        return walk.outputs()
+        return head.outputs()
 
 
 @dataclass(frozen=True)
 class _Step:
     """What is done with the log-probabilities; see ``linear_loss``."""
 
-    score: Score
+    score: RewardResult
     whole_sequences: bool
     with_gradients: bool
 
@@ -121,15 +121,15 @@ class _LinearLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        settings: WalkSettings,
+        config: ChunkConfig,
         step: _Step,
     ) -> Tensor:
-        walk = Walk(hidden, weight, bias, labels, settings)
+        head = ChunkedHead(hidden, weight, bias, labels, config)
         needs = ctx.needs_input_grad[:3] if step.with_gradients else (False, False, False)
-        grads = _Gradients(hidden, weight, bias, needs, walk.sum_dtype)
+        grads = _Gradients(hidden, weight, bias, needs, head.sum_dtype)
         score = _score_together if step.whole_sequences else _score_in_chunks
         with torch.autocast(hidden.device.type, enabled=False):
-            loss = score(walk, step.score, grads)
+            loss = score(head, step.score, grads)
         ctx.grads = grads
         return loss
 
@@ -142,27 +142,27 @@ class _LinearLoss(torch.autograd.Function):
         return (*grads, None, None, None)
 
 
-def _score_in_chunks(walk: Walk, score: Score, grads: _Gradients) -> Tensor:
-    loss = walk.hidden.new_zeros((), dtype=walk.sum_dtype)
-    for part in walk.parts:
-        chunk = walk.chunk(part)
+def _score_in_chunks(head: ChunkedHead, score: RewardResult, grads: _Gradients) -> Tensor:
+    loss = head.hidden.new_zeros((), dtype=head.sum_dtype)
+    for part in head.parts:
+        chunk = head.chunk(part)
         share, by_logprob, by_entropy = _derivatives(score, chunk.said, part)
         loss = loss + share
         if grads.wanted:
-            grads.add(walk, chunk, part, by_logprob, by_entropy)
+            grads.add(head, chunk, part, by_logprob, by_entropy)
     return loss
 
 
-def _score_together(walk: Walk, score: Score, grads: _Gradients) -> Tensor:
-    loss, by_logprob, by_entropy = _derivatives(score, walk.outputs(), slice(0, len(walk.hidden)))
+def _score_together(head: ChunkedHead, score: RewardResult, grads: _Gradients) -> Tensor:
+    loss, by_logprob, by_entropy = _derivatives(score, head.outputs(), slice(0, len(head.hidden)))
     if grads.wanted:
-        for part in walk.parts:
+        for part in head.parts:
             at = None if by_entropy is None else by_entropy[part]
-            grads.add(walk, walk.chunk(part), part, by_logprob[part], at)
+            grads.add(head, head.chunk(part), part, by_logprob[part], at)
     return loss
 
 
-def _derivatives(score: Score, said: TokenOutputs, part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+def _derivatives(score: RewardResult, said: TokenOutputs, part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
     """(value, [C] derivative by log-probability, [C] by entropy or None where the value does not depend on it)."""
     with torch.enable_grad():
         logprob = said.logprob.detach().requires_grad_()
@@ -197,15 +197,15 @@ class _Gradients:
         """Whether any input needs a gradient."""
         return any(x is not None for x in (self.hidden, self.weight, self.bias))
 
-    def add(self, walk: Walk, chunk: Chunk, part: slice, by_logprob: Tensor, by_entropy: Tensor | None) -> None:
+    def add(self, head: ChunkedHead, chunk: Chunk, part: slice, by_logprob: Tensor, by_entropy: Tensor | None) -> None:
         """Take in one chunk and use up its buffers."""
         rows, factor = chunk.derivative_(by_logprob, by_entropy)
-        inner = walk.settings.temperature if chunk.slope is None else 1.0  # what else the chain rule divides by
+        inner = head.config.temperature if chunk.slope is None else 1.0  # what else the chain rule divides by
         if self.bias is not None:
             self.bias += (rows.sum(0) if factor is None else factor @ rows) / inner
-        rows = walk.rounded(rows)
+        rows = head.rounded(rows)
         if self.hidden is not None:
-            product = (rows @ walk.weight).to(self.hidden.dtype)
+            product = (rows @ head.weight).to(self.hidden.dtype)
             self.hidden[part] = product / inner if factor is None else product.mul_((factor / inner).unsqueeze(-1))
         if self.weight is not None:
             scaled = chunk.scaled

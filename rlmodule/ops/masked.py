@@ -107,13 +107,13 @@ class GroupStatistics:
         count: [B] valid members of the group.
         mean: [B] of the valid members; 0 when there is none.
         std: [B] unbiased; 0 when fewer than two are valid.
-        is_flat: [B] bool, all valid members are equal (also when there are fewer than two).
+        has_zero_std: [B] bool, all valid members are equal (also when there are fewer than two).
     """
 
     count: Tensor
     mean: Tensor
     std: Tensor
-    is_flat: Tensor
+    has_zero_std: Tensor
 
 
 def group_statistics(value: Tensor, group: Tensor, valid: Tensor) -> GroupStatistics:

@@ -23,19 +23,19 @@ import torch
 from torch import Tensor
 
 from rlmodule.algorithm.objective import Objective
-from rlmodule.callbacks.parts.run_context import Running
+from rlmodule.callbacks.parts.context import RunState
 from rlmodule.core.errors import RLModuleError
 from rlmodule.core.types import POLICY
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.parity.compare import parameter_difference
 from rlmodule.parity.layouts import ParityLayout
-from rlmodule.parity.samples import FixedSource, MadeUpAdvantage, make_samples
-from rlmodule.run.build.data import new_maker
-from rlmodule.run.build.models import new_module
-from rlmodule.run.build.trainer import new_trainer, quieten
+from rlmodule.parity.samples import FixedSource, SyntheticAdvantage, make_samples
+from rlmodule.run.build.data import build_maker
+from rlmodule.run.build.models import build_module
+from rlmodule.run.build.trainer import build_trainer, silence_warnings
 from rlmodule.run.launchers.local import free_port
-from rlmodule.run.session import Session
+from rlmodule.run.run import Run
 
 PRELOAD = ["rlmodule.parity.ranks"]
 REFERENCE_FILE = "parity_reference.pt"
@@ -58,28 +58,28 @@ class Outcome:
     seconds: float
 
 
-def session_for(session: Session, layout: ParityLayout) -> Session:
+def run_for_layout(run: Run, layout: ParityLayout) -> Run:
     """The user's session, cut like this, on the fixed rollouts."""
-    s, config = session.settings, session.settings.parity
+    s, parity = run.config, run.config.parity
     # Two of the longest samples, or of the longest pairs.
-    budget = 2 * config.longest * (2 if s.batching.keep_groups else 1)
+    budget = 2 * parity.max_length * (2 if s.batching.keep_groups else 1)
     batching = replace(
         s.batching,
-        mini_batch_size=config.samples_per_step,
+        mini_batch_size=parity.samples_per_step,
         use_dynamic_bsz=True,
         max_token_len_per_gpu=int(budget * layout.budget),
         shuffle=False,
         equal_counts=False,
         share_prompts=False,
     )
-    settings = replace(
+    config = replace(
         s,
         batching=replace(batching, **layout.batching),
         algorithm=replace(s.algorithm, ppo_epochs=1),
         optimizer=replace(s.optimizer, warmup_steps=0, total_steps=None),
         trainer=replace(s.trainer, max_epochs=1, devices=str(layout.processes), num_nodes=1),
         # Values stand between reward and advantage, and are to be compared as well.
-        advantage=MadeUpAdvantage() if s.value_model is None else s.advantage,
+        advantage=SyntheticAdvantage() if s.value_model is None else s.advantage,
         critic=replace(
             s.critic,
             mini_batch_size=None,
@@ -90,17 +90,17 @@ def session_for(session: Session, layout: ParityLayout) -> Session:
         callbacks={},
         logger="none",
     )
-    return Session(settings, session.run_dir, session.menu, dict(layout.options), is_first=False)
+    return Run(config, run.run_dir, run.menu, dict(layout.options), is_rank_zero=False)
 
 
-def run(session: Session, *, is_reference: bool) -> Outcome | str:
-    """Train in ``session.machine.num_processes`` processes; returns what came out, or what went wrong."""
+def run_layout(run: Run, *, is_reference: bool) -> Outcome | str:
+    """Train in ``run.machine.num_processes`` processes; returns what came out, or what went wrong."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    world_size, port = session.machine.num_processes, free_port()
+    world_size, port = run.machine.num_processes, free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
-        context.Process(target=_rank, args=(rank, world_size, port, session, is_reference, sender), daemon=True)
+        context.Process(target=_rank, args=(rank, world_size, port, run, is_reference, sender), daemon=True)
         for rank, (_, sender) in enumerate(pipes)
     ]
     for process in ranks:
@@ -108,7 +108,7 @@ def run(session: Session, *, is_reference: bool) -> Outcome | str:
     for _, sender in pipes:
         sender.close()
     try:
-        answers = _answers([receiver for receiver, _ in pipes], session.settings.parity.timeout)
+        answers = _answers([receiver for receiver, _ in pipes], run.config.parity.timeout)
     finally:
         for process in ranks:
             process.join(2)
@@ -149,11 +149,11 @@ def _received(receiver: Connection) -> Outcome | str | None:
         return "died without a word"
 
 
-def _rank(rank: int, world_size: int, port: int, session: Session, is_reference: bool, sender: Connection) -> None:
+def _rank(rank: int, world_size: int, port: int, run: Run, is_reference: bool, sender: Connection) -> None:
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
-        answer: Outcome | str | None = train(session, is_first=rank == 0, is_reference=is_reference)
+        answer: Outcome | str | None = train(run, is_rank_zero=rank == 0, is_reference=is_reference)
     except RLModuleError as error:
         answer = str(error)
     except Exception:
@@ -163,27 +163,27 @@ def _rank(rank: int, world_size: int, port: int, session: Session, is_reference:
     os._exit(0)  # process groups of a failed layout would wait for each other
 
 
-def train(session: Session, *, is_first: bool, is_reference: bool) -> Outcome | None:
+def train(run: Run, *, is_rank_zero: bool, is_reference: bool) -> Outcome | None:
     """Train this rank's part; the first rank tells what came out."""
-    quieten()
-    settings = session.settings
-    torch.set_num_threads(settings.trainer.num_threads or 1)
-    samples = make_samples(session.supply.examples(), settings.parity)
-    objective = Objective(settings.loss, settings.algorithm)
-    module = new_module(settings, objective, session.supply.samples_per_row)
-    strategy = session.strategy.new()
+    silence_warnings()
+    config = run.config
+    torch.set_num_threads(config.trainer.num_threads or 1)
+    samples = make_samples(run.dataset.examples(), config.parity)
+    objective = Objective(config.loss, config.algorithm)
+    module = build_module(config, objective, run.dataset.samples_per_row)
+    strategy = run.strategy.new()
     data = RLDataModule(
         FixedSource(samples, lambda: strategy.layout),
-        PromptStream(len(samples), settings.run.seed),
-        partial(new_maker, settings, session.supply, objective, strategy),
+        PromptStream(len(samples), config.general.seed),
+        partial(build_maker, config, run.dataset, objective, strategy),
     )
-    reference = session.run_dir.root / REFERENCE_FILE
-    recorder = Recorder(reference, is_first=is_first, is_reference=is_reference)
+    reference = run.run_dir.root / REFERENCE_FILE
+    recorder = Recorder(reference, is_rank_zero=is_rank_zero, is_reference=is_reference)
     start = time.perf_counter()
-    trainer = new_trainer(settings, session.machine, session.run_dir, strategy, [recorder])
+    trainer = build_trainer(config, run.machine, run.run_dir, strategy, [recorder])
     trainer.fit(module, datamodule=data)
     seconds = time.perf_counter() - start
-    if not is_first:
+    if not is_rank_zero:
         return None
     return Outcome(recorder.steps, recorder.difference, recorder.worst_parameter, seconds)
 
@@ -193,27 +193,27 @@ class Recorder(L.Callback):
 
     Args:
         reference: the file of the reference's weights.
-        is_first: whether this rank reads the stream of weights; every rank takes part in it.
+        is_rank_zero: whether this rank reads the stream of weights; every rank takes part in it.
         is_reference: whether these weights are the reference.
     """
 
-    def __init__(self, reference: Path, *, is_first: bool, is_reference: bool) -> None:
+    def __init__(self, reference: Path, *, is_rank_zero: bool, is_reference: bool) -> None:
         self.reference = reference
-        self.is_first = is_first
+        self.is_rank_zero = is_rank_zero
         self.is_reference = is_reference
         self.steps: list[dict[str, float]] = []
         self.worst_parameter, self.difference = "", 0.0
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """One optimizer step was taken."""
-        report = Running.of(trainer).module.last_step
+        report = RunState.of(trainer).module.last_step
         assert report is not None, "a training step leaves a report"
         self.steps.append(dict(report.metrics))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """All steps were taken."""
-        weights = _all_weights(Running.of(trainer))
-        if not self.is_first:
+        weights = _all_weights(RunState.of(trainer))
+        if not self.is_rank_zero:
             for _ in weights:
                 pass
         elif self.is_reference:
@@ -223,9 +223,9 @@ class Recorder(L.Callback):
             self.worst_parameter, self.difference = parameter_difference(weights, reference)
 
 
-def _all_weights(running: Running) -> Iterator[tuple[str, Tensor]]:
+def _all_weights(run_state: RunState) -> Iterator[tuple[str, Tensor]]:
     """Whole weights of every model that trains; of those beside the policy under the model's name."""
-    for trainable in running.module.trainables:
+    for trainable in run_state.module.trainables:
         prefix = "" if trainable.name == POLICY else f"{trainable.name}."
-        for name, tensor in running.strategy.full_weights(trainable.name):
+        for name, tensor in run_state.strategy.full_weights(trainable.name):
             yield prefix + name, tensor

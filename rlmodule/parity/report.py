@@ -13,10 +13,10 @@ from rich.table import Table
 from rlmodule.core.errors import ConfigError, RLModuleError, TrainingError
 from rlmodule.parity.compare import GRAD_NORM, LOSS, largest_of, metric_differences
 from rlmodule.parity.layouts import REFERENCE, ParityLayout, chosen
-from rlmodule.parity.ranks import REFERENCE_FILE, Outcome, run, session_for
+from rlmodule.parity.ranks import REFERENCE_FILE, Outcome, run_for_layout, run_layout
+from rlmodule.run.config import ParityConfig
 from rlmodule.run.launchers.local import launched_from_outside
-from rlmodule.run.session import Session
-from rlmodule.run.settings import ParityConfig
+from rlmodule.run.run import Run
 
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
 FILE_NAME = "parity.json"
@@ -25,12 +25,12 @@ COLOURS = {PASS: "green", FAIL: "bold red", SKIP: "yellow"}
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LayoutResult:
     """One row of the table.
 
     Args:
         name, title: of the layout.
-        verdict: PASS, FAIL or SKIP.
+        result: PASS, FAIL or SKIP.
         reason: why it failed or was skipped; empty otherwise.
         loss, grad_norm, parameters, metrics: largest relative differences to one process.
         worst_metric, worst_parameter: which of them is furthest off.
@@ -40,7 +40,7 @@ class Verdict:
 
     name: str
     title: str
-    verdict: str
+    result: str
     reason: str = ""
     loss: float | None = None
     grad_norm: float | None = None
@@ -52,7 +52,7 @@ class Verdict:
     by_metric: dict[str, float] = field(default_factory=dict)
 
 
-def prove(session: Session, console: Console | None = None) -> bool:
+def check_parity(run: Run, console: Console | None = None) -> bool:
     """Compare every layout with one process; prints the table, writes ``parity.json``, returns whether none failed.
 
     Raises:
@@ -67,55 +67,57 @@ def prove(session: Session, console: Console | None = None) -> bool:
             fix="Run python train.py task=parity by itself, in an allocation with the devices it needs",
         )
     console = console or (Console() if Console().is_terminal else Console(width=WIDTH))
-    config, where = session.settings.parity, session.run_dir.root / FILE_NAME
-    session.run_dir.root.mkdir(parents=True, exist_ok=True)
+    config, where = run.config.parity, run.run_dir.root / FILE_NAME
+    run.run_dir.root.mkdir(parents=True, exist_ok=True)
     try:
-        verdicts = _verdicts(session, console)
+        results = _verdicts(run, console)
     finally:
-        (session.run_dir.root / REFERENCE_FILE).unlink(missing_ok=True)
-    write(where, verdicts, config)
-    console.print(table(verdicts, config))
-    for v in verdicts:
+        (run.run_dir.root / REFERENCE_FILE).unlink(missing_ok=True)
+    write(where, results, config)
+    console.print(table(results, config))
+    for v in results:
         if v.reason:
-            console.print(f"{v.verdict} {v.title}: {v.reason}", highlight=False, markup=False)
-    count = {word: sum(v.verdict == word for v in verdicts) for word in (PASS, FAIL, SKIP)}
+            console.print(f"{v.result} {v.title}: {v.reason}", highlight=False, markup=False)
+    count = {word: sum(v.result == word for v in results) for word in (PASS, FAIL, SKIP)}
     console.print(f"{count[PASS]} passed, {count[FAIL]} failed, {count[SKIP]} skipped; {where}", highlight=False)
     return count[FAIL] == 0
 
 
-def _verdicts(session: Session, console: Console) -> list[Verdict]:
+def _verdicts(run: Run, console: Console) -> list[LayoutResult]:
     """Every layout after the other; the first one is what the others are compared with."""
-    verdicts: list[Verdict] = []
+    results: list[LayoutResult] = []
     reference: Outcome | None = None
-    for layout in chosen(session.settings.parity.layouts):
+    for layout in chosen(run.config.parity.layouts):
         console.print(f"parity: {layout.title} ...", highlight=False)
-        cut = session_for(session, layout)
+        cut = run_for_layout(run, layout)
         reason = refusal(cut)
         if reason is not None:
-            verdicts.append(Verdict(layout.name, layout.title, SKIP, reason))
+            results.append(LayoutResult(layout.name, layout.title, SKIP, reason))
             continue
-        outcome = run(cut, is_reference=reference is None)
+        outcome = run_layout(cut, is_reference=reference is None)
         if reference is None:
             if isinstance(outcome, str):
                 raise TrainingError(f"parity: one process alone cannot train this model. {outcome}")
             reference = outcome
-        verdicts.append(judge(layout, outcome, reference, session.settings.parity))
-    return verdicts
+        results.append(compare_layout(layout, outcome, reference, run.config.parity))
+    return results
 
 
-def refusal(session: Session) -> str | None:
+def refusal(run: Run) -> str | None:
     """Why this machine, installation or model cannot run a layout, or None."""
     try:
-        session.check_strategy()
+        run.check_strategy()
     except RLModuleError as error:
         return str(error)
     return None
 
 
-def judge(layout: ParityLayout, outcome: Outcome | str, reference: Outcome, config: ParityConfig) -> Verdict:
+def compare_layout(
+    layout: ParityLayout, outcome: Outcome | str, reference: Outcome, config: ParityConfig
+) -> LayoutResult:
     """Hold what came out against the reference and the tolerances."""
     if isinstance(outcome, str):
-        return Verdict(layout.name, layout.title, FAIL, outcome.strip())
+        return LayoutResult(layout.name, layout.title, FAIL, outcome.strip())
     differences = metric_differences(outcome.steps, reference.steps)
     worst = max(differences, key=lambda name: differences[name])
     too_far = {name: d for name, d in differences.items() if not d <= config.tolerance}
@@ -125,7 +127,7 @@ def judge(layout: ParityLayout, outcome: Outcome | str, reference: Outcome, conf
             f"weight {outcome.worst_parameter} is off by {outcome.parameters:.1e} "
             f"(tolerance {config.parameter_tolerance:.0e})"
         )
-    return Verdict(
+    return LayoutResult(
         layout.name,
         layout.title + (" (reference)" if layout is REFERENCE else ""),
         FAIL if reasons else PASS,
@@ -141,7 +143,7 @@ def judge(layout: ParityLayout, outcome: Outcome | str, reference: Outcome, conf
     )
 
 
-def table(verdicts: list[Verdict], config: ParityConfig) -> Table:
+def table(results: list[LayoutResult], config: ParityConfig) -> Table:
     """For people; differences are relative, see ``compare.py``."""
     made = Table(
         title=f"{config.steps} optimizer steps: largest relative difference to one process",
@@ -151,10 +153,10 @@ def table(verdicts: list[Verdict], config: ParityConfig) -> Table:
     for name in ("loss", "grad norm", "weights", "metrics", "seconds"):
         made.add_column(name, justify="right", no_wrap=True)
     made.add_column("")
-    for v in verdicts:
+    for v in results:
         numbers = [_short(x) for x in (v.loss, v.grad_norm, v.parameters, v.metrics)]
         seconds = "" if v.seconds is None else f"{v.seconds:.1f}"
-        made.add_row(v.title, *numbers, seconds, f"[{COLOURS[v.verdict]}]{v.verdict}[/]")
+        made.add_row(v.title, *numbers, seconds, f"[{COLOURS[v.result]}]{v.result}[/]")
     return made
 
 
@@ -162,7 +164,7 @@ def _short(number: float | None) -> str:
     return "" if number is None else ("0" if number == 0 else f"{number:.1e}")
 
 
-def write(path: Path, verdicts: list[Verdict], config: ParityConfig) -> None:
+def write(path: Path, results: list[LayoutResult], config: ParityConfig) -> None:
     """For programs."""
-    content: dict[str, Any] = {"parity": asdict(config), "layouts": [asdict(v) for v in verdicts]}
+    content: dict[str, Any] = {"parity": asdict(config), "layouts": [asdict(v) for v in results]}
     path.write_text(json.dumps(content, indent=1))

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from rlmodule.core.contract import Layout
-from rlmodule.core.types import AdvantageInputs, Prompt, Sample, Score, ScoredSample
+from rlmodule.core.types import AdvantageInputs, Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.experience.sources import share_of_rank
-from rlmodule.experience.stopwatch import Stopwatch
-from rlmodule.run.settings import ParityConfig
+from rlmodule.experience.timer import Timer
+from rlmodule.run.config import ParityConfig
 
 SHORTEST = 3  # tokens: a prompt of one and a response of two
 GOLDEN = 0.618034  # steps of it, modulo 1, are spread evenly and in no order
@@ -32,14 +32,14 @@ def make_samples(rows: Sequence[Prompt | Sample], config: ParityConfig) -> list[
     samples: list[ScoredSample] = []
     for number in range(count):
         asked = samples[-1].sample.prompt if number % 4 == 1 else None
-        samples.append(_sample(number, config.longest, tokens, asked))
+        samples.append(_sample(number, config.max_length, tokens, asked))
     return samples
 
 
-def _sample(number: int, longest: int, tokens: Iterator[int], prompt: Prompt | None) -> ScoredSample:
+def _sample(number: int, max_length: int, tokens: Iterator[int], prompt: Prompt | None) -> ScoredSample:
     """A third of the sample is its prompt, unless there is one already."""
     spread = number * GOLDEN % 1
-    length = round(SHORTEST * (longest / SHORTEST) ** spread)
+    length = round(SHORTEST * (max_length / SHORTEST) ** spread)
     prompt_len = max(1, length // 3)
     if prompt is None:
         prompt = Prompt(row=number, ids=tuple(itertools.islice(tokens, prompt_len)), text="")
@@ -47,7 +47,7 @@ def _sample(number: int, longest: int, tokens: Iterator[int], prompt: Prompt | N
     place = torch.arange(len(ids))
     mask = (place % 5 != 3) if number % 3 == 1 else torch.ones_like(place, dtype=torch.bool)
     sample = Sample(number, number // 2, prompt, ids, mask)
-    return ScoredSample(sample, Score(None if number == 1 else float(number % 2)))
+    return ScoredSample(sample, RewardResult(None if number == 1 else float(number % 2)))
 
 
 def _tokens_of(rows: Sequence[Prompt | Sample]) -> Iterator[int]:
@@ -64,19 +64,19 @@ def _tokens_of(rows: Sequence[Prompt | Sample]) -> Iterator[int]:
 class FixedSource:
     """Hands out samples that are there already; a ``Source``."""
 
-    is_judged: ClassVar[bool] = True
+    has_rewards: ClassVar[bool] = True
     is_fresh: ClassVar[bool] = False
 
     samples: Sequence[ScoredSample]
     layout: Callable[[], Layout]
 
-    def collect(self, iteration: int, watch: Stopwatch) -> list[ScoredSample]:
+    def collect(self, iteration: int, timer: Timer) -> list[ScoredSample]:
         """This rank's share."""
         return share_of_rank(self.samples, self.layout())
 
 
 @dataclass(frozen=True)
-class MadeUpAdvantage:
+class SyntheticAdvantage:
     """Advantages between -1 and 1 that depend on a sample's place alone."""
 
     needs: ClassVar[frozenset[str]] = frozenset()

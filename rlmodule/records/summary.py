@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlmodule.records.journal import Record
+from rlmodule.records.metrics_log import Record
 
 
 def mean(values: Sequence[float]) -> float:

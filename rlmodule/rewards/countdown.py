@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlmodule.core.types import Sample, Score
+from rlmodule.core.types import RewardResult, Sample
 from rlmodule.rewards import REWARDS
 
 NUMBER = "(?:0|[1-9][0-9]{0,8})"  # ASCII digits, no leading zero; short enough to add without a thought
@@ -28,11 +28,11 @@ class Countdown:
 
     knows_one_response: ClassVar[bool] = False
 
-    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+    def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """One score per sample, in order; part ``valid`` is 1 where the expression uses the right numbers."""
         return [self._score(sample) for sample in samples]
 
-    def lacks(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
+    def missing_fields(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
         """A target, or the numbers to reach it with."""
         try:
             self._read(answer, columns)
@@ -43,14 +43,14 @@ class Countdown:
             )
         return None
 
-    def _score(self, sample: Sample) -> Score:
+    def _score(self, sample: Sample) -> RewardResult:
         target, numbers = self._read(sample.prompt.answer, sample.prompt.meta)
         terms = terms_of(sample.text)
         is_valid = terms is not None and sorted(map(abs, terms)) == sorted(numbers)
         parts = {"valid": float(is_valid)}
-        if sample.finish == "length":
-            return Score(self.truncated, parts)
-        return Score(float(terms is not None and is_valid and sum(terms) == target), parts)
+        if sample.finish_reason == "length":
+            return RewardResult(self.truncated, parts)
+        return RewardResult(float(terms is not None and is_valid and sum(terms) == target), parts)
 
     def _read(self, answer: str | None, columns: Mapping[str, Any]) -> tuple[int, list[int]]:
         return int(answer or ""), [int(number) for number in columns[self.numbers_key]]

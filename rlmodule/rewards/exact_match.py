@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlmodule.core.types import Sample, Score
+from rlmodule.core.types import RewardResult, Sample
 from rlmodule.rewards import REWARDS
 
 
@@ -21,20 +21,20 @@ class ExactMatch:
 
     knows_one_response: ClassVar[bool] = True
 
-    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+    def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """One score per sample, in order."""
         return [self._score(sample) for sample in samples]
 
-    def lacks(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
+    def missing_fields(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
         """An answer to compare with."""
         return "it has no answer, and reward=exact_match compares with one" if answer is None else None
 
-    def _score(self, sample: Sample) -> Score:
+    def _score(self, sample: Sample) -> RewardResult:
         answer = sample.prompt.answer
         assert answer is not None, "rows are asked what they lack before a run begins"
-        if sample.finish == "length":
-            return Score(self.truncated)
-        return Score(float(self._normal(sample.text) == self._normal(answer)))
+        if sample.finish_reason == "length":
+            return RewardResult(self.truncated)
+        return RewardResult(float(self._normal(sample.text) == self._normal(answer)))
 
     def _normal(self, text: str) -> str:
         text = text.strip() if self.strip else text

@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 
 from rlmodule.core.config import at_least, more_than, one_of
 from rlmodule.core.errors import ConfigError, TrainingError
-from rlmodule.core.types import Sample, Score
+from rlmodule.core.types import RewardResult, Sample
 from rlmodule.rewards import REWARDS
 from rlmodule.rewards.parts.sandbox import LoadError, Outcome, Pool
 
 
 def call_rlmodule(sample: Sample) -> dict[str, Any]:
-    """Arguments ``response, answer, prompt, source, meta, finish``."""
+    """Arguments ``response, answer, prompt, source, meta, finish_reason``."""
     prompt = sample.prompt
     return {
         "response": sample.text,
@@ -30,7 +30,7 @@ def call_rlmodule(sample: Sample) -> dict[str, Any]:
         "prompt": prompt.text,
         "source": prompt.source,
         "meta": dict(prompt.meta),
-        "finish": sample.finish,
+        "finish_reason": sample.finish_reason,
     }
 
 
@@ -95,16 +95,21 @@ class Function:
         one_of("on_error", self.on_error, ["unscored", "raise"])
         more_than("timeout_seconds", self.timeout_seconds, 0)
         at_least("num_workers", self.num_workers, 1)
-        place, _, name = self.path.rpartition(":")
-        if not place or not name:
+        location, _, name = self.path.rpartition(":")
+        if not location or not name:
             raise ConfigError(
                 key="path",
                 got=self.path,
                 because="it does not say which function of which module",
                 fix="Write package.module:function or path/to/file.py:function",
             )
-        if place.endswith(".py") and not Path(place).is_file():
-            raise ConfigError(key="path", got=self.path, because=f"no file {Path(place).resolve()}", fix="Correct it")
+        if location.endswith(".py") and not Path(location).is_file():
+            raise ConfigError(
+                key="path",
+                got=self.path,
+                because=f"no file {Path(location).resolve()}",
+                fix="Correct it",
+            )
         try:
             assert self._pool  # made here, so that a function nobody can import is found before a model is loaded
         except LoadError as error:
@@ -112,7 +117,7 @@ class Function:
                 key="path", got=self.path, because="it cannot be imported", fix=f"Its own words:\n{error}"
             ) from None
 
-    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+    def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """One score per sample, in order.
 
         Raises:
@@ -120,30 +125,30 @@ class Function:
         """
         call = CONVENTIONS[self.style]
         outcomes = self._pool.map([call(sample) | self.arguments for sample in samples])
-        verdicts = [_read(outcome) for outcome in outcomes]
-        failed = [index for index, (_, fault) in enumerate(verdicts) if fault is not None]
+        rewards = [_read(outcome) for outcome in outcomes]
+        failed = [index for index, (_, fault) in enumerate(rewards) if fault is not None]
         if failed and (self.on_error == "raise" or len(failed) == len(samples)):
             first = samples[failed[0]]
             raise TrainingError(
                 f"reward.path={self.path} failed on {len(failed)} of {len(samples)} samples. The first is sample "
                 f"{first.sample_id} (row {first.prompt.row + 1} of {first.prompt.source or 'the data'}, response "
-                f"{first.text[:80]!r}):\n{verdicts[failed[0]][1]}"
+                f"{first.text[:80]!r}):\n{rewards[failed[0]][1]}"
             )
-        return [score for score, _ in verdicts]
+        return [score for score, _ in rewards]
 
-    def lacks(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
+    def missing_fields(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
         """Nothing that could be known before it is called."""
         return None
 
     @cached_property
     def _pool(self) -> Pool:
-        place, _, name = self.path.rpartition(":")
-        if place.endswith(".py"):
-            place = str(Path(place).resolve())
-        return Pool(f"{place}:{name}", self.num_workers, self.timeout_seconds)
+        location, _, name = self.path.rpartition(":")
+        if location.endswith(".py"):
+            location = str(Path(location).resolve())
+        return Pool(f"{location}:{name}", self.num_workers, self.timeout_seconds)
 
 
-def _read(outcome: Outcome) -> tuple[Score, str | None]:
+def _read(outcome: Outcome) -> tuple[RewardResult, str | None]:
     """The score of one call, and what went wrong if anything did."""
     value, parts, fault = None, dict[str, float](), outcome.fault
     if fault is None:
@@ -152,7 +157,7 @@ def _read(outcome: Outcome) -> tuple[Score, str | None]:
         except ValueError as error:
             fault = str(error)
     counts = {"failed": float(fault is not None), "timed_out": float(outcome.timed_out)}
-    return Score(value, parts | counts), fault
+    return RewardResult(value, parts | counts), fault
 
 
 def _read_result(result: Any) -> tuple[float | None, dict[str, float]]:

@@ -26,7 +26,7 @@ from rlmodule.rollout.parts.sampling import Truncation, draw, logprob_of, unifor
 
 @ROLLOUTS.register
 @dataclass(frozen=True)
-class HFRollout:
+class HFRolloutConfig:
     """Sampling settings; ``connect`` gives the engine."""
 
     n: int = 8  # responses per prompt
@@ -63,16 +63,16 @@ class HFRollout:
         eval_mode: Callable[[], AbstractContextManager[None]],
         tokenizer: PreTrainedTokenizerBase,
         device: torch.device,
-    ) -> Engine:
+    ) -> HFEngine:
         """The engine for one policy; ``policy`` gives the module to call, ``eval_mode`` the state to call it in."""
-        return Engine(self, policy, eval_mode, tokenizer, device)
+        return HFEngine(self, policy, eval_mode, tokenizer, device)
 
 
 @dataclass(frozen=True, eq=False)
-class Engine:
+class HFEngine:
     """Draws responses with the connected policy."""
 
-    settings: HFRollout
+    config: HFRolloutConfig
     policy: Callable[[], nn.Module]
     eval_mode: Callable[[], AbstractContextManager[None]]
     tokenizer: PreTrainedTokenizerBase
@@ -83,16 +83,16 @@ class Engine:
         """One response per request, in order."""
         samples: list[Sample] = []
         with self.eval_mode():
-            for first in range(0, len(requests), self.settings.max_batch_size):
-                samples += self._wave(prompts, requests[first : first + self.settings.max_batch_size])
+            for first in range(0, len(requests), self.config.max_batch_size):
+                samples += self._wave(prompts, requests[first : first + self.config.max_batch_size])
         return samples
 
     def _wave(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> list[Sample]:
-        wave = Wave.start(requests, self.settings, stop_ids(self.tokenizer), self.device)
+        batch_state = DecodingBatch.start(requests, self.config, stop_ids(self.tokenizer), self.device)
         logits, cache = self._prefill(prompts, requests)
-        for tokens in wave.run(logits, cache):
-            wave.logits = self.policy()(DecodeBatch(tokens, cache))
-        return [self._sample(prompts[r.prompt], r, *wave.response(i)) for i, r in enumerate(requests)]
+        for tokens in batch_state.run(logits, cache):
+            batch_state.logits = self.policy()(DecodeBatch(tokens, cache))
+        return [self._sample(prompts[r.prompt], r, *batch_state.response(i)) for i, r in enumerate(requests)]
 
     def _prefill(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> tuple[Tensor, RaggedCache]:
         """Read every distinct prompt once, then give each request its own row."""
@@ -100,7 +100,7 @@ class Engine:
         ids = [prompts[p].ids for p in distinct]
         lengths = torch.tensor([len(i) for i in ids])
         ends = lengths.cumsum(0)
-        cache = RaggedCache(lengths.to(self.device), int(lengths.max()) + self.settings.max_response_length)
+        cache = RaggedCache(lengths.to(self.device), int(lengths.max()) + self.config.max_response_length)
         batch = PrefillBatch(
             input_ids=torch.tensor([t for i in ids for t in i], device=self.device),
             position_ids=torch.cat([torch.arange(n) for n in lengths.tolist()]).to(self.device),
@@ -114,21 +114,23 @@ class Engine:
         cache.repeat(rows)
         return logits.index_select(0, rows), cache
 
-    def _sample(self, prompt: Prompt, request: SampleRequest, ids: Tensor, logprob: Tensor, finish: str) -> Sample:
+    def _sample(
+        self, prompt: Prompt, request: SampleRequest, ids: Tensor, logprob: Tensor, finish_reason: str
+    ) -> Sample:
         return Sample(
             sample_id=request.sample_id,
             group_id=request.group_id,
             prompt=prompt,
             response_ids=ids,
             loss_mask=torch.ones_like(ids, dtype=torch.bool),
-            sampler_logprob=logprob,
-            finish=finish,
+            rollout_logprob=logprob,
+            finish_reason=finish_reason,
             text=str(self.tokenizer.decode(ids, skip_special_tokens=True)),
         )
 
 
 @dataclass(eq=False)
-class Wave:
+class DecodingBatch:
     """Responses being drawn side by side.
 
     Args:
@@ -159,12 +161,12 @@ class Wave:
 
     @classmethod
     def start(
-        cls, requests: Sequence[SampleRequest], settings: HFRollout, stop: Sequence[int], device: torch.device
-    ) -> Wave:
+        cls, requests: Sequence[SampleRequest], config: HFRolloutConfig, stop: Sequence[int], device: torch.device
+    ) -> DecodingBatch:
         """A wave before its first token."""
-        count, limit = len(requests), settings.max_response_length
+        count, limit = len(requests), config.max_response_length
         return cls(
-            truncation=Truncation(settings.top_k, settings.top_p),
+            truncation=Truncation(config.top_k, config.top_p),
             limit=limit,
             stop=torch.tensor(list(stop), device=device),
             seeds=np.array([r.seed for r in requests]),
@@ -206,8 +208,8 @@ class Wave:
     def response(self, row: int) -> tuple[Tensor, Tensor, str]:
         """([R] ids, [R] log-probabilities, finish) of one response; a cut one keeps its own last token."""
         length = int(self.lengths[row])
-        finish = "stop" if bool(self.stopped[row]) else "length"
-        return self.tokens[row, :length].cpu(), self.logprobs[row, :length].cpu(), finish
+        finish_reason = "stop" if bool(self.stopped[row]) else "length"
+        return self.tokens[row, :length].cpu(), self.logprobs[row, :length].cpu(), finish_reason
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

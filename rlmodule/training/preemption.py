@@ -17,22 +17,22 @@ from rlmodule.core.errors import Preempted
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
-class StopRequests:
-    """Whether this process was asked to stop, while ``listen`` is in force."""
+class PreemptionHandler:
+    """Whether this process was asked to stop, while ``subscribe`` is in force."""
 
     def __init__(self) -> None:
-        self.asked_by: signal.Signals | None = None
+        self.signal_received: signal.Signals | None = None
         self._before: dict[signal.Signals, object] = {}
         self._owner = os.getpid()
 
-    def listen(self) -> None:
+    def subscribe(self) -> None:
         """Take the signals over; a thread that is not the main one cannot, and leaves them alone."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         self._owner = os.getpid()
         self._before = {number: signal.signal(number, self._take) for number in SIGNALS}
 
-    def let_go(self) -> None:
+    def uninstall(self) -> None:
         """Give the signals back to whoever had them."""
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -41,9 +41,9 @@ class StopRequests:
     def _take(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._owner:  # a worker forked from the training process just ends
             os._exit(128 + number)
-        if self.asked_by is not None:
+        if self.signal_received is not None:
             os._exit(128 + number)
-        self.asked_by = signal.Signals(number)
+        self.signal_received = signal.Signals(number)
 
     def stop(self, folder: object) -> None:
         """End the run.
@@ -51,5 +51,5 @@ class StopRequests:
         Raises:
             Preempted: always.
         """
-        why = "another rank was" if self.asked_by is None else f"{self.asked_by.name}:"
+        why = "another rank was" if self.signal_received is None else f"{self.signal_received.name}:"
         raise Preempted(f"{why} asked to stop; saved {folder}. Go on with resume=auto")

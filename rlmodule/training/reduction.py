@@ -21,7 +21,7 @@ CAPACITY = 127  # rows of a block; 128 x 3 float64 are 3 KiB per rank
 def reduce_metrics(metrics: Metrics, layout: Layout, collectives: Collectives) -> dict[str, Metric]:
     """Merge the metrics of every rank that trained on tokens of its own; the same result on every rank."""
     names, rows = to_rows(metrics)
-    if layout.token_ranks == 1:
+    if layout.dp_sp_size == 1:
         return from_rows(names, rows)
     blocks = collectives.gather_rows(_block(names, rows))  # [ranks, 1 + CAPACITY, 3]
     if bool((blocks[:, 0] == blocks[0, 0]).all()) and len(names) <= CAPACITY:

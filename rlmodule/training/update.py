@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rlmodule.core.contract import ModelObjective, Strategy
-from rlmodule.core.metrics import How, Metric, merge
+from rlmodule.core.metrics import Metric, ReduceType, merge
 from rlmodule.core.types import MiniBatch
-from rlmodule.optim.optimizer import OptimizerConfig
+from rlmodule.optim.adamw import OptimizerConfig
 from rlmodule.training.selection import with_selection
 
 
@@ -85,7 +85,7 @@ def update(
     with strategy.train_mode(name):
         for index, micro_batch in enumerate(mini_batch.micro_batches):
             with strategy.micro_batch(name, is_last=index == len(mini_batch.micro_batches) - 1):
-                share = objective.over(micro_batch, totals, strategy.sequence)
+                share = objective.for_micro_batch(micro_batch, totals, strategy.sequence)
                 backward(model(micro_batch, objective=share))
             parts.append(share.metrics)
         lr = float(optimizer.param_groups[0]["lr"])
@@ -94,6 +94,6 @@ def update(
     if stepped:
         schedule.step()
     metrics = merge(parts)
-    metrics[f"{objective.label}/grad_norm"] = Metric(grad_norm, 1.0, How.MAX)
-    metrics[f"{objective.label}/lr"] = Metric(lr, 1.0, How.MAX)
+    metrics[f"{objective.label}/grad_norm"] = Metric(grad_norm, 1.0, ReduceType.MAX)
+    metrics[f"{objective.label}/lr"] = Metric(lr, 1.0, ReduceType.MAX)
     return StepResult(metrics, grad_norm, stepped)

@@ -41,7 +41,7 @@ class GroupCollectives:
 
     Args:
         device: where the backend wants its tensors (gloo: cpu, nccl: the GPU).
-        group: the ranks in the order of ``Layout.token_rank``; None for the world.
+        group: the ranks in the order of ``Layout.dp_sp_rank``; None for the world.
     """
 
     device: torch.device
@@ -67,15 +67,15 @@ class GroupCollectives:
         """``outgoing[r]`` goes to token rank r; what they all sent here comes back in rank order."""
         return self._exchange([_pickled(item) for item in outgoing])
 
-    def _exchange(self, parcels: Sequence[Tensor]) -> list[Any]:
+    def _exchange(self, payloads: Sequence[Tensor]) -> list[Any]:
         """Two collectives: the sizes, then the bytes."""
-        assert len(parcels) == self.size, f"{len(parcels)} parcels for {self.size} ranks"
-        leaving = torch.tensor([len(p) for p in parcels], device=self.device)
+        assert len(payloads) == self.size, f"{len(payloads)} payloads for {self.size} ranks"
+        leaving = torch.tensor([len(p) for p in payloads], device=self.device)
         arriving = torch.empty_like(leaving)
         dist.all_to_all_single(arriving, leaving, group=self.group)
         sizes = arriving.tolist()
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        bytes_out = torch.cat(list(parcels)).to(self.device)
+        bytes_out = torch.cat(list(payloads)).to(self.device)
         dist.all_to_all_single(buffer, bytes_out, sizes, leaving.tolist(), group=self.group)
         return [pickle.loads(part.numpy().tobytes()) for part in buffer.cpu().split(sizes)]
 

@@ -32,7 +32,7 @@ def load(model: nn.Module, part: nn.Module, device: torch.device) -> None:
 
 def read(stored: StoredWeights, name: str, like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor of that name in the type of ``like``, and cut as that is."""
-    whole = torch.empty(like.shape, dtype=like.dtype, device=device).copy_(stored.read(name))
+    full_tensor = torch.empty(like.shape, dtype=like.dtype, device=device).copy_(stored.read(name))
     if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        return full_tensor
+    return distribute_tensor(full_tensor, like.device_mesh, like.placements, src_data_rank=None)

@@ -19,14 +19,14 @@ from rlmodule.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class OffloadOptions:
+class OffloadConfig:
     """What gives its device memory back while it is not used."""
 
     offload_params: bool = False  # weights wait in host memory outside of sampling, scoring and training
     offload_optimizer: bool = False  # both moments wait in host memory until the optimizer steps
 
 
-def refuse_twice(cpu_offload: bool, options: OffloadOptions) -> None:
+def check_offload_once(cpu_offload: bool, options: OffloadConfig) -> None:
     """A backend that keeps everything in host memory at all times has nothing to bring there.
 
     Raises:
@@ -43,7 +43,7 @@ def refuse_twice(cpu_offload: bool, options: OffloadOptions) -> None:
 
 
 class Offloaded:
-    """Tensors that are on their device inside of ``at_hand`` and in host memory otherwise.
+    """Tensors that are on their device inside of ``on_device`` and in host memory otherwise.
 
     Args:
         tensors: gives them, as this process holds them; asked whenever they are put away, since there may be new ones.
@@ -56,13 +56,13 @@ class Offloaded:
         self._away: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []  # (on the device, in host memory)
 
     @contextmanager
-    def at_hand(self, *, changes: bool) -> Iterator[None]:
+    def on_device(self, *, changes: bool) -> Iterator[None]:
         """On the device inside, away again afterwards, also on error; within another such block nothing moves.
 
         ``changes`` says that the tensors may be written to, so that host memory needs the new numbers.
         """
         if self._depth == 0:
-            self.bring()
+            self.onload()
         self._depth += 1
         self._changed |= changes
         try:
@@ -70,9 +70,9 @@ class Offloaded:
         finally:
             self._depth -= 1
             if self._depth == 0:
-                self.put_away()
+                self.offload()
 
-    def bring(self) -> None:
+    def onload(self) -> None:
         """Fill every storage on the device; where there is no room for all of them, none is left filled."""
         try:
             for storage, copied in self._away:
@@ -82,7 +82,7 @@ class Offloaded:
             self._empty()
             raise
 
-    def put_away(self) -> None:
+    def offload(self) -> None:
         """Empty every storage on the device, once host memory has all numbers; its own storages are kept for that."""
         known = {storage._cdata: copied for storage, copied in self._away}
         found = {s._cdata: s for s in (t.untyped_storage() for t in self._tensors()) if s.nbytes() and s.resizable()}

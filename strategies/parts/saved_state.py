@@ -42,19 +42,19 @@ class SavedState:
         """Trainable models, each with its optimizer."""
 
     @abstractmethod
-    def saved_parts(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+    def state_dict_to_save(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
         """What this process holds of a model and its optimizer."""
 
     @abstractmethod
-    def parts_to_load(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+    def state_dict_to_load(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
         """The same, to be filled."""
 
     @abstractmethod
-    def put_loaded(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
         """Take over parts that have been filled."""
 
     @abstractmethod
-    def everything_at_hand(self, *, changes: bool) -> AbstractContextManager[None]:
+    def all_on_device(self, *, changes: bool) -> AbstractContextManager[None]:
         """Models and optimizer states are where they can be read inside, and written where that is said."""
 
     def snapshot(self, state: Mapping[str, Any], *, copied: bool) -> SavedSnapshot:
@@ -64,13 +64,13 @@ class SavedState:
             state: what Lightning keeps.
             copied: into host memory of its own, so that training may go on before it is written.
         """
-        expect_to_be_alone()
+        silence_single_process_warning()
         parts: dict[str, Tensor] = {}
-        with self.everything_at_hand(changes=False):
+        with self.all_on_device(changes=False):
             for name, optimizer in self.models_and_optimizers():
-                parts |= self.saved_parts(name, optimizer)
+                parts |= self.state_dict_to_save(name, optimizer)
             if not copied:
-                return SavedSnapshot(parts, pickled(state), at_hand=partial(self.everything_at_hand, changes=False))
+                return SavedSnapshot(parts, pickled(state), on_device=partial(self.all_on_device, changes=False))
             parts = {key: tensor.to("cpu", copy=True) for key, tensor in parts.items()}
         if self._writers is None and dist.is_initialized():
             self._writers = dist.new_group(backend="gloo")
@@ -82,24 +82,25 @@ class SavedState:
         Raises:
             CheckpointError: the checkpoint is of another model.
         """
-        expect_to_be_alone()
-        with self.everything_at_hand(changes=True):
+        silence_single_process_warning()
+        with self.all_on_device(changes=True):
             self._load(folder)
 
     def _load(self, folder: Path) -> None:
         place = folder / SHARDS
         known = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
         for name, optimizer in self.models_and_optimizers():
-            wanted = self.parts_to_load(name, optimizer)
+            wanted = self.state_dict_to_load(name, optimizer)
             missing = [key for key in wanted if key not in known]
-            strangers = [key for key in missing if MOMENT not in key]
-            if strangers:
+            missing_keys = [key for key in missing if MOMENT not in key]
+            if missing_keys:
                 raise CheckpointError(
-                    f"{folder}: it has no {strangers[0]}. It was written for another model; start anew, or use its own"
+                    f"{folder}: it has no {missing_keys[0]}. It was written for another model; start anew, or use "
+                    "its own"
                 )
             found = {key: tensor for key, tensor in wanted.items() if key in known}
             dcp.load(found, checkpoint_id=place, no_dist=not dist.is_initialized())
-            self.put_loaded(name, optimizer, found)
+            self.load_state_dict(name, optimizer, found)
             if missing:  # saved before the first optimizer step
                 optimizer.state.clear()
 
@@ -150,13 +151,13 @@ class SavedSnapshot:
         parts: tensors by names that know no strategy.
         state: Lightning's own, pickled; the first process writes it.
         group: of the threads that write, apart from the exchanges of training; None for the world, in training's turn.
-        at_hand: the tensors can be read inside of it.
+        on_device: the tensors can be read inside of it.
     """
 
     parts: Mapping[str, Tensor]
     state: bytes
     group: dist.ProcessGroup | None = None
-    at_hand: Callable[[], AbstractContextManager[None]] = nullcontext
+    on_device: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def write(self, path: Path) -> None:
         """Tensors into ``shards/`` beside ``path``, the state into it.
@@ -166,7 +167,7 @@ class SavedSnapshot:
                 the state.
         """
         try:
-            with self.at_hand():
+            with self.on_device():
                 dcp.save(
                     dict(self.parts),
                     checkpoint_id=path.parent / SHARDS,
@@ -179,12 +180,12 @@ class SavedSnapshot:
         if not dist.is_initialized() or dist.get_rank() == 0:
             path.write_bytes(self.state)
 
-    def agree(self, problem: str | None) -> str | None:
+    def gather_first_error(self, problem: str | None) -> str | None:
         """The first problem that any process has, on every process."""
-        return first_problem(problem, self.group)
+        return first_error(problem, self.group)
 
 
-def first_problem(problem: str | None, group: dist.ProcessGroup | None = None) -> str | None:
+def first_error(problem: str | None, group: dist.ProcessGroup | None = None) -> str | None:
     """The first problem that any process of the group has, on every process of it; one exchange."""
     if not dist.is_initialized():
         return problem
@@ -200,7 +201,7 @@ def pickled(state: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def expect_to_be_alone() -> None:
+def silence_single_process_warning() -> None:
     """torch.distributed.checkpoint warns of a process without a group, also when it is told that there is none.
 
     For good: a thread may save, and what ``warnings.catch_warnings`` puts back belongs to all of them.

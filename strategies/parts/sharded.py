@@ -18,20 +18,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rlmodule.core.parameters import put
-from strategies.parts.inner_models import local, sum_of_squares
-from strategies.parts.processes import ManyProcesses
+from strategies.parts.distributed import DistributedStrategy
+from strategies.parts.strategy_mixin import local, sum_of_squares
 
 
-class ShardedModels(ManyProcesses):
+class ShardedStrategy(DistributedStrategy):
     """Base of the backends that cut parameters over processes."""
 
-    _skeletons: dict[str, nn.Module]
+    _meta_copies: dict[str, nn.Module]
     _depth: dict[str, int]
 
     def shard(self, models: Mapping[str, nn.Module]) -> None:
         """Keep an empty copy of each model to sample with, then cut the models."""
         if not self._models:
-            self._skeletons = {name: skeleton(model) for name, model in models.items()}
+            self._meta_copies = {name: meta_copy(model) for name, model in models.items()}
             self._depth = dict.fromkeys(models, 0)
         super().shard(models)
 
@@ -41,7 +41,7 @@ class ShardedModels(ManyProcesses):
         for parameter in parameters:
             if parameter.grad is not None and local(parameter.grad).numel():
                 by_copies.setdefault(self.copies_of(parameter), []).append(local(parameter.grad))
-        mine = sum(sum_of_squares(pieces) / copies for copies, pieces in by_copies.items())
+        mine = sum(sum_of_squares(local_shards) / copies for copies, local_shards in by_copies.items())
         total = torch.tensor(mine, dtype=torch.float64, device=self.exchange_device)
         dist.all_reduce(total)
         return math.sqrt(float(total))
@@ -52,12 +52,14 @@ class ShardedModels(ManyProcesses):
         if not isinstance(parameter, DTensor):
             return world
         mesh = parameter.device_mesh
-        pieces = math.prod(mesh.size(dim) for dim, place in enumerate(parameter.placements) if not place.is_replicate())
-        return world // pieces
+        num_shards = math.prod(
+            mesh.size(dim) for dim, place in enumerate(parameter.placements) if not place.is_replicate()
+        )
+        return world // num_shards
 
     def generator(self, name: str) -> nn.Module:
         """The whole copy; filled inside ``generation_mode`` only."""
-        return self._skeletons[name]
+        return self._meta_copies[name]
 
     def generation_mode(self, name: str) -> AbstractContextManager[None]:
         """Fill the copy on the way in (every rank takes part), drop it on the way out (nobody is waited for)."""
@@ -65,10 +67,10 @@ class ShardedModels(ManyProcesses):
 
     @contextmanager
     def _whole_copy(self, name: str) -> Iterator[None]:
-        copied = self._skeletons[name]
+        copied = self._meta_copies[name]
         if self._depth[name] == 0:
-            with self.parameters_at_hand(name):
-                for names, tensor in self.whole_parameters(name):
+            with self.parameters_on_device(name):
+                for names, tensor in self.full_parameters(name):
                     weight = nn.Parameter(tensor.detach().to(self.root_device), requires_grad=False)
                     for full_name in names:
                         put(copied, full_name, weight)
@@ -83,13 +85,13 @@ class ShardedModels(ManyProcesses):
                     put(copied, full_name, nn.Parameter(weight.to("meta"), requires_grad=False))
 
 
-def skeleton(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy in eval mode without weights: parameters on the meta device, buffers as they are."""
     weights = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=False) for p in model.parameters()}
     return copy.deepcopy(model, weights).eval()
 
 
-def whole(tensor: Tensor, device: torch.device) -> Tensor:
+def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """The whole of a DTensor; its pieces may live in host memory, where the exchange cannot reach them."""
     if not isinstance(tensor, DTensor):
         return tensor

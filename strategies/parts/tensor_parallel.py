@@ -22,7 +22,7 @@ CUT_OF_ADAPTER = {"colwise": "lora_B", "rowwise": "lora_A"}
 KEPT_WHOLE = frozenset({"embed_tokens", "lm_head"})
 
 
-def cut_matrices(lm: Any, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(lm: Any, mesh: DeviceMesh) -> None:
     """Cut the attention and feed-forward matrices of a transformers model over ``mesh``.
 
     Raises:

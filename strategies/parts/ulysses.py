@@ -52,9 +52,9 @@ class Ulysses:
         parts = [self._for_ranks(x) for x in (query, key, value)]  # [sp, heads/sp, T/sp, D] each
         sizes = [part[0].numel() for part in parts]
         arrived = _Mirrored.apply(_all_to_all, torch.cat([part.flatten(1) for part in parts], dim=1), self.group)
-        pieces = (piece.view(part.shape) for piece, part in zip(arrived.split(sizes, dim=1), parts, strict=True))
+        local_shards = (piece.view(part.shape) for piece, part in zip(arrived.split(sizes, dim=1), parts, strict=True))
         # The first axis is now the rank that sent it, which is the slice of the row.
-        q, k, v = (piece.transpose(0, 1).flatten(1, 2).unsqueeze(0) for piece in pieces)
+        q, k, v = (piece.transpose(0, 1).flatten(1, 2).unsqueeze(0) for piece in local_shards)
         return q.to(query.dtype), k.to(key.dtype), v.to(value.dtype)
 
     def gather_heads(self, out: Tensor) -> Tensor:

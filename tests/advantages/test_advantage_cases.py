@@ -10,7 +10,7 @@ from rlmodule.advantages import ADVANTAGES
 from rlmodule.advantages.gae import GAE
 from rlmodule.advantages.grpo import GRPO
 from rlmodule.advantages.rloo import RLOO
-from rlmodule.core.types import TokenFacts
+from rlmodule.core.types import TokenValues
 from rlmodule.ops.masked import place_at_end, whiten
 from tests.helpers.laws import scored
 
@@ -91,7 +91,7 @@ def test_adv_11_whitening_with_one_or_no_valid_token_changes_nothing():
 @pytest.mark.parametrize(("bootstraps", "expected"), [(False, [-0.428, -0.4]), (True, [-0.03920000000000001, 0.14])])
 def test_adv_13_a_truncated_response_ends_there_or_goes_on_in_value(bootstraps, expected):
     """ADV-13: both are offered, the first is the default. Who says the value after the end is ``experience/scoring.py``."""
-    tokens = TokenFacts(*(torch.tensor(x, dtype=torch.float64) for x in ([0.5, 0.4], [0.0, 0.0], [0.6])))
+    tokens = TokenValues(*(torch.tensor(x, dtype=torch.float64) for x in ([0.5, 0.4], [0.0, 0.0], [0.6])))
     x = replace(scored([0.0], [0], [2]), tokens=tokens)
     assert GAE(gamma=0.9, lam=0.8, whiten=False, bootstrap_truncated=bootstraps)(x).tolist() == close(expected)
     assert not GAE().bootstrap_truncated

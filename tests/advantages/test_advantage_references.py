@@ -14,7 +14,7 @@ from rlmodule.advantages.gae import GAE
 from rlmodule.advantages.gdpo import GDPO
 from rlmodule.advantages.grpo import GRPO
 from rlmodule.advantages.reinforce_pp import ReinforcePP
-from rlmodule.core.types import AdvantageInputs, TokenFacts
+from rlmodule.core.types import AdvantageInputs, TokenValues
 
 
 class Told:
@@ -29,7 +29,7 @@ class Told:
         self.length = [rng.randint(1, 6) for _ in range(count)]
         self.format = [rng.choice([0.0, 1.0, math.nan]) for _ in range(count)]
         self.baseline = [rng.choice([0.0, 0.25]) for _ in range(count)]
-        self.value, self.charge = ([[rng.gauss(0, 1) for _ in range(n)] for n in self.length] for _ in range(2))
+        self.value, self.penalty = ([[rng.gauss(0, 1) for _ in range(n)] for n in self.length] for _ in range(2))
         self.energy = [[rng.uniform(0, 2) for _ in range(n)] for n in self.length]
         self.next_value = [rng.choice([0.0, 0.5]) for _ in range(count)]
 
@@ -44,7 +44,7 @@ class Told:
             loss_tokens=torch.tensor(self.length),
             parts={"answer": of(self.reward), "format": of(self.format)},
             baseline=of(self.baseline),
-            tokens=TokenFacts(of(chain(*self.value)), of(chain(*self.charge)), of(self.next_value)),
+            tokens=TokenValues(of(chain(*self.value)), of(chain(*self.penalty)), of(self.next_value)),
             energy=of(chain(*self.energy)),
         )
 
@@ -58,7 +58,7 @@ class Told:
                 members[self.group[i]].append(i)
         return members.values()
 
-    def informative(self, value=None):
+    def has_reward_variance(self, value=None):
         value = value or self.reward
         return [g for g in self.groups(value) if len({value[i] for i in g}) > 1]
 
@@ -68,7 +68,7 @@ def by_group(formula):
 
     def reference(told):
         out = [0.0] * len(told.reward)
-        for members in told.informative():
+        for members in told.has_reward_variance():
             rewards, lengths = [told.reward[i] for i in members], [told.length[i] for i in members]
             for place, i in enumerate(members):
                 out[i] = formula(rewards, lengths, place)
@@ -83,7 +83,7 @@ def passk(rewards, lengths, place):
 
 
 def gpg(told):
-    alpha = len(told.scored()) / max(sum(len(g) for g in told.informative()), 1)
+    alpha = len(told.scored()) / max(sum(len(g) for g in told.has_reward_variance()), 1)
     return [alpha * a for a in by_group(lambda r, n, i: r[i] - mean(r))(told)]
 
 
@@ -102,7 +102,7 @@ def reinforce_pp_baseline(told):
     centred = by_group(lambda r, n, i: r[i] - mean(r))(told)
     at = told.scored()
     scaled = dict(zip(at, whitened([centred[i] for i in at], [told.length[i] for i in at]), strict=True))
-    tells = {i for g in told.informative() for i in g}
+    tells = {i for g in told.has_reward_variance() for i in g}
     return [scaled[i] if i in tells else 0.0 for i in range(len(told.reward))]
 
 
@@ -118,7 +118,7 @@ def gdpo(told, weights=None):
     total = [0.0] * len(told.reward)
     for name, weight in weights.items():
         value = {"answer": told.reward, "format": told.format}[name]
-        for members in told.informative(value):
+        for members in told.has_reward_variance(value):
             values = [value[i] for i in members]
             for i in members:
                 total[i] += weight * (value[i] - mean(values)) / (stdev(values) + 1e-6)
@@ -133,7 +133,7 @@ def remax(told):
 def surprises(told, i, gamma, bootstrap):
     """delta of each token of response i: what it earned and what is expected next, less what was expected."""
     value = told.value[i]
-    earned = [-c for c in told.charge[i]]
+    earned = [-c for c in told.penalty[i]]
     earned[-1] += told.reward[i]
     after = [*value[1:], told.next_value[i] if bootstrap else 0.0]
     return [r + gamma * n - v for r, n, v in zip(earned, after, value, strict=True)]
@@ -144,20 +144,20 @@ def unwhitened_gae(told, i, gamma=1.0, lam=0.95, bootstrap=False):
     return [sum((gamma * lam) ** k * d for k, d in enumerate(delta[t:])) for t in range(len(delta))]
 
 
-def gae(told, **settings):
-    tokens = [a for i in told.scored() for a in unwhitened_gae(told, i, **settings)]
+def gae(told, **config):
+    tokens = [a for i in told.scored() for a in unwhitened_gae(told, i, **config)]
     scale = math.sqrt(stdev(tokens) ** 2 + 1e-8)
     out = []
     for i, n in enumerate(told.length):
         scored = not math.isnan(told.reward[i])
-        out += [(a - mean(tokens)) / scale for a in unwhitened_gae(told, i, **settings)] if scored else [0.0] * n
+        out += [(a - mean(tokens)) / scale for a in unwhitened_gae(told, i, **config)] if scored else [0.0] * n
     return out
 
 
 def optimal_token_baseline(told):
     """Token by token: who of the group has said as much, and how much of the gradient each has gathered so far."""
     out = [[0.0] * n for n in told.length]
-    for members in told.informative():
+    for members in told.has_reward_variance():
         for t in range(max(told.length[i] for i in members)):
             alive = [i for i in members if told.length[i] > t]
             weights = [sum(told.energy[i][: t + 1]) + 1e-8 for i in alive]

@@ -20,7 +20,7 @@ from rlmodule.advantages.reinforce_pp_baseline import ReinforcePPBaseline
 from rlmodule.advantages.remax import ReMax
 from rlmodule.core.config import convert
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import TokenFacts
+from rlmodule.core.types import TokenValues
 from tests.helpers.laws import scored
 
 
@@ -78,7 +78,7 @@ def test_gae_on_two_tokens():
 
     delta is -1/8 + 1/4 - 1/2 = -3/8 and 1 - 1/4 = 3/4; so -3/8 + 3/4 / 2 = 0 and 3/4. Returns: 1/2 and 1.
     """
-    tokens = TokenFacts(torch.tensor([0.5, 0.25]), torch.tensor([0.125, 0.0]), torch.tensor([0.0]))
+    tokens = TokenValues(torch.tensor([0.5, 0.25]), torch.tensor([0.125, 0.0]), torch.tensor([0.0]))
     x = replace(scored([1.0], [0], [2]), tokens=tokens)
     estimator = GAE(lam=0.5, whiten=False)
     assert estimator(x).tolist() == [0, 0.75]

@@ -6,7 +6,7 @@ import torch
 from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.critic import CriticConfig, CriticObjective, JointObjective
 from rlmodule.algorithm.objective import Objective
-from rlmodule.batching.collate import DynamicCollator, cut_for_rank, pack_rows, pad_to_multiple
+from rlmodule.batching.collate import DynamicCollator, pack_rows, pad_to_multiple, shard_for_rank
 from rlmodule.core.config import convert
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.metrics import merge
@@ -36,7 +36,7 @@ def value_of(batch):
 def share_of(rows, algorithm, clip_range=0.2):
     """(scalar, metrics) of rows in one micro-batch."""
     batch = pack_rows(rows, TOTALS)
-    made = CriticObjective(CriticConfig(clip_range=clip_range), algorithm).over(batch, TOTALS)
+    made = CriticObjective(CriticConfig(clip_range=clip_range), algorithm).for_micro_batch(batch, TOTALS)
     return made.of_values(value_of(batch)), made.metrics
 
 
@@ -65,7 +65,7 @@ def test_the_token_mean_by_hand():
 
 def test_a_dummy_adds_nothing_and_keeps_the_graph():
     batch = DynamicCollator().pack([], TOTALS)
-    made = CriticObjective(CriticConfig(), AlgorithmConfig()).over(batch, TOTALS)
+    made = CriticObjective(CriticConfig(), AlgorithmConfig()).for_micro_batch(batch, TOTALS)
     value = torch.ones(0, requires_grad=True)
     scalar = made.of_values(value)
     assert scalar.item() == 0
@@ -74,7 +74,7 @@ def test_a_dummy_adds_nothing_and_keeps_the_graph():
 
 def test_values_stay_with_their_tokens_where_a_row_is_cut_over_ranks():
     batch = pad_to_multiple(pack_rows(ROWS, TOTALS), 3, 0)
-    slices = [cut_for_rank(batch, rank, 3) for rank in range(3)]
+    slices = [shard_for_rank(batch, rank, 3) for rank in range(3)]
     for name in ("old_value", "returns"):
         assert torch.equal(torch.cat([getattr(part, name) for part in slices]), getattr(batch, name))
 
@@ -85,9 +85,9 @@ def test_two_heads_minimise_the_sum_of_both():
         Objective(PPOClip(), AlgorithmConfig()),
         CriticObjective(CriticConfig(coef=0.25), AlgorithmConfig()),
     )
-    both = JointObjective(policy, critic).over(batch, TOTALS)
+    both = JointObjective(policy, critic).for_micro_batch(batch, TOTALS)
     logprob, entropy = batch.old_logprob - 0.1, torch.ones_like(batch.old_logprob)
-    alone = policy.over(batch, TOTALS), critic.over(batch, TOTALS)
+    alone = policy.for_micro_batch(batch, TOTALS), critic.for_micro_batch(batch, TOTALS)
     said = both(logprob, entropy, slice(None)), both.of_values(value_of(batch))
     assert said[0] == alone[0](logprob, entropy, slice(None))
     assert said[1] == 0.25 * alone[1].of_values(value_of(batch))
@@ -97,7 +97,7 @@ def test_two_heads_minimise_the_sum_of_both():
 
 
 @pytest.mark.parametrize(
-    ("settings", "key"),
+    ("config", "key"),
     [
         ({"clip_range": 0}, "critic.clip_range"),
         ({"coef": -1}, "critic.coef"),
@@ -106,7 +106,7 @@ def test_two_heads_minimise_the_sum_of_both():
         ({"path": "folder", "architecture": {"model_type": "llama"}}, "critic.path"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_with_their_key(settings, key):
+def test_settings_that_cannot_work_are_refused_with_their_key(config, key):
     with pytest.raises(ConfigError) as caught:
-        convert(CriticConfig, settings, "critic")
+        convert(CriticConfig, config, "critic")
     assert caught.value.key == key

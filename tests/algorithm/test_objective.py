@@ -36,7 +36,7 @@ def outputs(entropy=ENTROPY):
 
 def evaluate(objective, out, batch):
     """(scalar, metrics) of a micro-batch whose tokens all come in one chunk."""
-    share = objective.over(batch, TOTALS)
+    share = objective.for_micro_batch(batch, TOTALS)
     return share(out.logprob, out.entropy, slice(None)), share.metrics
 
 
@@ -138,7 +138,7 @@ def test_tokens_may_come_in_chunks():
     algorithm = AlgorithmConfig(loss_agg_mode="seq-mean-token-mean", entropy_coeff=0.5, use_kl_loss=True)
     objective = Objective(PPOClip(), algorithm)
     whole, metrics = evaluate(objective, outputs(), micro_batch())
-    share = objective.over(micro_batch(), TOTALS)
+    share = objective.for_micro_batch(micro_batch(), TOTALS)
     parts = [share(LOGPROB[part], ENTROPY[part], part) for part in (slice(0, 1), slice(1, 4))]
     torch.testing.assert_close(sum(parts), whole)
     assert {n: m.result for n, m in share.metrics.items()} == pytest.approx({n: m.result for n, m in metrics.items()})
@@ -172,7 +172,7 @@ def test_a_kl_without_a_reference_is_our_own_bug():
         ({"source": "demonstrations", "use_kl_loss": True}, "use_kl_loss"),
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "loss_scale_factor"),
         ({"old_logprob": "old"}, "old_logprob"),
-        ({"source": "demonstrations", "old_logprob": "sampler"}, "old_logprob"),
+        ({"source": "demonstrations", "old_logprob": "rollout"}, "old_logprob"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(keys, key):

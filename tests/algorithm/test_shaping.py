@@ -8,8 +8,8 @@ from rlmodule.algorithm.shaping import (
     KLInReward,
     OverlongBuffer,
     first_groups,
-    informative,
-    overlong_charge,
+    has_reward_variance,
+    overlong_penalty,
 )
 from rlmodule.core.errors import ConfigError
 
@@ -17,17 +17,17 @@ from rlmodule.core.errors import ConfigError
 def test_the_charge_grows_over_the_buffer():
     """Limit 20, buffer 4: nothing up to 16, a quarter per token after it (DAPO, equation 13, with factor 1)."""
     lengths = torch.tensor([1, 16, 17, 18, 20])
-    assert overlong_charge(lengths, OverlongBuffer(True, length=4, max_length=20)).tolist() == [0, 0, 0.25, 0.5, 1]
-    assert overlong_charge(lengths, OverlongBuffer(True, max_length=20)).tolist() == [0, 0, 0.25, 0.5, 1], "a fifth"
-    assert overlong_charge(lengths, OverlongBuffer(True, 4, 0.5, 20)).tolist() == [0, 0, 0.125, 0.25, 0.5]
-    assert overlong_charge(lengths, OverlongBuffer(False, 4, 0.5, 20)).tolist() == [0] * 5
+    assert overlong_penalty(lengths, OverlongBuffer(True, length=4, max_length=20)).tolist() == [0, 0, 0.25, 0.5, 1]
+    assert overlong_penalty(lengths, OverlongBuffer(True, max_length=20)).tolist() == [0, 0, 0.25, 0.5, 1], "a fifth"
+    assert overlong_penalty(lengths, OverlongBuffer(True, 4, 0.5, 20)).tolist() == [0, 0, 0.125, 0.25, 0.5]
+    assert overlong_penalty(lengths, OverlongBuffer(False, 4, 0.5, 20)).tolist() == [0] * 5
 
 
 def test_a_group_tells_something_when_two_scored_rewards_differ():
     nan = float("nan")
     reward = torch.tensor([1, 1, 0, 1, nan, 1, nan, nan, 0.5], dtype=torch.float64)
     group = torch.tensor([1, 1, 2, 2, 2, 3, 3, 4, 5])
-    assert informative(reward, group).tolist() == [False, False, True, True, True, False, False, False, False]
+    assert has_reward_variance(reward, group).tolist() == [False, False, True, True, True, False, False, False, False]
 
 
 def test_the_first_groups_go_by_their_id():
@@ -56,8 +56,8 @@ def test_an_adaptive_price_follows_the_target():
 
 
 def test_the_price_survives_a_checkpoint():
-    settings = KLInReward(coef=1.0, controller="adaptive", target=2.0, horizon=100.0)
-    first, second = KLController(settings), KLController(settings)
+    config = KLInReward(coef=1.0, controller="adaptive", target=2.0, horizon=100.0)
+    first, second = KLController(config), KLController(config)
     first.update(5.0, 50)
     second.load_state_dict(first.state_dict())
     assert second.coef == first.coef != 1.0

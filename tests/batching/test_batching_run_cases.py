@@ -14,9 +14,9 @@ import torch
 from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BatchingConfig, RankShare
-from rlmodule.core.types import ExperienceRow, MiniBatch, Prompt, Sample, SampleMeta, StepTotals
-from rlmodule.experience.facts import SampleFacts
+from rlmodule.core.types import MiniBatch, Prompt, Sample, SampleMeta, StepTotals, TrainingSample
 from rlmodule.experience.iteration_metrics import reward_metrics
+from rlmodule.experience.sample_info import SampleInfo
 from rlmodule.losses.sft import SFT
 from rlmodule.ops.attention import packed_attention
 from rlmodule.ops.logprobs import logprobs_from_logits
@@ -105,7 +105,7 @@ def test_bat_03_the_gradient_of_unlike_ranks_is_that_of_one_process():
 def test_bat_03_the_plan_gives_both_ranks_the_same_steps(planner):
     config = BatchingConfig(mini_batch_size=6, max_token_len_per_gpu=80, planner=planner)
     expected = train_on(0, six_rows(), in_order(6))
-    ranks = runs_of(2, rows=six_rows(), config=config)
+    ranks = runs_of(2, rows=six_rows(), batching=config)
     assert ranks[0].backward_calls == ranks[1].backward_calls
     for rank in ranks:
         assert_same_training(rank, expected)
@@ -118,7 +118,7 @@ def test_bat_03_the_plan_gives_both_ranks_the_same_steps(planner):
 def test_bat_04_three_sequences_on_four_ranks():
     """Sums 2, 4, 6 over 1, 2, 3 tokens: 12 / 6 = 2; the fourth rank adds nothing."""
     rows = [linear_row(i, [2.0] * (i + 1)) for i in range(3)]
-    for rank in runs_of(4, rows=rows, config=in_order(3), **LINEAR):
+    for rank in runs_of(4, rows=rows, batching=in_order(3), **LINEAR):
         assert rank.steps[0]["actor/pg_loss"] == close(2.0)
         assert rank.grad_norms == close([2.0])
         assert rank.backward_calls == 1
@@ -136,18 +136,18 @@ def test_bat_06_padding_samples_change_no_loss_and_no_reward(world_size):
     rows = [linear_row(i, [c] * (i + 1)) for i, c in enumerate((1.0, 2.0, 6.0))]
     config = BatchingConfig(mini_batch_size=4, max_token_len_per_gpu=1000, planner="karmarkar_karp", equal_counts=True)
     algorithm = AlgorithmConfig(loss_agg_mode="seq-mean-token-mean", log_entropy=False)
-    for rank in runs_of(world_size, rows=rows, config=config, algorithm=algorithm, **LINEAR):
+    for rank in runs_of(world_size, rows=rows, batching=config, algorithm=algorithm, **LINEAR):
         assert rank.steps[0]["actor/pg_loss"] == close(3.0)
         assert rank.grad_norms == close([3.0])
 
 
 def test_bat_06_padding_counts_in_no_reward():
     rewards, is_dummy = [0.0, 1.0, 1.0, 0.0], [False, False, False, True]
-    facts = [
-        SampleFacts(SampleMeta(i, i, 1, 1, 0 if dummy else 1, dummy), reward, {}, False)
+    sample_info = [
+        SampleInfo(SampleMeta(i, i, 1, 1, 0 if dummy else 1, dummy), reward, {}, False)
         for i, (reward, dummy) in enumerate(zip(rewards, is_dummy, strict=True))
     ]
-    assert reward_metrics(facts)["reward/mean"] == close(0.6666666666666666)
+    assert reward_metrics(sample_info)["reward/mean"] == close(0.6666666666666666)
 
 
 # ---- BAT-13
@@ -158,7 +158,7 @@ def test_bat_06_padding_counts_in_no_reward():
 def test_bat_13_the_last_incomplete_window_is_divided_by_its_own_tokens(world_size):
     """Sums 2, 2, 2, 2, 6 over 1, 1, 1, 1, 3 tokens, two samples a step: windows (0, 1), (2, 3), (4)."""
     rows = [linear_row(i, losses) for i, losses in enumerate(([2.0], [2.0], [2.0], [2.0], [2.0, 2.0, 2.0]))]
-    for rank in runs_of(world_size, rows=rows, config=in_order(2), **LINEAR):
+    for rank in runs_of(world_size, rows=rows, batching=in_order(2), **LINEAR):
         assert rank.grad_norms == close([2.0, 2.0, 2.0])
 
 
@@ -232,8 +232,8 @@ def test_bat_16_padded_on_the_left_on_the_right_and_packed_agree(family):
     model = stock(policy)
     ids = tokens(7, torch.Generator().manual_seed(3))
     sampled = Sample(0, 0, Prompt(0, tuple(ids[:2].tolist()), ""), ids[2:], torch.ones(5, dtype=torch.bool))
-    neighbours = ExperienceRow(sample(5)), ExperienceRow(sample(6))
-    ours = policy(pack_rows([neighbours[0], ExperienceRow(sampled), neighbours[1]], TOTALS)).logprob[4:9]
+    neighbours = TrainingSample(sample(5)), TrainingSample(sample(6))
+    ours = policy(pack_rows([neighbours[0], TrainingSample(sampled), neighbours[1]], TOTALS)).logprob[4:9]
     for left in (0, 1, 4):
         right = 6 - left
         filler = torch.zeros(1, dtype=torch.int64)
@@ -252,7 +252,7 @@ def test_bat_18_the_collator_pairs_each_token_with_the_row_before_it():
     """Tokens 0 2 1: row 0 scores token 2, row 1 scores token 1, the last row scores nothing."""
     logits = torch.tensor([[1.0, 2.0, 3.0], [0.0, 1.0, 0.0], [2.0, 0.0, 1.0]])
     item = Sample(0, 0, Prompt(0, (0,), ""), torch.tensor([2, 1]), torch.ones(2, dtype=torch.bool))
-    batch = pack_rows([ExperienceRow(item)], TOTALS)
+    batch = pack_rows([TrainingSample(item)], TOTALS)
     scored = logprobs_from_logits(logits[batch.loss_positions], batch.labels)
     assert scored.tolist() == close([-0.40760596444438013, -0.5514447139320509])
 
@@ -265,7 +265,7 @@ def test_bat_18_the_collator_pairs_each_token_with_the_row_before_it():
 def test_loss_05_an_all_masked_micro_batch_next_to_a_normal_one(world_size):
     rows = [linear_row(0, [1.0, 3.0]), linear_row(1, [7.0, 7.0], [False, False])]
     config = BatchingConfig(mini_batch_size=2, use_dynamic_bsz=False, micro_batch_size_per_gpu=1, shuffle=False)
-    for rank in runs_of(world_size, rows=rows, config=config, **LINEAR):
+    for rank in runs_of(world_size, rows=rows, batching=config, **LINEAR):
         assert rank.steps[0]["actor/pg_loss"] == close(2.0)
         assert rank.grad_norms == close([2.0])
         assert rank.backward_calls == 2 // world_size
@@ -311,7 +311,7 @@ def test_loss_14_nothing_divides_by_the_number_of_micro_batches(world_size):
     """Sums 2, 6, 3, 9 over 1, 2, 3, 4 tokens: 20 / 10 = 2, not 0.5 and not 2.0625."""
     rows = [linear_row(i, [total / n] * n) for i, (total, n) in enumerate(((2.0, 1), (6.0, 2), (3.0, 3), (9.0, 4)))]
     config = BatchingConfig(mini_batch_size=4, use_dynamic_bsz=False, micro_batch_size_per_gpu=1, shuffle=False)
-    for rank in runs_of(world_size, rows=rows, config=config, **LINEAR):
+    for rank in runs_of(world_size, rows=rows, batching=config, **LINEAR):
         assert rank.backward_calls == 4 // world_size
         assert rank.grad_norms == close([2.0])
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from rlmodule.batching.collate import (
     IGNORED_LABEL,
     DynamicCollator,
-    cut_for_rank,
-    filler_row,
     pack_rows,
     pad_to_multiple,
+    padding_sample,
+    shard_for_rank,
     shifted_labels,
 )
 from rlmodule.batching.sampler import RankShare
-from rlmodule.core.types import ExperienceRow, Prompt, Sample, StepTotals
+from rlmodule.core.types import Prompt, Sample, StepTotals, TrainingSample
 from tests.helpers.tiny import grouped_rows, mixed_rows
 
 TOTALS = StepTotals(tokens=100, sequences=8, group_tokens={0: 5, 1: 9, 2: 20, 3: 13})
@@ -32,7 +32,7 @@ def row_of(prompt, response, mask=None, group=0, **values):
         response_ids=torch.tensor(response),
         loss_mask=torch.tensor(mask or [True] * len(response)),
     )
-    return ExperienceRow(sample, **{name: torch.tensor(value) for name, value in values.items()})
+    return TrainingSample(sample, **{name: torch.tensor(value) for name, value in values.items()})
 
 
 def test_two_samples_end_to_end():
@@ -140,7 +140,7 @@ def test_a_row_that_lacks_a_value_the_others_have_is_our_own_bug():
 
 
 def test_a_filler_needs_no_values():
-    batch = pack_rows([row_of([1], [2], advantage=[1.0]), filler_row(0)], TOTALS)
+    batch = pack_rows([row_of([1], [2], advantage=[1.0]), padding_sample(0)], TOTALS)
     assert batch.advantage.tolist() == [1.0]
     assert batch.loss_tokens.tolist() == [1, 0]
 
@@ -186,7 +186,7 @@ def test_slices_put_together_are_the_row(sp_size, share_prompts):
     """Everything about a loss token goes with the position that predicts it, and nothing gets lost at a border."""
     rows = [*mixed_rows(), *grouped_rows([3, 5], [4, 2, 6])]
     whole = pad_to_multiple(pack_rows(rows, TOTALS, share_prompts=share_prompts), sp_size, 0)
-    parts = [cut_for_rank(whole, rank, sp_size) for rank in range(sp_size)]
+    parts = [shard_for_rank(whole, rank, sp_size) for rank in range(sp_size)]
     width = len(whole.input_ids) // sp_size
     assert all(len(part.input_ids) == width for part in parts)
     for name in ("input_ids", "position_ids", "labels", "sequence", "advantage", "old_logprob", "ref_logprob"):
@@ -201,11 +201,11 @@ def test_slices_put_together_are_the_row(sp_size, share_prompts):
 
 def test_a_row_that_does_not_split_is_our_own_bug():
     with pytest.raises(AssertionError, match="do not split over 2 sequence ranks"):
-        cut_for_rank(pack_rows([row_of([1], [2, 3])], TOTALS), 0, 2)
+        shard_for_rank(pack_rows([row_of([1], [2, 3])], TOTALS), 0, 2)
 
 
 def test_values_that_are_absent_stay_absent_in_a_slice():
     bare = replace(mixed_rows()[0], advantage=None, ref_logprob=None)
-    part = cut_for_rank(pad_to_multiple(pack_rows([bare], TOTALS), 2, 0), 1, 2)
+    part = shard_for_rank(pad_to_multiple(pack_rows([bare], TOTALS), 2, 0), 1, 2)
     assert (part.advantage, part.ref_logprob) == (None, None)
     assert part.old_logprob is not None

@@ -19,7 +19,7 @@ from rlmodule.batching.shared_prompts import with_shared_prompts
 from rlmodule.batching.workload import Workload
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import ExperienceRow, Prompt, Sample, SampleMeta
+from rlmodule.core.types import Prompt, Sample, SampleMeta, TrainingSample
 
 
 def metas_of(lengths, groups):
@@ -39,7 +39,7 @@ def batches(draw):
     samples = draw(st.lists(st.tuples(st.integers(2, 40), st.integers(-3, 12)), min_size=1, max_size=50))
     left_out = draw(st.sampled_from([0, 0, 3]))
     metas = metas_of(*zip(*samples, strict=True))
-    metas = [replace(m, is_left_out=bool(left_out) and m.sample_id % left_out == 0) for m in metas]
+    metas = [replace(m, is_skipped=bool(left_out) and m.sample_id % left_out == 0) for m in metas]
     largest = max(by_group(metas, lambda m: 1).values())
     longest = max(by_group(metas, lambda m: m.length).values())
     return metas, {
@@ -64,7 +64,7 @@ def micro_batches(plan):
 def test_no_group_is_split_and_every_sample_is_there_once_within_the_limits(batch):
     metas, choices = batch
     plans = plan_batch(metas, **choices)
-    computed = [i for i, m in enumerate(metas) if not m.is_left_out]
+    computed = [i for i, m in enumerate(metas) if not m.is_skipped]
     assert sorted(p for plan in plans for p in plan.positions) == computed
     homes = defaultdict(set)
     for number, plan in enumerate(plans):
@@ -90,7 +90,7 @@ def test_mini_batches_hold_whole_groups_and_count_them_whole(batch):
         assert all(plan.totals.group_tokens[g] == whole[g] for g in plan.totals.group_tokens)
         assert not seen & set(plan.totals.group_tokens)
         seen |= set(plan.totals.group_tokens)
-        assert len(plan.positions) + plan.num_left_out <= choices["mini_batch_size"]
+        assert len(plan.positions) + plan.num_skipped <= choices["mini_batch_size"]
     assert seen == set(whole)
 
 
@@ -167,7 +167,7 @@ def test_a_shared_prompt_takes_its_room_once(batch, prompt_len):
     choices = {**choices, "token_budget": longest, "micro_batch_size": None, "share_prompts": True}
     for plan in plan_batch(metas, **choices):
         for micro_batch in micro_batches(plan):
-            rows = [ExperienceRow(sample_like(metas[p])) for p in micro_batch]
+            rows = [TrainingSample(sample_like(metas[p])) for p in micro_batch]
             if rows:
                 packed = pack_rows(rows, plan.totals, share_prompts=True)
                 assert len(packed.input_ids) <= longest
@@ -186,7 +186,7 @@ def test_shared_prompts_by_hand():
     Without a model's shape a sample of L tokens costs 24576 L + L^2.
     """
     shapes = [(7, 10, 5, True), (7, 10, 5, False), (8, 1, 4, False), (7, 10, 3, False), (8, 1, 2, False)]
-    metas = [SampleMeta(i, g, p, r, r, is_left_out=out) for i, (g, p, r, out) in enumerate(shapes)]
+    metas = [SampleMeta(i, g, p, r, r, is_skipped=out) for i, (g, p, r, out) in enumerate(shapes)]
     length = np.array([m.length for m in metas])
     cost = Workload().cost(length, length)
     tokens, shared = with_shared_prompts(metas, np.array([0, 0, 1, 0, 1]), length, cost, Workload())

@@ -159,7 +159,7 @@ def test_one_more_micro_step_has_to_be_worth_its_price():
     """
     metas = metas_of([40_000, 15_000, 5_000, 5_000, 35_000])
     choices = {"mini_batch_size": 5, "dp_size": 2, "token_budget": 50_000}
-    free, priced = (plan_batch(metas, **choices, cost=Workload(step_cost=price))[0] for price in (0.0, 1e9))
+    free, priced = (plan_batch(metas, **choices, cost=Workload(step_cost=coefficient))[0] for coefficient in (0.0, 1e9))
     assert (free.num_micro_steps, priced.num_micro_steps) == (2, 1)
     assert free.lockstep_cost < priced.lockstep_cost < free.lockstep_cost + 1e9
 
@@ -195,13 +195,13 @@ def test_cost_may_come_from_the_model():
 def test_samples_left_out_count_and_are_not_held(batch, draw):
     """Membership and totals are those of all samples; what is packed is the rest, within the budget."""
     metas, sizes = batch
-    marked = [replace(meta, is_left_out=draw.random() < 0.5) for meta in metas]
+    marked = [replace(meta, is_skipped=draw.random() < 0.5) for meta in metas]
     everyone = plan_batch(metas, **sizes)
     plans = plan_batch(marked, **sizes)
     for plan, full in zip(plans, everyone, strict=True):
         assert plan.totals == full.totals
-        assert set(plan.positions) == {p for p in full.positions if not marked[p].is_left_out}
-        assert plan.num_left_out == len(full.positions) - len(plan.positions)
+        assert set(plan.positions) == {p for p in full.positions if not marked[p].is_skipped}
+        assert plan.num_skipped == len(full.positions) - len(plan.positions)
         for micro_batch in (m for rank in plan.micro_batches for m in rank):
             assert sum(metas[p].length for p in micro_batch) <= sizes["token_budget"]
 
@@ -222,7 +222,7 @@ def test_metrics_of_a_plan_worked_by_hand():
         "balance/max_over_mean": 1,
         "balance/num_micro_steps": 1,
         "balance/padding_tokens": 0,
-        "balance/left_out_samples": 0,
+        "balance/skipped_samples": 0,
         "balance/shared_prompt_tokens": 0,
     }
 
@@ -269,8 +269,8 @@ def test_a_sample_longer_than_the_budget_is_refused_with_numbers_and_a_remedy():
         plan_batch(metas, mini_batch_size=2, dp_size=1, token_budget=32, sp_size=2)
     message = str(caught.value)
     assert caught.value.key == "batching.max_token_len_per_gpu"
-    for fact in ("=16:", "sample 11", "33 tokens", "holds 32", "Use 17 or more"):
-        assert fact in message, message
+    for info in ("=16:", "sample 11", "33 tokens", "holds 32", "Use 17 or more"):
+        assert info in message, message
 
 
 def test_a_misspelt_planner_is_refused_with_the_nearest_names():

@@ -83,10 +83,10 @@ def test_the_two_responses_of_a_pair_share_their_prompt():
         replace(row, advantage=torch.full_like(row.advantage, 1.0 if number < 4 else -1.0))
         for number, row in enumerate(grouped_rows([9, 1, 5, 12], [4, 7]))
     ]
-    settings = {"loss": DPO(), "algorithm": AlgorithmConfig(loss_agg_mode="prompt-mean", log_entropy=False)}
+    stepping = {"loss": DPO(), "algorithm": AlgorithmConfig(loss_agg_mode="prompt-mean", log_entropy=False)}
     config = BatchingConfig(mini_batch_size=8, max_token_len_per_gpu=40, keep_groups=True)
-    expected = train_on(0, rows, config, **settings)
-    got = train_on(0, rows, replace(config, share_prompts=True), **settings)
+    expected = train_on(0, rows, config, **stepping)
+    got = train_on(0, rows, replace(config, share_prompts=True), **stepping)
     assert got.backward_calls < expected.backward_calls, "more pairs fit"
     assert_same_training(got, expected)
 
@@ -113,7 +113,7 @@ def test_activations_made_again_in_backward_are_the_same(mode):
 @pytest.mark.ranks
 def test_ranks_change_nothing():
     expected = train_on(0, ROWS, PLAIN, algorithm=EVERYTHING)
-    for got in run_on_ranks(2, partial(train_on, rows=ROWS, config=shared("budget 60"), algorithm=EVERYTHING)):
+    for got in run_on_ranks(2, partial(train_on, rows=ROWS, batching=shared("budget 60"), algorithm=EVERYTHING)):
         assert_same_training(got, expected)
 
 

@@ -27,18 +27,18 @@ def checked(monkeypatch, capsys):
 
 def test_the_rehearsal_passes_on_a_cpu(checked, tmp_path):
     found = tmp_path / "found.json"
-    code, verdicts = checked("--device", "cpu", "--small", "--only", *IN_PROCESS, "--json", str(found))
+    code, rewards = checked("--device", "cpu", "--small", "--only", *IN_PROCESS, "--json", str(found))
     assert code == 0
-    assert verdicts == {name: "SKIP" if name == "memory" else "PASS" for name in IN_PROCESS}
+    assert rewards == {name: "SKIP" if name == "memory" else "PASS" for name in IN_PROCESS}
     assert json.loads(found.read_text())["checks"]["speed"]["verdict"] == "PASS"
 
 
 def test_a_miss_and_an_error_are_failures(checked, monkeypatch):
     monkeypatch.setitem(gpu_check.ATTENTION_TOLERANCE, "bf16", 1e-9)
     monkeypatch.delitem(gpu_check.ATTENTION_TOLERANCE, "fp32")
-    code, verdicts = checked("--device", "cpu", "--small", "--only", "attention fp32", "attention bf16", "memory")
+    code, rewards = checked("--device", "cpu", "--small", "--only", "attention fp32", "attention bf16", "memory")
     assert code == 1
-    assert verdicts == {"attention fp32": "FAIL", "attention bf16": "FAIL", "memory": "SKIP"}
+    assert rewards == {"attention fp32": "FAIL", "attention bf16": "FAIL", "memory": "SKIP"}
 
 
 def test_a_number_that_is_none_is_a_failure():

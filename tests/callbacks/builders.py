@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
-from rlmodule.callbacks.parts.run_context import RunContext
+from rlmodule.callbacks.parts.context import RunContext
 from rlmodule.core.contract import Layout
-from rlmodule.core.types import Prompt, Sample, SampleMeta, Score, ScoredSample
-from rlmodule.experience.facts import SampleFacts
+from rlmodule.core.types import Prompt, RewardResult, Sample, SampleMeta, ScoredSample
 from rlmodule.experience.iteration import Experience, Iteration
+from rlmodule.experience.sample_info import SampleInfo
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 
 
-def fact(
+def info(
     sample_id: int,
     reward: float | None,
     *,
@@ -28,15 +28,17 @@ def fact(
     truncated: bool = False,
     is_padding: bool = False,
     **parts: float,
-) -> SampleFacts:
+) -> SampleInfo:
     meta = SampleMeta(sample_id, group, prompt_len, response_len, response_len, is_padding)
-    return SampleFacts(meta, reward, parts, truncated)
+    return SampleInfo(meta, reward, parts, truncated)
 
 
-def iteration_of(facts: Sequence[SampleFacts], advantages: Sequence[float] | None = None) -> Iteration:
-    sampler = BalancedSampler([f.meta for f in facts], BatchingConfig(mini_batch_size=8), Layout(), seed=0, iteration=0)
+def iteration_of(sample_info: Sequence[SampleInfo], advantages: Sequence[float] | None = None) -> Iteration:
+    sampler = BalancedSampler(
+        [f.meta for f in sample_info], BatchingConfig(mini_batch_size=8), Layout(), seed=0, iteration=0
+    )
     held = None if advantages is None else torch.tensor(advantages, dtype=torch.float64)
-    return Iteration(facts, held, Experience({}, 0, len(facts)), sampler)
+    return Iteration(sample_info, held, Experience({}, 0, len(sample_info)), sampler)
 
 
 def scored(sample_id: int, prompt: str, response: str, reward: float | None, **parts: float) -> ScoredSample:
@@ -47,18 +49,18 @@ def scored(sample_id: int, prompt: str, response: str, reward: float | None, **p
         prompt=Prompt(row=0, ids=tuple(TOKENIZER.encode(prompt)), text=prompt, answer="12", source="sort"),
         response_ids=ids,
         loss_mask=torch.ones_like(ids, dtype=torch.bool),
-        sampler_logprob=torch.full(ids.shape, -0.1),
+        rollout_logprob=torch.full(ids.shape, -0.1),
         text=response,
     )
-    return ScoredSample(sample, Score(reward, parts))
+    return ScoredSample(sample, RewardResult(reward, parts))
 
 
 def context_in(
-    run_dir: Path, *, is_first: bool = True, resumed_step: int | None = None, iterations: int = 2
+    run_dir: Path, *, is_rank_zero: bool = True, resumed_step: int | None = None, iterations: int = 2
 ) -> RunContext:
     return RunContext(
         run_dir=run_dir,
-        is_first=is_first,
+        is_rank_zero=is_rank_zero,
         max_iterations=iterations,
         describe={"model": "tiny"},
         hparams={"seed": 0, "optimizer.lr": 1e-4, "data.files": ["a", "b"], "resume": None, "flag": True},

@@ -12,16 +12,16 @@ import lightning as L
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rlmodule.callbacks.parts.run_context import RunContext
-from rlmodule.core.types import Score
-from rlmodule.records.journal import KINDS, Record, read_records
-from tests.callbacks.runs import STEPS_PER_ITERATION, SmallRun
+from rlmodule.callbacks.parts.context import RunContext
+from rlmodule.core.types import RewardResult
+from rlmodule.records.metrics_log import KINDS, Record, read_records
+from tests.callbacks.fits import STEPS_PER_ITERATION, SmallRun
 from tests.helpers.ranks import run_on_ranks
 
 ALL = {
     "progress": {},
     "validation": {"every_n_iterations": 2},
-    "samples": {"text_rows": 3},
+    "samples": {"num_text_samples": 3},
     "metrics": {},
     "report": {"dpi": 40},
 }
@@ -76,7 +76,9 @@ def limited_run(rank, run_dir):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         context = run.fit()
-    return [str(w.message) for w in caught if "cannot be written" in str(w.message)], context.journal.records[-1].step
+    return [str(w.message) for w in caught if "cannot be written" in str(w.message)], context.metrics_log.records[
+        -1
+    ].step
 
 
 @pytest.mark.ranks
@@ -114,7 +116,7 @@ def test_records_come_per_step_per_iteration_and_per_validation(finished):
         ("iteration", 6, 3),
         ("validation", 6, 3),  # at the end, because the third iteration had none
     ]
-    assert records == context.journal.records
+    assert records == context.metrics_log.records
 
 
 def test_the_names_are_those_of_the_specification(finished):
@@ -123,7 +125,7 @@ def test_the_names_are_those_of_the_specification(finished):
     step, iteration, validation = ({name for r in records if r.kind == kind for name in r.metrics} for kind in KINDS)
     assert {"actor/pg_loss", "actor/ppo_kl", "actor/clip_frac", "actor/entropy", "actor/grad_norm", "actor/lr"} <= step
     assert {"global_seqlen/minmax_diff", "balance/lockstep_efficiency", "train/skipped_steps"} <= step
-    assert {"reward/mean", "reward/std", "reward/unscored", "reward/flat_groups", "reward/length"} <= iteration
+    assert {"reward/mean", "reward/std", "reward/unscored", "reward/zero_std_groups", "reward/length"} <= iteration
     assert {"response_length/clip_ratio", "prompt_length/mean", "advantage/min", "perf/tokens_per_s"} <= iteration
     assert {
         f"timing_s/{name}" for name in ("rollout", "reward", "plan", "exchange", "old_logprob", "update", "iteration")
@@ -175,7 +177,7 @@ def test_an_iteration_is_not_longer_than_what_it_is_made_of(finished):
 def test_the_summary_says_what_the_run_came_to(finished):
     run_dir, context = finished
     summary = json.loads((run_dir / "summary.json").read_text())
-    accuracies = [r.metrics["val/accuracy"] for r in context.journal.records if r.kind == "validation"]
+    accuracies = [r.metrics["val/accuracy"] for r in context.metrics_log.records if r.kind == "validation"]
     assert summary["finished"] is True
     assert (summary["val_accuracy_start"], summary["val_accuracy_end"]) == (accuracies[0], accuracies[-1])
     assert (summary["iterations"], summary["optimizer_steps"], summary["samples"]) == (3, 6, 24)
@@ -257,7 +259,7 @@ def test_ctrl_c_leaves_a_partial_report(tmp_path, capsys):
 @pytest.mark.filterwarnings("ignore:step 1 has no loss token")
 def test_nothing_scored_is_logged_as_nan_and_named_once(tmp_path):
     def nobody(samples):
-        return [Score(None) for _ in samples]
+        return [RewardResult(None) for _ in samples]
 
     with pytest.warns(UserWarning, match=r"NaN at step 2 \(iteration\): advantage/max.* reward/mean") as heard:
         SmallRun(tmp_path, {"metrics": {}}, iterations=2, reward=nobody).fit()
@@ -283,7 +285,7 @@ def on_two_ranks(rank: int, root: str) -> list[tuple[str, int, float]]:
     context = run.fit()
     return [
         (r.kind, r.step, r.metrics.get("val/accuracy", r.metrics.get("reward/mean", 0.0)))
-        for r in context.journal.records
+        for r in context.metrics_log.records
     ]
 
 

@@ -18,7 +18,7 @@ from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import ModelConfig
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.run.session import Session
+from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -33,10 +33,10 @@ RUN = [
 ]
 
 
-def session_in(folder: Path, *overrides: str) -> Session:
+def session_in(folder: Path, *overrides: str) -> Run:
     with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
         config = hydra.compose("train", [*RUN, *overrides])
-    return Session.read(config, RunDirectory(folder / "run"), STRATEGIES)
+    return Run.read(config, RunDirectory(folder / "run"), STRATEGIES)
 
 
 def base_in(folder: Path) -> str:
@@ -57,9 +57,9 @@ def test_merged_and_adapter_are_the_same_model(tmp_path: Path) -> None:
     """Two runs that differ in what they export."""
     model = ["model=local", f"model.path={base_in(tmp_path)}"]
     for kind in ("merged", "adapter"):
-        session = session_in(tmp_path / kind, *model, f"callbacks.export.lora={kind}")
-        session.check()
-        session.fit()
+        run = session_in(tmp_path / kind, *model, f"callbacks.export.lora={kind}")
+        run.check()
+        run.fit()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged" / "run" / "policy")
     folder = tmp_path / "adapter" / "run" / "policy"
     base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]

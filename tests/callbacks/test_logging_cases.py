@@ -7,8 +7,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from rlmodule.callbacks.metrics import purge_step, write_scalars
 from rlmodule.experience.iteration_metrics import reward_metrics
-from rlmodule.records.journal import Record, RecordFile, read_records, rewind
-from tests.callbacks.builders import fact
+from rlmodule.records.metrics_log import Record, RecordFile, read_records, truncate_after
+from tests.callbacks.builders import info
 
 
 def test_met_06_after_a_resume_every_step_is_there_once_and_in_order(tmp_path):
@@ -17,7 +17,7 @@ def test_met_06_after_a_resume_every_step_is_there_once_and_in_order(tmp_path):
     path = tmp_path / "metrics.jsonl"
 
     def train(first: int, last: int, resumed_step: int | None) -> list[Record]:
-        kept = rewind(path, resumed_step)
+        kept = truncate_after(path, resumed_step)
         file = RecordFile(path)
         with SummaryWriter(tmp_path / "tensorboard", purge_step=purge_step(resumed_step)) as writer:
             for step in range(first, last + 1):
@@ -41,7 +41,7 @@ def test_rew_04_the_mean_reward_leaves_out_what_could_not_be_scored():
     """REW-04."""
     scores = [1.0, 1.0, 0.5]
     failed = 1
-    facts = [fact(i, None if i == failed else score) for i, score in enumerate(scores)]
-    metrics = reward_metrics(facts)
+    sample_info = [info(i, None if i == failed else score) for i, score in enumerate(scores)]
+    metrics = reward_metrics(sample_info)
     assert metrics["reward/mean"] == 0.75  # (1 + 0.5) / 2
     assert metrics["reward/unscored"] == 1.0

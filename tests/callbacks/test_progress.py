@@ -4,9 +4,9 @@ import pytest
 from rich.console import Console
 
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.callbacks.progress import State, clock, finest_phase, validation_line
+from rlmodule.callbacks.progress import State, finest_phase, format_duration, validation_line
 from rlmodule.core.errors import ConfigError
-from rlmodule.records.journal import Record
+from rlmodule.records.metrics_log import Record
 
 ITERATION = {"reward/mean": 0.5, "response_length/mean": 5.25, "perf/tokens_per_s": 1234.5, "timing_s/iteration": 2.0}
 
@@ -20,7 +20,7 @@ def test_what_collecting_is_at_follows_from_what_it_has_behind_it(behind, activi
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.4, "0:00"), (59.6, "1:00"), (125, "2:05"), (3723, "1:02:03")])
 def test_time_left_is_read_at_a_glance(seconds, shown):
-    assert clock(seconds) == shown
+    assert format_duration(seconds) == shown
 
 
 def test_a_line_shows_what_was_ever_seen_and_nothing_else():
@@ -35,9 +35,9 @@ def test_a_line_shows_what_was_ever_seen_and_nothing_else():
 
 
 def test_imitation_shows_its_loss():
-    state = State(max_iterations=10, is_judged=False)
+    state = State(max_iterations=10, has_rewards=False)
     state.take(Record("step", 1, 1, {"actor/loss": 1.5}))
-    assert state.facts(()) == ["loss 1.5000"]
+    assert state.shown_metrics(()) == ["loss 1.5000"]
 
 
 def test_time_left_is_known_after_an_iteration_and_counts_those_before_a_resume_as_done():
@@ -60,7 +60,7 @@ def test_time_left_is_known_after_an_iteration_and_counts_those_before_a_resume_
     ],
 )
 def test_the_bar_fits_a_narrow_terminal(said, shown):
-    state = State(max_iterations=100, is_judged="reward/mean" in said)
+    state = State(max_iterations=100, has_rewards="reward/mean" in said)
     state.enter("update", 42)
     state.take(Record("iteration", 168, 42, said))
     console = Console(width=80, force_terminal=True, color_system=None)
@@ -90,7 +90,7 @@ def test_settings_that_cannot_work_are_refused():
         CALLBACKS.get("progress")(refresh_per_second=0)
     with pytest.raises(ConfigError, match="every_n_iterations=-1"):
         CALLBACKS.get("validation")(every_n_iterations=-1)
-    with pytest.raises(ConfigError, match="text_rows=-1"):
-        CALLBACKS.get("samples")(text_rows=-1)
+    with pytest.raises(ConfigError, match="num_text_samples=-1"):
+        CALLBACKS.get("samples")(num_text_samples=-1)
     with pytest.raises(ConfigError, match="dpi=0"):
         CALLBACKS.get("report")(dpi=0)

@@ -6,8 +6,8 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from rlmodule.callbacks.report import NOISY_FROM, PANELS, draw_curves, draw_panel, places, table, without_nan
-from rlmodule.records.journal import Record
+from rlmodule.callbacks.report import NOISY_FROM, PANELS, draw_curves, draw_panel, output_paths, table, without_nan
+from rlmodule.records.metrics_log import Record
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.records.summary import Change
 
@@ -54,7 +54,7 @@ def test_only_what_is_there_is_pointed_at(tmp_path):
     (tmp_path / "checkpoints" / "iteration_000002").mkdir(parents=True)
     (tmp_path / "checkpoints" / "iteration_000003").mkdir()
     (tmp_path / "checkpoints" / "iteration_000004.writing").mkdir()
-    found = places(RunDirectory(tmp_path))
+    found = output_paths(RunDirectory(tmp_path))
     assert found == {"run": str(tmp_path), "checkpoint": str(tmp_path / "checkpoints" / "iteration_000003")}
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlmodule.callbacks.samples import in_order, markdown_table, spread, to_row, write_rows
+from rlmodule.callbacks.samples import evenly_spaced, markdown_table, sort_by_sample_id, to_row, write_rows
 from tests.callbacks.builders import TOKENIZER, scored
 
 SAMPLING = {"temperature": 0.5, "top_k": 0, "top_p": 1.0}
@@ -19,7 +19,7 @@ def rows_of(*samples):
 def test_the_file_does_not_depend_on_who_sampled_what(tmp_path):
     rows = rows_of(*(scored(i, "sort 21", f"1{i}", float(i % 2), b=1.0, a=0.5) for i in range(6)))
     for ranks in (1, 2, 3):
-        write_rows(tmp_path / f"{ranks}.jsonl", in_order(rows[rank::ranks] for rank in range(ranks)))
+        write_rows(tmp_path / f"{ranks}.jsonl", sort_by_sample_id(rows[rank::ranks] for rank in range(ranks)))
     assert (
         (tmp_path / "1.jsonl").read_bytes()
         == (tmp_path / "2.jsonl").read_bytes()
@@ -33,7 +33,12 @@ def test_a_row_holds_ids_and_log_probabilities_as_sampled():
     assert TOKENIZER.decode(row["prompt_ids"]) == "sort 21"
     assert TOKENIZER.decode(row["response_ids"]) == "12"
     assert row["logprobs"] == [float(torch.tensor(-0.1))] * 2  # what float32 holds of -0.1
-    assert (row["answer"], row["reward"], row["reward_parts"], row["finish"]) == ("12", 1.0, {"format": 0.5}, "stop")
+    assert (row["answer"], row["reward"], row["reward_parts"], row["finish_reason"]) == (
+        "12",
+        1.0,
+        {"format": 0.5},
+        "stop",
+    )
     assert row["sampling"] == SAMPLING
 
 
@@ -65,9 +70,9 @@ def test_any_text_survives_the_file(tmp_path, text):
 
 def test_the_panel_shows_rows_of_many_groups():
     rows = [{"sample_id": i, "group_id": i // 8} for i in range(64)]
-    assert [row["group_id"] for row in spread(rows, 8)] == list(range(8))
-    assert spread(rows[:3], 8) == rows[:3]
-    assert spread(rows, 0) == spread([], 8) == []
+    assert [row["group_id"] for row in evenly_spaced(rows, 8)] == list(range(8))
+    assert evenly_spaced(rows[:3], 8) == rows[:3]
+    assert evenly_spaced(rows, 0) == evenly_spaced([], 8) == []
 
 
 def test_no_text_can_break_out_of_its_cell():

@@ -18,9 +18,9 @@ import pytest
 from rlmodule.checkpoint.state import STATE_FILE, folder_of, newest_whole, verify, write_folder
 from rlmodule.core.errors import CheckpointError
 from rlmodule.data.stream import PromptStream
-from rlmodule.records.journal import read_records
+from rlmodule.records.metrics_log import read_records
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.sessions import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, rollouts, run_small, small_session
+from tests.helpers.runs import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, rollouts, run_small, small_run
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_ckpt_01_asking_for_the_broken_one_is_an_error(copy_of):
     broken = folder_of(copy_of / "checkpoints", 2)
     (broken / STATE_FILE).unlink()
     with pytest.raises(CheckpointError) as caught:
-        small_session(copy_of, "trainer.max_epochs=3", f"resume={broken}")
+        small_run(copy_of, "trainer.max_epochs=3", f"resume={broken}")
     assert f"{broken}: {STATE_FILE} is missing" in str(caught.value)
 
 
@@ -122,10 +122,10 @@ def fill_the_disk(rank, run_dir, devices):
     """Go on for one iteration in a world where no file may grow past 40 KB, which a checkpoint alone does."""
     no_rollouts = "callbacks.samples.every_n_iterations=99"
     devices = f"trainer.devices={devices}"
-    session = small_session(run_dir, "trainer.max_epochs=4", devices, no_rollouts, f"resume={run_dir}")
+    run = small_run(run_dir, "trainer.max_epochs=4", devices, no_rollouts, f"resume={run_dir}")
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
     try:
-        session.fit()
+        run.fit()
     except CheckpointError as error:
         return str(error)
     return "no error"
@@ -190,7 +190,7 @@ def test_the_best_checkpoint_stays_and_a_resumed_run_still_knows_it(tmp_path):
         best = max(values, key=lambda i: (values[i], i))
         assert kept(run_dir) == sorted({f"iteration_{i:06d}" for i in (best, iterations)})
     assert best < iterations, "otherwise nothing was shown"
-    quality = verify(folder_of(run_dir / "checkpoints", best)).facts["best"]
+    quality = verify(folder_of(run_dir / "checkpoints", best)).entries["best"]
     assert quality == {"metric": "reward/mean", "mode": "max", "value": values[best]}
 
 
@@ -201,8 +201,8 @@ def test_a_misspelt_metric_is_said_once(tmp_path):
 
 
 def test_held_out_accuracy_at_the_end_ranks_the_last_checkpoint_too(finished):
-    folders = [verify(folder).facts for folder in sorted((finished[0] / "checkpoints").iterdir())]
-    assert [facts["best"]["value"] is None for facts in folders] == [True, True, False]
+    folders = [verify(folder).entries for folder in sorted((finished[0] / "checkpoints").iterdir())]
+    assert [entries["best"]["value"] is None for entries in folders] == [True, True, False]
     assert folders[-1]["layout"] == {"world_size": 1, "dp_size": 1, "sp_size": 1, "tp_size": 1}
     assert folders[-1]["config"]["optimizer.lr"] == 1e-2
 

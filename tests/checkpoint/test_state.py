@@ -8,7 +8,7 @@ from rlmodule.checkpoint.state import MANIFEST, STATE_FILE, folder_of, newest_wh
 from rlmodule.core.errors import CheckpointError
 
 
-def save(root, iteration, content="weights", **facts):
+def save(root, iteration, content="weights", **entries):
     folder = folder_of(root, iteration)
 
     def write(aside):
@@ -16,7 +16,7 @@ def save(root, iteration, content="weights", **facts):
         (aside / "shards").mkdir()
         (aside / "shards" / "rank_0").write_text(content * 3)
 
-    write_folder(folder, write, {"step": 4 * iteration, **facts})
+    write_folder(folder, write, {"step": 4 * iteration, **entries})
     return folder
 
 
@@ -24,7 +24,7 @@ def test_a_saved_folder_verifies_and_tells_its_facts(tmp_path):
     folder = save(tmp_path, 3, world_size=2)
     assert folder.name == "iteration_000003"
     manifest = verify(folder)
-    assert manifest.facts == {"step": 12, "world_size": 2}
+    assert manifest.entries == {"step": 12, "world_size": 2}
     assert set(manifest.files) == {STATE_FILE, "shards/rank_0"}
     assert manifest.files[STATE_FILE][0] == len("weights")
     assert [p.name for p in tmp_path.iterdir()] == [folder.name], "nothing else is left"
@@ -158,4 +158,4 @@ def test_values_of_another_metric_do_not_count(tmp_path):
 
 def test_facts_are_plain_json(tmp_path):
     folder = save(tmp_path, 1, layout={"dp": 2})
-    assert json.loads((folder / MANIFEST).read_text())["facts"] == {"step": 4, "layout": {"dp": 2}}
+    assert json.loads((folder / MANIFEST).read_text())["entries"] == {"step": 4, "layout": {"dp": 2}}

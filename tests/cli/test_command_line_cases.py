@@ -10,10 +10,10 @@ from hydra.errors import HydraException
 from rlmodule import cli
 from rlmodule.checkpoint.state import newest_whole
 from rlmodule.core.errors import ConfigError
-from rlmodule.records.journal import read_records
+from rlmodule.records.metrics_log import read_records
 from rlmodule.records.run_directory import choose
 from tests.end_to_end.commands import SCRIPT, forked, typed
-from tests.helpers.sessions import SMALL, compose, small_session
+from tests.helpers.runs import SMALL, compose, small_run
 
 # What torchrun starts: train.py, but rank 1 comes two seconds late, in which a time stamp would have changed.
 LATE = """
@@ -60,9 +60,9 @@ def refusal(*overrides):
     """What ends the command before training."""
     try:
         with pytest.raises(ConfigError) as caught:
-            small_session(os.devnull, *overrides)
+            small_run(os.devnull, *overrides)
     except HydraException as error:
-        return cli.explained(error)
+        return cli.to_config_error(error)
     return caught.value
 
 
@@ -116,5 +116,5 @@ def test_cli_03_a_key_that_is_spelt_right_is_taken(tmp_path):
     assert compose("optimizer.lr=0.3").optimizer.lr == 0.3
     with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
         assert hydra.compose("train", ["++optimizer.lr=0.3"]).optimizer.lr == 0.3
-    assert small_session(tmp_path / "run", "loss.clip_ratio_high=0.3").settings.loss.clip_ratio_high == 0.3
+    assert small_run(tmp_path / "run", "loss.clip_ratio_high=0.3").config.loss.clip_ratio_high == 0.3
     shutil.rmtree(tmp_path / "run", ignore_errors=True)

@@ -30,7 +30,7 @@ def test_tensor_ranks_are_nearest_then_sequence_then_data(dp, sp, tp):
 @pytest.mark.parametrize(("dp", "sp", "tp"), SHAPES)
 def test_one_rank_speaks_for_each_data_rank_and_one_for_all(dp, sp, tp):
     assert [r.dp_rank for r in ranks(dp, sp, tp) if r.has_outputs] == list(range(dp))
-    assert [r.rank for r in ranks(dp, sp, tp) if r.is_first] == [0]
+    assert [r.rank for r in ranks(dp, sp, tp) if r.is_rank_zero] == [0]
 
 
 def test_a_layout_that_does_not_tile_is_our_own_bug():

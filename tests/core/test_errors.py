@@ -21,7 +21,7 @@ def test_a_config_error_reads_key_value_reason_fix():
 
 def test_a_data_error_reads_place_reason_fix():
     assert (
-        str(DataError(place="rows.jsonl:3", because="no prompt", fix="Delete it"))
+        str(DataError(location="rows.jsonl:3", because="no prompt", fix="Delete it"))
         == "rows.jsonl:3: no prompt. Delete it"
     )
 

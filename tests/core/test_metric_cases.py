@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlmodule.core.metrics import How, Metric, from_rows, merge, ratio, to_rows
+from rlmodule.core.metrics import Metric, ReduceType, from_rows, merge, ratio, to_rows
 
 TOLERANCE = 1e-5
 
@@ -41,8 +41,8 @@ def test_met_05_extrema_ignore_empty_ranks():
         [
             [
                 {
-                    "ratio_max": Metric(rank["max"], rank["tokens"], How.MAX),
-                    "ratio_min": Metric(rank["min"], torch.tensor(rank["tokens"]), How.MIN),
+                    "ratio_max": Metric(rank["max"], rank["tokens"], ReduceType.MAX),
+                    "ratio_min": Metric(rank["min"], torch.tensor(rank["tokens"]), ReduceType.MIN),
                 }
             ]
             for rank in ranks

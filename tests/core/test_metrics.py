@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmodule.core.metrics import (
-    How,
     Metric,
+    ReduceType,
     from_rows,
     maximum_of,
     mean_of,
@@ -54,7 +54,7 @@ def test_rows_carry_everything_a_merge_needs(parts):
     """Merging after a trip through rows, as between ranks, equals merging before it."""
     direct = merge(of_part(p) for p in parts)
     travelled = merge(from_rows(*to_rows(of_part(p))) for p in parts)
-    assert {n: m.how for n, m in travelled.items()} == {n: m.how for n, m in direct.items()}
+    assert {n: m.reduce for n, m in travelled.items()} == {n: m.reduce for n, m in direct.items()}
     for name, metric in direct.items():
         assert travelled[name].result == pytest.approx(metric.result, rel=1e-12, abs=1e-12, nan_ok=True)
 
@@ -63,7 +63,7 @@ def test_rows_are_sorted_float64_and_may_be_none():
     names, rows = to_rows({"b": total(2.0), "a": ratio(torch.tensor(3), 4)})
     assert names == ["a", "b"]
     assert rows.dtype == torch.float64
-    assert rows.tolist() == [[3, 4, How.MEAN], [2, 1, How.SUM]]
+    assert rows.tolist() == [[3, 4, ReduceType.MEAN], [2, 1, ReduceType.SUM]]
     assert to_rows({})[1].shape == (0, 3)
 
 
@@ -85,7 +85,13 @@ def test_one_key_cannot_be_merged_in_two_ways():
 
 
 @pytest.mark.parametrize(
-    "make", [total, lambda v: ratio(v, 1.0), lambda v: Metric(v, 1.0, How.MIN), lambda v: Metric(v, 1.0, How.MAX)]
+    "make",
+    [
+        total,
+        lambda v: ratio(v, 1.0),
+        lambda v: Metric(v, 1.0, ReduceType.MIN),
+        lambda v: Metric(v, 1.0, ReduceType.MAX),
+    ],
 )
 def test_nan_stays_nan(make):
     for order in ([math.nan, 1.0], [1.0, math.nan]):
@@ -93,7 +99,7 @@ def test_nan_stays_nan(make):
 
 
 def test_a_single_extremum_is_kept_to_the_last_digit():
-    assert merge([{"a": Metric(0.1, 1.0, How.MAX)}, {"a": Metric(-0.3, 1.0, How.MAX)}])["a"].result == 0.1
+    assert merge([{"a": Metric(0.1, 1.0, ReduceType.MAX)}, {"a": Metric(-0.3, 1.0, ReduceType.MAX)}])["a"].result == 0.1
 
 
 def test_metrics_hold_no_graph():

@@ -44,7 +44,7 @@ def test_data_02_byte_order_mark_crlf_blank_lines_no_final_newline(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(content)
     table = load_prompts(DataConfig(train_files=[str(tmp_path / "rows.jsonl")]), TOKENIZER, "train")
     assert [prompt.text for prompt in table] == ["grüße", "日本"]
-    assert table.place(1).endswith(":4"), "the lines between are blank"
+    assert table.location(1).endswith(":4"), "the lines between are blank"
 
 
 def test_data_03_a_bad_line_is_reported_with_its_number_in_the_file(tmp_path):
@@ -53,7 +53,7 @@ def test_data_03_a_bad_line_is_reported_with_its_number_in_the_file(tmp_path):
     file.write_text('{"prompt": "ok"}\n\n{"prompt": "bad"\n{"prompt": "ok"}\n')
     with pytest.raises(DataError, match="not valid JSON") as caught:
         open_rows(DataConfig(train_files=[str(file)]), "train")
-    assert caught.value.place == f"{file}:3"
+    assert caught.value.location == f"{file}:3"
 
 
 def test_data_04_a_column_that_only_the_validation_file_lacks_is_found_at_the_start(tmp_path):
@@ -65,7 +65,7 @@ def test_data_04_a_column_that_only_the_validation_file_lacks_is_found_at_the_st
     open_rows(config, "train")
     with pytest.raises(DataError, match="no column 'prompt'; its columns are problem, answer") as caught:
         open_rows(config, "test")  # asks for no tokenizer, so for no model
-    assert caught.value.place == str(val)
+    assert caught.value.location == str(val)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
@@ -128,7 +128,7 @@ def test_roll_08_turn_ends_are_trained_and_tool_text_is_not():
     ]
     ids, mask = join(segments)
     assert [int(sampled) for sampled in mask] == [0, 0, 1, 1, 1, 0, 0, 0, 0, 1, 1]
-    assert [place for place, token in enumerate(ids) if token == 9 and mask[place]] == [4, 10]
+    assert [location for location, token in enumerate(ids) if token == 9 and mask[location]] == [4, 10]
 
 
 def test_roll_08_the_ids_of_a_conversation_begin_every_longer_one():

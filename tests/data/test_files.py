@@ -43,7 +43,7 @@ def test_rows_come_back_in_file_order_and_by_position(tmp_path, suffix, write):
     assert [row for batch in table.batches(["prompt", "extra"]) for row in batch] == ROWS
     wanted = [150, 3, 258, 3, 0]
     assert table.select(wanted) == [ROWS[index] for index in wanted]
-    assert table.place(150) == f"{path}:151"
+    assert table.location(150) == f"{path}:151"
 
 
 json_values = st.recursive(
@@ -74,7 +74,7 @@ def test_json_lines_are_read_whatever_their_dress(
     path.write_bytes(content.encode())
     [table] = open_files([str(path)], "data.train_files")
     assert table.select(range(len(table))) == rows
-    assert [table.place(row) for row in range(len(rows))] == [f"{path}:{number}" for number in numbers]
+    assert [table.location(row) for row in range(len(rows))] == [f"{path}:{number}" for number in numbers]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_bad_line_is_named(tmp_path, content, line, reason):
     path.write_bytes(content)
     with pytest.raises(DataError, match=reason) as caught:
         open_files([str(path)], "data.train_files")
-    assert caught.value.place == f"{path}:{line}"
+    assert caught.value.location == f"{path}:{line}"
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", b"\n \n"), ("a.json", b"[]"), ("a.jsonl", b"")])
@@ -102,7 +102,7 @@ def test_a_file_without_rows_is_refused(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match="holds no rows") as caught:
         open_files([str(tmp_path / name)], "data.train_files")
-    assert caught.value.place == str(tmp_path / name)
+    assert caught.value.location == str(tmp_path / name)
 
 
 def test_a_parquet_file_without_rows_or_sense_is_refused(tmp_path):
@@ -120,7 +120,7 @@ def test_an_array_names_its_bad_element(tmp_path):
     path.write_text('[{"a": 1}, 2]')
     with pytest.raises(DataError, match="this is of type int") as caught:
         open_files([str(path)], "data.train_files")
-    assert caught.value.place == f"{path}:2"
+    assert caught.value.location == f"{path}:2"
 
 
 def test_a_folder_stands_for_its_data_files_by_name(tmp_path):

@@ -62,7 +62,7 @@ def test_files_of_several_kinds_and_formats_form_one_table(lines, tmp_path):
     ]
     assert table.select([3, 0, 2, 3]) == [table[3], table[0], table[2], table[3]]
     assert (table[-1], table[1:3]) == (table[3], [table[1], table[2]])
-    assert [table.place(row) for row in range(4)] == [f"{first}:1", f"{first}:2", f"{second}:1", f"{third}:1"]
+    assert [table.location(row) for row in range(4)] == [f"{first}:1", f"{first}:2", f"{second}:1", f"{third}:1"]
     with pytest.raises(IndexError):
         table[4]
 
@@ -71,7 +71,7 @@ def test_long_prompts_are_refused_filtered_or_cut_on_the_left(lines):
     path = lines([{"prompt": "abc"}, {"prompt": "abcdefg"}, {"prompt": "abcdefgh"}])  # 5, 9, 10 tokens with 2 of chat
     with pytest.raises(DataError, match=r"9 tokens .*max_prompt_length is 8 \(2 of 3 rows are longer\)") as caught:
         load_prompts(DataConfig(train_files=[path], max_prompt_length=8), TOKENIZER, "train")
-    assert caught.value.place == f"{path}:2"
+    assert caught.value.location == f"{path}:2"
 
     def load(rule):
         return load_prompts(
@@ -108,14 +108,14 @@ def test_a_row_the_template_refuses_is_named(lines):
     path = lines([{"prompt": "a"}, {"prompt": bad}])
     with pytest.raises(DataError, match="must not end with an assistant turn") as caught:
         load_prompts(DataConfig(train_files=[path]), TOKENIZER, "train")
-    assert caught.value.place == f"{path}:2"
+    assert caught.value.location == f"{path}:2"
 
 
 def test_a_prompt_without_tokens_is_refused(lines):
     path = lines([{"prompt": "a"}, {"prompt": ""}])
     with pytest.raises(DataError, match="the prompt is empty") as caught:
         load_prompts(DataConfig(train_files=[path], apply_chat_template=False), TOKENIZER, "train")
-    assert caught.value.place == f"{path}:2"
+    assert caught.value.location == f"{path}:2"
 
 
 def test_validation_rows_can_be_limited(lines):

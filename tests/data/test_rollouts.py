@@ -10,7 +10,7 @@ import torch
 
 from rlmodule.callbacks.samples import to_row, write_rows
 from rlmodule.core.errors import ConfigError, DataError
-from rlmodule.core.types import Prompt, Sample, Score, ScoredSample
+from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.data.prompts import DataConfig
 from rlmodule.data.rollout_rows import Sampling
 from rlmodule.data.rollouts import load_rollouts
@@ -45,11 +45,11 @@ def drawn(sample_id, reward, seed):
         prompt=Prompt(row=0, ids=(3, sample_id // 2), text="p"),
         response_ids=torch.randint(0, VOCABULARY, (length,), generator=rng),
         loss_mask=torch.arange(length) != 1,
-        sampler_logprob=torch.where(torch.arange(length) != 1, -torch.rand(length, generator=rng), 0.0),
-        finish=("stop", "length")[sample_id % 2],
+        rollout_logprob=torch.where(torch.arange(length) != 1, -torch.rand(length, generator=rng), 0.0),
+        finish_reason=("stop", "length")[sample_id % 2],
         text="r",
     )
-    return ScoredSample(sample, Score(reward, {} if reward is None else {"part": reward}))
+    return ScoredSample(sample, RewardResult(reward, {} if reward is None else {"part": reward}))
 
 
 def test_what_a_run_writes_comes_back_bit_for_bit(tmp_path):
@@ -62,8 +62,8 @@ def test_what_a_run_writes_comes_back_bit_for_bit(tmp_path):
     for row, written in zip(everything(table), samples, strict=True):
         read, sample = row.scored(written.sample.sample_id, written.sample.group_id), written.sample
         assert (read.score, read.sample.prompt.ids) == (written.score, sample.prompt.ids)
-        assert (read.sample.finish, read.sample.text) == (sample.finish, sample.text)
-        for name in ("response_ids", "loss_mask", "sampler_logprob"):
+        assert (read.sample.finish_reason, read.sample.text) == (sample.finish_reason, sample.text)
+        for name in ("response_ids", "loss_mask", "rollout_logprob"):
             assert torch.equal(getattr(read.sample, name), getattr(sample, name)), name
             assert getattr(read.sample, name).dtype == getattr(sample, name).dtype, name
 
@@ -92,12 +92,15 @@ def test_other_engines_call_the_same_things_otherwise(tmp_path, row):
     [read] = everything(from_rows(tmp_path, row))
     assert (read.prompt.ids, read.response_ids.tolist(), read.score.value) == ((5, 6), [7, 8, 9], 1.0)
     assert read.loss_mask.tolist() == [True, False, True]
-    assert (read.finish, read.logprob, read.sampling) == ("stop", None, None)
+    assert (read.finish_reason, read.logprob, read.sampling) == ("stop", None, None)
 
 
 def test_a_text_is_encoded_as_the_policy_would_have_drawn_it_and_the_plan_says_so(tmp_path):
     """ROLL-03 asks to say so; ROLL-06: a cut response gets no end."""
-    rows = [{"prompt": "q", "response": "ab", "reward": 1, "finish": finish} for finish in ("stop", "length", None)]
+    rows = [
+        {"prompt": "q", "response": "ab", "reward": 1, "finish_reason": finish_reason}
+        for finish_reason in ("stop", "length", None)
+    ]
     table = from_rows(tmp_path, *rows)
     stop, cut, unsaid = everything(table)
     assert stop.prompt.ids == (USER, *b"q", ASSISTANT)
@@ -151,7 +154,7 @@ def test_a_reward_that_says_nothing_leaves_the_response_unscored(tmp_path, rewar
         ({"logprobs": "high"}, "'logprobs' must be a list of numbers, this is str 'high'"),
         ({"reward": "good"}, "'reward' must be a number or null, this is str 'good'"),
         ({"reward_parts": [1]}, "'reward_parts' must be a mapping"),
-        ({"finish": "abort"}, "'finish' is str 'abort'. Use one of stop, length"),
+        ({"finish_reason": "abort"}, "'finish_reason' is str 'abort'. Use one of stop, length"),
         ({"sampling": {"temperature": 1.0}}, "'sampling' must hold temperature, top_k and top_p"),
         ({"response_ids": None}, "'logprobs' belong to token ids"),
         ({"response_ids": None, "logprobs": None}, "'response' must be a text where there are no ids"),
@@ -165,7 +168,7 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path, change, says):
     path.write_text(json.dumps(ROW) + "\n\n" + json.dumps({**ROW, **change}) + "\n")
     with pytest.raises(DataError) as caught:
         load(path)
-    assert caught.value.place == f"{path}:3"
+    assert caught.value.location == f"{path}:3"
     assert says in str(caught.value)
     assert caught.value.fix
 

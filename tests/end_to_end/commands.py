@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import rlmodule.run.session  # noqa: F401  in the parent, so that no fork has to import it again
+import rlmodule.run.run  # noqa: F401  in the parent, so that no fork has to import it again
 import strategies.registry  # noqa: F401
 from rlmodule import cli
 

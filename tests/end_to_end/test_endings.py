@@ -38,8 +38,8 @@ def test_a_run_without_callbacks_says_where_it_was(tmp_path):
 def test_settings_stand_in_tensorboards_own_file_and_nothing_is_said_of_other_packages(tmp_path):
     done = forked(*FAST, "optimizer.lr=2e-5", cwd=tmp_path)
     assert done.code == 0, done.text
-    settings = yaml.safe_load((tmp_path / "run" / "tensorboard" / "hparams.yaml").read_text())
-    assert settings["optimizer.lr"] == 2e-5
+    config = yaml.safe_load((tmp_path / "run" / "tensorboard" / "hparams.yaml").read_text())
+    assert config["optimizer.lr"] == 2e-5
     assert "accelerator" not in done.text
 
 

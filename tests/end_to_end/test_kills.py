@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from rlmodule.checkpoint.state import newest_whole
-from rlmodule.records.journal import read_records
+from rlmodule.records.metrics_log import read_records
 from tests.helpers.kills import Moment, drawn, killed_run
-from tests.helpers.sessions import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, rollouts
+from tests.helpers.runs import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, rollouts
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from rlmodule.records.journal import read_records
+from rlmodule.records.metrics_log import read_records
 from tests.end_to_end.commands import forked, typed, with_warm_start
 from tests.end_to_end.conftest import ITERATIONS
-from tests.helpers.sessions import rollouts
+from tests.helpers.runs import rollouts
 
 pytestmark = pytest.mark.ranks
 

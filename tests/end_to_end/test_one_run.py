@@ -9,10 +9,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlmodule.checkpoint.state import newest_whole
-from rlmodule.records.journal import read_records
+from rlmodule.records.metrics_log import read_records
 from tests.end_to_end.commands import forked, with_warm_start
 from tests.end_to_end.conftest import ITERATIONS
-from tests.helpers.sessions import rollouts
+from tests.helpers.runs import rollouts
 
 pytestmark = pytest.mark.ranks
 

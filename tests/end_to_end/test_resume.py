@@ -8,11 +8,11 @@ import time
 import pytest
 
 from rlmodule.checkpoint.state import folder_of
-from rlmodule.records.journal import read_records
+from rlmodule.records.metrics_log import read_records
 from tests.end_to_end.commands import Command, children_of, forked, is_running, wait_until, with_warm_start
 from tests.end_to_end.conftest import ITERATIONS
 from tests.end_to_end.test_layouts import assert_same_run
-from tests.helpers.sessions import numbers, rollouts
+from tests.helpers.runs import numbers, rollouts
 
 pytestmark = pytest.mark.ranks
 

@@ -4,7 +4,7 @@ import compare
 import pytest
 import yaml
 
-from rlmodule.records.journal import read_records
+from rlmodule.records.metrics_log import read_records
 from tests.end_to_end.commands import forked
 
 pytestmark = pytest.mark.ranks

@@ -4,9 +4,9 @@ from functools import partial
 
 import pytest
 
-from rlmodule.records.journal import read_records
+from rlmodule.records.metrics_log import read_records
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.sessions import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, run_small, small_session
+from tests.helpers.runs import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, run_small, small_run
 
 WORDS = ("algorithm=optimal_token_baseline", "trainer.max_epochs=2")
 
@@ -44,6 +44,6 @@ def test_a_budget_of_tokens_changes_nothing(alone, tmp_path):
 
 
 def _fit(run_dir, strategy, rank):
-    session = small_session(run_dir, *WORDS, "trainer.devices=2", f"strategy={strategy}")
-    session.is_first = rank == 0
-    session.fit()
+    run = small_run(run_dir, *WORDS, "trainer.devices=2", f"strategy={strategy}")
+    run.is_rank_zero = rank == 0
+    run.fit()

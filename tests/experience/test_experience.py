@@ -17,12 +17,12 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.errors import RLModuleError, TrainingError
-from rlmodule.core.types import Score, ScoredSample
-from rlmodule.experience.estimation import Estimation
-from rlmodule.experience.facts import gather_facts
+from rlmodule.core.types import RewardResult, ScoredSample
+from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.sample_info import gather_sample_info
 from rlmodule.experience.scoring import Scorer
-from rlmodule.experience.stopwatch import Stopwatch
+from rlmodule.experience.timer import Timer
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
 from rlmodule.training.reduction import reduce_metrics
@@ -39,7 +39,7 @@ HELD = [i for i, reward in enumerate(REWARDS) if reward is not None]  # the othe
 def scored_samples():
     lengths = [(3, 4), (5, 1), (2, 9), (4, 3), (1, 6), (6, 2), (3, 11), (2, 2), (4, 4), (2, 7), (1, 1), (5, 5)]
     return [
-        ScoredSample(sample(i, prompt, response, group=i // 3), Score(REWARDS[i], {"bonus": float(i)}))
+        ScoredSample(sample(i, prompt, response, group=i // 3), RewardResult(REWARDS[i], {"bonus": float(i)}))
         for i, (prompt, response) in enumerate(lengths)
     ]
 
@@ -48,7 +48,7 @@ def maker_of(strategy, *, loss=None, config=BUDGET, epochs=1, **algorithm):
     objective = Objective(loss or PPOClip(), AlgorithmConfig(**algorithm))
     return ExperienceMaker(
         Scorer(strategy, objective, DynamicCollator(), CPU),
-        Estimation(objective, GRPO(), strategy.collectives),
+        AdvantageStage(objective, GRPO(), strategy.collectives),
         lambda metas: BalancedSampler(metas, config, strategy.layout, seed=0, iteration=0, epochs=epochs),
     )
 
@@ -63,7 +63,7 @@ def make(rank, *, epochs=1):
     strategy = wrap_here({"policy": tiny_policy(), "reference": tiny_policy(seed=1).requires_grad_(False)})
     layout = strategy.layout
     mine = my_samples(layout, scored_samples())
-    iteration = maker_of(strategy, epochs=epochs, use_kl_loss=True)(lambda: mine, Stopwatch())
+    iteration = maker_of(strategy, epochs=epochs, use_kl_loss=True)(lambda: mine, Timer())
     rows = {
         position: (
             row.sample.sample_id,
@@ -73,9 +73,11 @@ def make(rank, *, epochs=1):
         )
         for position, row in iteration.experience.rows.items()
     }
-    trains = {p for plan in iteration.sampler.plans for step in plan.micro_batches[layout.dp_rank] for p in step}
-    assert set(rows) == trains, "a rank holds what it trains on, and nothing else"
-    return rows, [f.meta for f in iteration.facts], iteration.advantages.tolist()
+    trained_models = {
+        p for plan in iteration.sampler.plans for step in plan.micro_batches[layout.dp_rank] for p in step
+    }
+    assert set(rows) == trained_models, "a rank holds what it trains on, and nothing else"
+    return rows, [f.meta for f in iteration.sample_info], iteration.advantages.tolist()
 
 
 SCORED = [i for i, reward in enumerate(REWARDS) if reward is not None]
@@ -140,7 +142,7 @@ def first_drift(rank, config, family="qwen3", whole_sequences=False):
     policy = tiny_policy(family)
     strategy = wrap_here({"policy": policy})
     maker = maker_of(strategy, config=config, skip_zero_advantage=False)
-    iteration = maker(lambda: my_samples(strategy.layout, scored_samples()), Stopwatch())
+    iteration = maker(lambda: my_samples(strategy.layout, scored_samples()), Timer())
     share = iteration.sampler.shares(iteration.sampler.plans)[0]
     moved = [0.0]
     with strategy.train_mode("policy"):
@@ -183,7 +185,7 @@ def trained(rank, **algorithm):
     stepper = Stepper(tiny_policy(), wrap_here, algorithm=algorithm, optimizer=SMOOTH)
     strategy = stepper.strategy
     maker = maker_of(strategy, **vars(algorithm))
-    iteration = maker(lambda: my_samples(strategy.layout, scored_samples()), Stopwatch())
+    iteration = maker(lambda: my_samples(strategy.layout, scored_samples()), Timer())
     steps = []
     for share in iteration.sampler.shares(iteration.sampler.plans):
         result = stepper(maker.scorer.collator(iteration.experience.__getitems__(share)))
@@ -213,21 +215,21 @@ def test_leaving_out_what_has_no_gradient_changes_nothing():
 @pytest.mark.parametrize("extra", [{"entropy_coeff": 0.1}, {"use_kl_loss": True}])
 def test_nothing_is_left_out_that_another_term_trains_on(extra):
     models = {"policy": tiny_policy(), "reference": tiny_policy(seed=1).requires_grad_(False)}
-    iteration = maker_of(single(models), **extra)(scored_samples, Stopwatch())
+    iteration = maker_of(single(models), **extra)(scored_samples, Timer())
     assert sorted(iteration.experience.rows) == SCORED
 
 
 def with_sampler_logprobs(samples):
     return [
-        replace(s, sample=replace(s.sample, sampler_logprob=torch.full((len(s.sample.response_ids),), -float(i + 1))))
+        replace(s, sample=replace(s.sample, rollout_logprob=torch.full((len(s.sample.response_ids),), -float(i + 1))))
         for i, s in enumerate(samples)
     ]
 
 
 def test_the_sampler_s_own_log_probabilities_may_be_the_old_ones():
-    watch = Stopwatch()
-    maker = maker_of(single({"policy": tiny_policy()}), old_logprob="sampler")
-    iteration = maker(lambda: with_sampler_logprobs(scored_samples()), watch)
+    timer = Timer()
+    maker = maker_of(single({"policy": tiny_policy()}), old_logprob="rollout")
+    iteration = maker(lambda: with_sampler_logprobs(scored_samples()), timer)
     for position, item in iteration.experience.rows.items():
         assert item.old_logprob.tolist() == [-(position + 1)] * len(item.sample.response_ids)
 
@@ -238,7 +240,7 @@ def collect_without(rank):
     mine = my_samples(strategy.layout, scored_samples())
     mine = mine if rank == 1 else with_sampler_logprobs(mine)
     try:
-        maker_of(strategy, old_logprob="sampler")(lambda: mine, Stopwatch())
+        maker_of(strategy, old_logprob="rollout")(lambda: mine, Timer())
     except RLModuleError as error:
         return str(error)
     return "no error"
@@ -254,24 +256,24 @@ def test_sampler_log_probabilities_that_are_missing_end_all_ranks_with_the_reaso
 def test_only_what_the_loss_needs_is_scored():
     policy = tiny_policy()
     maker = maker_of(single({"policy": policy}), loss=SFT())
-    iteration = maker(scored_samples, Stopwatch())
+    iteration = maker(scored_samples, Timer())
     assert iteration.advantages is None
     row = iteration.experience.rows[0]
     assert (row.advantage, row.old_logprob, row.ref_logprob) == (None, None, None)
 
 
 def test_time_is_kept_by_phase():
-    watch = Stopwatch()
-    maker_of(single({"policy": tiny_policy(), "reference": tiny_policy()}), use_kl_loss=True)(scored_samples, watch)
-    assert set(watch.seconds) == {"plan", "exchange", "old_logprob", "ref_logprob"}
-    with watch.phase("plan"):
+    timer = Timer()
+    maker_of(single({"policy": tiny_policy(), "reference": tiny_policy()}), use_kl_loss=True)(scored_samples, timer)
+    assert set(timer.seconds) == {"plan", "exchange", "old_logprob", "ref_logprob"}
+    with timer.phase("plan"):
         pass
-    assert watch.seconds["plan"] > 0
+    assert timer.seconds["plan"] > 0
 
 
 def test_scoring_leaves_no_gradient_and_no_mode_behind():
     policy = tiny_policy().train()
-    iteration = maker_of(single({"policy": policy}))(scored_samples, Stopwatch())
+    iteration = maker_of(single({"policy": policy}))(scored_samples, Timer())
     assert policy.training
     assert not iteration.experience.rows[0].old_logprob.requires_grad
     assert all(p.grad is None for p in policy.parameters())
@@ -280,28 +282,28 @@ def test_scoring_leaves_no_gradient_and_no_mode_behind():
 def test_positions_past_the_samples_are_fillers():
     config = BatchingConfig(mini_batch_size=8, max_token_len_per_gpu=40, planner="karmarkar_karp", equal_counts=True)
     maker = maker_of(single({"policy": tiny_policy()}), config=config)
-    iteration = maker(scored_samples, Stopwatch())
+    iteration = maker(scored_samples, Timer())
     filler = iteration.experience[12]
     assert filler.sample.is_padding
     assert not filler.sample.loss_mask.any()
     assert len(iteration.experience) == 12
-    assert len(iteration.facts) == 12, "fillers are in no metric"
+    assert len(iteration.sample_info) == 12, "fillers are in no metric"
 
 
 def test_facts_are_lengths_and_rewards():
-    samples, facts = gather_facts(scored_samples, single({}).collectives)
-    assert len(samples) == len(facts) == 12
-    assert [f.reward for f in facts] == REWARDS
-    assert facts[3].parts == {"bonus": 3.0}
-    assert not facts[0].truncated
+    samples, sample_info = gather_sample_info(scored_samples, single({}).collectives)
+    assert len(samples) == len(sample_info) == 12
+    assert [f.reward for f in sample_info] == REWARDS
+    assert sample_info[3].parts == {"bonus": 3.0}
+    assert not sample_info[0].truncated
 
 
 @pytest.mark.parametrize("verdict", [None, math.nan, math.inf, -math.inf])
 def test_a_sample_that_cannot_be_scored_leaves_the_loss(verdict):
-    kept, left = ScoredSample(sample(0), Score(0.0)), ScoredSample(sample(1), Score(verdict))
-    samples, facts = gather_facts(lambda: [kept, left], single({}).collectives)
+    kept, left = ScoredSample(sample(0), RewardResult(0.0)), ScoredSample(sample(1), RewardResult(verdict))
+    samples, sample_info = gather_sample_info(lambda: [kept, left], single({}).collectives)
     assert [s.loss_mask.any().item() for s in samples] == [True, False]
-    assert [f.meta.loss_tokens for f in facts] == [4, 0]
+    assert [f.meta.loss_tokens for f in sample_info] == [4, 0]
 
 
 def collect_or_fail(rank):
@@ -310,9 +312,9 @@ def collect_or_fail(rank):
     return scored_samples()
 
 
-def gathered(rank):
+def all_gather_dict(rank):
     try:
-        gather_facts(partial(collect_or_fail, rank), wrap_here({}).collectives)
+        gather_sample_info(partial(collect_or_fail, rank), wrap_here({}).collectives)
     except RLModuleError as error:
         return str(error)
     return "no error"
@@ -321,7 +323,7 @@ def gathered(rank):
 @pytest.mark.ranks
 def test_a_failure_on_one_rank_ends_all_with_its_reason():
     """Nobody is left waiting in the exchange, and every log says why."""
-    assert run_on_ranks(3, gathered) == [
+    assert run_on_ranks(3, all_gather_dict) == [
         "rank 1 could not collect its responses: the judge is ill",
         "the judge is ill",
         "rank 1 could not collect its responses: the judge is ill",
@@ -329,6 +331,6 @@ def test_a_failure_on_one_rank_ends_all_with_its_reason():
 
 
 def test_no_response_at_all_makes_an_empty_iteration():
-    iteration = maker_of(single({"policy": tiny_policy()}))(list, Stopwatch())
+    iteration = maker_of(single({"policy": tiny_policy()}))(list, Timer())
     assert len(iteration.sampler) == 0
     assert len(iteration.experience) == 0

@@ -7,18 +7,18 @@ import torch
 
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import Prompt, Sample, Score, ScoredSample
+from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.experience.replay import ReplayMemory
-from rlmodule.records.journal import read_records
+from rlmodule.records.metrics_log import read_records
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.sessions import (
+from tests.helpers.runs import (
     MADE_OF_THE_LAYOUT,
     MADE_OF_TIME,
     STEPS_PER_ITERATION,
     numbers,
     rollouts,
     run_small,
-    small_session,
+    small_run,
 )
 
 STALE = ("rollout.staleness=2", "algorithm.rollout_correction.mode=truncate")
@@ -29,7 +29,8 @@ def drawn(iteration, count=2):
     ids = range(iteration * count, (iteration + 1) * count)
     one = torch.ones(1, dtype=torch.int64)
     return [
-        ScoredSample(Sample(i, i, Prompt(0, (1,), ""), one, one.bool(), version=iteration), Score(1.0)) for i in ids
+        ScoredSample(Sample(i, i, Prompt(0, (1,), ""), one, one.bool(), version=iteration), RewardResult(1.0))
+        for i in ids
     ]
 
 
@@ -54,10 +55,10 @@ def test_any_number_of_ranks_takes_up_what_two_kept(ranks):
     saved = [ReplayMemory(1), ReplayMemory(1)]
     for rank, memory in enumerate(saved):
         memory.with_earlier(drawn(0, 6)[rank::2], 0)
-    parcels = [memory.state() for memory in saved]
+    payloads = [memory.state() for memory in saved]
     shares = [ReplayMemory(1) for _ in range(ranks)]
     for rank, memory in enumerate(shares):
-        memory.load(parcels, Layout(ranks, rank))
+        memory.load(payloads, Layout(ranks, rank))
     kept = [ids_of(memory.with_earlier([], 1)) for memory in shares]
     assert sorted(i for part in kept for i in part) == list(range(6))
     assert max(map(len, kept)) - min(map(len, kept)) <= 1
@@ -121,9 +122,9 @@ def test_ranks_change_nothing(whole, tmp_path):
 
 
 def _fit(run_dir, rank):
-    session = small_session(run_dir, *STALE, "trainer.max_epochs=4", "trainer.devices=2", "strategy=ddp")
-    session.is_first = rank == 0
-    session.fit()
+    run = small_run(run_dir, *STALE, "trainer.max_epochs=4", "trainer.devices=2", "strategy=ddp")
+    run.is_rank_zero = rank == 0
+    run.fit()
 
 
 @pytest.mark.parametrize(
@@ -139,5 +140,5 @@ def _fit(run_dir, rank):
 )
 def test_what_makes_no_sense_is_refused(tmp_path, overrides, says):
     with pytest.raises(ConfigError, match=r"^rollout\.staleness=") as caught:
-        small_session(tmp_path / "run", *STALE, "trainer.max_epochs=4", *overrides)
+        small_run(tmp_path / "run", *STALE, "trainer.max_epochs=4", *overrides)
     assert says in str(caught.value)

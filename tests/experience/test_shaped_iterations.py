@@ -16,14 +16,14 @@ from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import TrainingError
-from rlmodule.core.types import Prompt, Sample, Score, ScoredSample
+from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
-from rlmodule.experience.estimation import Estimation
+from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
-from rlmodule.experience.sources import Draw, RolloutSource
-from rlmodule.experience.stopwatch import Stopwatch
+from rlmodule.experience.sources import RolloutSource, RowSampler
+from rlmodule.experience.timer import Timer
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.reinforce import Reinforce
 from rlmodule.ops.kl import kl_per_token
@@ -48,10 +48,10 @@ def drawn(group, rewards, baseline=None):
         rng = torch.Generator().manual_seed(item.sample_id)
         item = replace(
             item,
-            sampler_logprob=-4 + 0.5 * torch.randn(len(item.response_ids), generator=rng),
-            finish="length" if item.sample_id % 3 == 2 else "stop",
+            rollout_logprob=-4 + 0.5 * torch.randn(len(item.response_ids), generator=rng),
+            finish_reason="length" if item.sample_id % 3 == 2 else "stop",
         )
-        out.append(ScoredSample(item, Score(reward), baseline))
+        out.append(ScoredSample(item, RewardResult(reward), baseline))
     return out
 
 
@@ -69,18 +69,18 @@ def iterate(rank, *, rounds=ROUNDS[:1], loss=None, advantage=CENTRED, controller
     objective = Objective(loss or PPOClip(), AlgorithmConfig(**algorithm))
     maker = ExperienceMaker(
         Scorer(strategy, objective, DynamicCollator(), torch.device("cpu")),
-        Estimation(objective, advantage, strategy.collectives, controller),
+        AdvantageStage(objective, advantage, strategy.collectives, controller),
         lambda metas: BalancedSampler(metas, BatchingConfig(mini_batch_size=4), layout, seed=0, iteration=0),
     )
-    iteration = maker(collect, Stopwatch())
-    told = dict(zip((f.meta.sample_id for f in iteration.facts), iteration.advantages.tolist(), strict=True))
+    iteration = maker(collect, Timer())
+    told = dict(zip((f.meta.sample_id for f in iteration.sample_info), iteration.advantages.tolist(), strict=True))
     rows = {row.sample.sample_id: row for row in iteration.experience.rows.values()}
     return told, rows, dict(iteration.metrics)
 
 
-def numbers_of(rank, **settings):
+def numbers_of(rank, **config):
     """The same without tensors, to compare ranks."""
-    told, rows, metrics = iterate(rank, **settings)
+    told, rows, metrics = iterate(rank, **config)
     parts = {
         i: [None if x is None else x.tolist() for x in (row.advantage, row.rollout_weight)] for i, row in rows.items()
     }
@@ -124,7 +124,7 @@ def test_long_answers_are_charged_in_the_advantage_only():
     buffer = OverlongBuffer(enable=True, length=2, max_length=5)
     told, _, metrics = iterate(0, overlong_buffer=buffer)
     assert [told[2], told[3]] == pytest.approx([0.25 + 0.5, -0.75])
-    assert metrics["reward/overlong_charge"] > 0
+    assert metrics["reward/overlong_penalty"] > 0
 
 
 def test_truncated_answers_count_in_the_group_but_not_in_the_loss():
@@ -157,7 +157,7 @@ def test_token_advantages_reach_their_tokens():
 def test_kl_is_charged_at_the_price_of_the_controller():
     controller = KLController(KLInReward(coef=0.1, controller="adaptive", target=1e-3, horizon=6.0))
     told, rows, metrics = iterate(
-        0, controller=controller, use_kl_in_reward=True, kl_in_reward=controller.settings, advantage=CENTRED
+        0, controller=controller, use_kl_in_reward=True, kl_in_reward=controller.config, advantage=CENTRED
     )
     assert sorted(rows) == list(range(6)), "every sample must be scored first"
     kl = [float(kl_per_token(rows[i].old_logprob.double(), rows[i].ref_logprob.double(), "k1").sum()) for i in range(6)]
@@ -170,10 +170,10 @@ def test_kl_is_charged_at_the_price_of_the_controller():
 
 
 def test_the_mismatch_with_the_sampler_becomes_a_weight():
-    settings = RolloutCorrection(mode="truncate", upper=1.5)
-    _, rows, metrics = iterate(0, rollout_correction=settings, loss=Reinforce())
+    config = RolloutCorrection(mode="truncate", upper=1.5)
+    _, rows, metrics = iterate(0, rollout_correction=config, loss=Reinforce())
     for row in rows.values():
-        expected = correction_weights(row.old_logprob, row.sample.sampler_logprob, settings).float()
+        expected = correction_weights(row.old_logprob, row.sample.rollout_logprob, config).float()
         assert torch.equal(row.rollout_weight, expected)
     assert 0 < metrics["rollout_corr/clip_frac"] < 1
     assert 0 < metrics["rollout_corr/ess"] < 1
@@ -184,12 +184,12 @@ def test_the_mismatch_with_the_sampler_becomes_a_weight():
 
 def test_a_response_without_the_samplers_view_is_refused():
     def blind(rank):
-        bare = [replace(s, sample=replace(s.sample, sampler_logprob=None)) for s in drawn(0, (1.0, 0.0))]
+        bare = [replace(s, sample=replace(s.sample, rollout_logprob=None)) for s in drawn(0, (1.0, 0.0))]
         strategy = single({"policy": tiny_policy()})
         objective = Objective(PPOClip(), AlgorithmConfig(rollout_correction=RolloutCorrection(mode="mask")))
         scorer = Scorer(strategy, objective, DynamicCollator(), torch.device("cpu"))
-        maker = ExperienceMaker(scorer, Estimation(objective, CENTRED, strategy.collectives), lambda metas: None)
-        maker(lambda: bare, Stopwatch())
+        maker = ExperienceMaker(scorer, AdvantageStage(objective, CENTRED, strategy.collectives), lambda metas: None)
+        maker(lambda: bare, Timer())
 
     with pytest.raises(TrainingError, match=r"sample 0 comes without .* Use algorithm\.rollout_correction\.mode=none"):
         blind(0)
@@ -209,7 +209,7 @@ SETTINGS = {
 
 
 def each_setting(rank):
-    return {name: numbers_of(rank, **settings) for name, settings in SETTINGS.items()}
+    return {name: numbers_of(rank, **config) for name, config in SETTINGS.items()}
 
 
 @pytest.mark.ranks
@@ -256,12 +256,12 @@ def test_every_prompt_is_answered_greedily_once_more():
     prompts = [Prompt(row=i, ids=(i + 1,), text="") for i in range(3)]
 
     def reward(samples):
-        return [Score(s.prompt.row + (0.5 if int(s.response_ids[0]) == 7 else 0.0)) for s in samples]
+        return [RewardResult(s.prompt.row + (0.5 if int(s.response_ids[0]) == 7 else 0.0)) for s in samples]
 
     source = RolloutSource(
-        prompts, Draw(PromptStream(3, seed=0), 3, Layout), 2, Scripted, reward, seed=0, greedy_baseline=True
+        prompts, RowSampler(PromptStream(3, seed=0), 3, Layout), 2, Scripted, reward, seed=0, greedy_baseline=True
     )
-    collected = source.collect(0, Stopwatch())
+    collected = source.collect(0, Timer())
     assert [s.sample.sample_id for s in collected] == list(range(6))
     assert all(int(s.sample.response_ids[0]) == 8 for s in collected)
     assert all(s.baseline == s.score.value + 0.5 for s in collected)

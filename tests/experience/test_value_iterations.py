@@ -18,12 +18,11 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.algorithm.shaping import KLController, KLInReward
 from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
-from rlmodule.core.types import ExperienceRow, Score, ScoredSample, StepTotals
-from rlmodule.experience.estimation import Estimation
+from rlmodule.core.types import RewardResult, ScoredSample, StepTotals, TrainingSample
+from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
-from rlmodule.experience.stopwatch import Stopwatch
-from rlmodule.experience.token_facts import one_token_on
+from rlmodule.experience.timer import Timer
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.value import PolicyValueModel, build_value_model
@@ -44,8 +43,8 @@ def scored_samples():
     made = []
     for i, (prompt, response) in enumerate(LENGTHS):
         item = sample(i, prompt, response, loss_mask=HOLES.get(i), group=i)
-        item = replace(item, finish="length" if i in CUT_AT_THE_LIMIT else "stop")
-        made.append(ScoredSample(item, Score(REWARDS[i])))
+        item = replace(item, finish_reason="length" if i in CUT_AT_THE_LIMIT else "stop")
+        made.append(ScoredSample(item, RewardResult(REWARDS[i])))
     return made
 
 
@@ -75,12 +74,12 @@ def make(rank, kind="critic", *, bootstrap=False, kl=False, epochs=1, sizes=None
     controller = KLController(algorithm.kl_in_reward) if kl else None
     maker = ExperienceMaker(
         Scorer(strategy, objective, DynamicCollator(), torch.device("cpu"), value_model=kind),
-        Estimation(objective, advantage, strategy.collectives, controller),
+        AdvantageStage(objective, advantage, strategy.collectives, controller),
         lambda metas: BalancedSampler(
-            metas, BUDGET, layout, seed=0, iteration=0, epochs=epochs, trains=sizes or {"policy": 4, kind: 4}
+            metas, BUDGET, layout, seed=0, iteration=0, epochs=epochs, trained_models=sizes or {"policy": 4, kind: 4}
         ),
     )
-    iteration = maker(lambda: scored_samples()[layout.dp_rank :: layout.dp_size], Stopwatch())
+    iteration = maker(lambda: scored_samples()[layout.dp_rank :: layout.dp_size], Timer())
     rows = {
         p: {name: getattr(row, name).numpy().copy() for name in ("advantage", "returns", "old_value")}
         for p, row in iteration.experience.rows.items()
@@ -91,13 +90,17 @@ def make(rank, kind="critic", *, bootstrap=False, kl=False, epochs=1, sizes=None
 def said_of(item, kind):
     """[n] values of a sample's loss tokens, alone in a row, and the value after its last token."""
     model = models(kind)[kind]
-    value, after = (model(pack_rows([ExperienceRow(x)], TOTALS)).value.tolist() for x in (item, one_token_on(item)))
+    value, after = (
+        model(pack_rows([TrainingSample(x)], TOTALS)).value.tolist() for x in (item, item.extended_by_one())
+    )
     return value, after[0]
 
 
 def kl_of(item):
     of = models("critic")
-    policy, reference = (of[name](pack_rows([ExperienceRow(item)], TOTALS)).logprob for name in ("policy", "reference"))
+    policy, reference = (
+        of[name](pack_rows([TrainingSample(item)], TOTALS)).logprob for name in ("policy", "reference")
+    )
     return (policy - reference).tolist()
 
 
@@ -155,12 +158,12 @@ def test_the_value_after_the_end_is_read_at_the_last_token():
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    "settings", [{}, {"bootstrap": True, "kl": True}, {"epochs": 2, "sizes": {"policy": 4, "critic": 3}}]
+    "config", [{}, {"bootstrap": True, "kl": True}, {"epochs": 2, "sizes": {"policy": 4, "critic": 3}}]
 )
-def test_ranks_make_the_numbers_of_one_process(world_size, settings):
-    expected, expected_metrics = make(0, **settings)
+def test_ranks_make_the_numbers_of_one_process(world_size, config):
+    expected, expected_metrics = make(0, **config)
     held = set()
-    for rows, metrics in run_on_ranks(world_size, partial(make, **settings)):
+    for rows, metrics in run_on_ranks(world_size, partial(make, **config)):
         assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
         held |= rows.keys()
         for position, row in rows.items():

@@ -22,9 +22,9 @@ import rlmodule.callbacks.export
 from rlmodule.checkpoint import state
 from rlmodule.experience.sources import RolloutSource
 from rlmodule.module import RLModule
-from rlmodule.records.journal import RecordFile
+from rlmodule.records.metrics_log import RecordFile
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.sessions import run_small
+from tests.helpers.runs import run_small
 
 PATIENCE = 120  # seconds
 # What is called -> where it is, and how often in an iteration, which has two steps, three records and one checkpoint.

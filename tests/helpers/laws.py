@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rlmodule.core.contract import Advantage, Loss
-from rlmodule.core.types import AdvantageInputs, LossInputs, StepTotals, TokenFacts
+from rlmodule.core.types import AdvantageInputs, LossInputs, StepTotals, TokenValues
 from rlmodule.ops.aggregate import MODES, aggregate, token_weights
 from rlmodule.ops.masked import select
 
@@ -266,10 +266,10 @@ def scored(
     )
 
 
-def _token_facts(num_tokens: int, num_responses: int) -> TokenFacts:
+def _token_facts(num_tokens: int, num_responses: int) -> TokenValues:
     """Made-up values, charges and values after the end."""
     place = torch.arange(num_tokens, dtype=torch.float64)
-    return TokenFacts(place.cos(), 0.1 * place.sin(), 0.1 * torch.arange(num_responses, dtype=torch.float64))
+    return TokenValues(place.cos(), 0.1 * place.sin(), 0.1 * torch.arange(num_responses, dtype=torch.float64))
 
 
 def _rows(x: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
@@ -278,7 +278,7 @@ def _rows(x: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
     parts = {name: value[rows] for name, value in x.parts.items()}
     places = torch.arange(len(x.tokens.value)).split(x.loss_tokens.tolist())
     picked = torch.cat([places[i] for i in rows.tolist()])
-    tokens = TokenFacts(x.tokens.value[picked], x.tokens.charge[picked], x.tokens.next_value[rows])
+    tokens = TokenValues(x.tokens.value[picked], x.tokens.penalty[picked], x.tokens.next_value[rows])
     assert x.energy is not None
     energy = x.energy[picked]
     return AdvantageInputs(x.reward[rows], x.group[rows], x.loss_tokens[rows], parts, x.baseline[rows], tokens, energy)

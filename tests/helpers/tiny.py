@@ -20,7 +20,6 @@ from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.contract import Layout, Loss, TokenObjective
 from rlmodule.core.parameters import put, tied
 from rlmodule.core.types import (
-    ExperienceRow,
     LossInputs,
     MicroBatch,
     MiniBatch,
@@ -28,19 +27,20 @@ from rlmodule.core.types import (
     Sample,
     TokenLoss,
     TokenOutputs,
+    TrainingSample,
 )
 from rlmodule.experience.iteration import Experience
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.policy import PolicyModel
-from rlmodule.optim.optimizer import OptimizerConfig, build_schedule, matrices_of, optimizer_over
+from rlmodule.optim.adamw import OptimizerConfig, build_schedule, matrices_of, optimizer_over
 from rlmodule.training.reduction import reduce_metrics
 from rlmodule.training.update import StepResult, Trainable, update
-from strategies.ddp import DDPOptions, DDPStrategy
+from strategies.ddp import DDPConfig, DDPStrategy
 from strategies.parts.collectives import GroupCollectives
 from strategies.parts.mesh import current_layout
-from strategies.single import SingleOptions, SingleStrategy
+from strategies.single import SingleConfig, SingleStrategy
 
 VOCABULARY = 64
 POSITIONS = 64
@@ -156,11 +156,11 @@ def sample(
     )
 
 
-def row(item: Sample, *, seed: int = 0) -> ExperienceRow:
+def row(item: Sample, *, seed: int = 0) -> TrainingSample:
     """Ready to train on: made-up advantage and log-probabilities, keyed by the sample's id."""
     rng = torch.Generator().manual_seed(7919 * seed + item.sample_id)
     length = len(item.response_ids)
-    return ExperienceRow(
+    return TrainingSample(
         item,
         advantage=torch.randn((), generator=rng).expand(length).clone(),
         old_logprob=-4.0 + torch.randn(length, generator=rng) * 0.5,
@@ -169,7 +169,7 @@ def row(item: Sample, *, seed: int = 0) -> ExperienceRow:
     )
 
 
-def with_values(rows: Sequence[ExperienceRow]) -> list[ExperienceRow]:
+def with_values(rows: Sequence[TrainingSample]) -> list[TrainingSample]:
     """The rows with made-up values and returns, keyed by the sample's id."""
     made = []
     for one in rows:
@@ -184,7 +184,7 @@ LENGTHS = ((3, 4), (5, 1), (2, 9), (4, 3), (1, 6), (6, 2), (3, 11), (2, 2))
 MASKS: Mapping[int, Sequence[bool]] = {3: [False] * 3, 4: [True, False, False, True, True, True]}
 
 
-def mixed_rows(lengths: Sequence[tuple[int, int]] = LENGTHS, *, seed: int = 0) -> list[ExperienceRow]:
+def mixed_rows(lengths: Sequence[tuple[int, int]] = LENGTHS, *, seed: int = 0) -> list[TrainingSample]:
     """Rows of unlike lengths in groups of two; of one some tokens carry no loss, of another none does."""
     return [
         row(sample(i, prompt, response, loss_mask=MASKS.get(i), group=i // 2, seed=seed), seed=seed)
@@ -192,7 +192,7 @@ def mixed_rows(lengths: Sequence[tuple[int, int]] = LENGTHS, *, seed: int = 0) -
     ]
 
 
-def grouped_rows(prompts: Sequence[int], responses: Sequence[int]) -> list[ExperienceRow]:
+def grouped_rows(prompts: Sequence[int], responses: Sequence[int]) -> list[TrainingSample]:
     """Rows of one prompt per group: ``prompts`` are their lengths, ``responses`` those that every group has.
 
     The second row of a group has tokens without loss; the rows of a group do not lie together.
@@ -209,7 +209,7 @@ def grouped_rows(prompts: Sequence[int], responses: Sequence[int]) -> list[Exper
 
 
 def share_rows(
-    rows: Sequence[ExperienceRow], config: BatchingConfig, layout: Layout | None = None, *, epochs: int = 1
+    rows: Sequence[TrainingSample], config: BatchingConfig, layout: Layout | None = None, *, epochs: int = 1
 ) -> list[MiniBatch]:
     """One rank's mini-batches of these rows, the way a run makes them."""
     layout = layout or Layout()
@@ -221,7 +221,7 @@ def share_rows(
 
 def single(models: Mapping[str, nn.Module]) -> SingleStrategy:
     """The strategy of one process, around these models."""
-    strategy = SingleStrategy(SingleOptions(), device="cpu", num_processes=1, num_nodes=1)
+    strategy = SingleStrategy(SingleConfig(), device="cpu", num_processes=1, num_nodes=1)
     strategy.shard(models)
     return strategy
 
@@ -229,7 +229,7 @@ def single(models: Mapping[str, nn.Module]) -> SingleStrategy:
 def ddp(models: Mapping[str, nn.Module]) -> DDPStrategy:
     """The data-parallel strategy of this forked rank, around these models; no trainer."""
     layout = current_layout()
-    strategy = DDPStrategy(DDPOptions(), device="cpu", num_processes=layout.world_size, num_nodes=1)
+    strategy = DDPStrategy(DDPConfig(), device="cpu", num_processes=layout.world_size, num_nodes=1)
     strategy.parallel_devices = [torch.device("cpu")] * layout.world_size
     strategy.cluster_environment = LightningEnvironment()
     strategy.layout, strategy.collectives = layout, GroupCollectives(torch.device("cpu"))
@@ -272,10 +272,10 @@ class Linear:
         return TokenLoss(x.advantage * x.logprob)
 
 
-def linear_row(sample_id: int, losses: Sequence[float], mask: Sequence[bool] | None = None) -> ExperienceRow:
+def linear_row(sample_id: int, losses: Sequence[float], mask: Sequence[bool] | None = None) -> TrainingSample:
     """A sample with one response token for each c; its prompt has one token."""
     item = sample(sample_id, 1, len(losses), loss_mask=mask)
-    return ExperienceRow(item, advantage=torch.tensor(losses))
+    return TrainingSample(item, advantage=torch.tensor(losses))
 
 
 class Stepper:
@@ -348,22 +348,22 @@ SMOOTH = OptimizerConfig(lr=1e-2, eps=1e-2, warmup_steps=0)
 
 def train_on(
     rank: int,
-    rows: Sequence[ExperienceRow],
-    config: BatchingConfig,
+    rows: Sequence[TrainingSample],
+    batching: BatchingConfig,
     *,
     make_policy: Callable[[], nn.Module] = tiny_policy,
     epochs: int = 1,
     arrange: Callable[[MiniBatch], MiniBatch] = lambda mini_batch: mini_batch,
-    **settings: Any,
+    **stepping: Any,
 ) -> Training:
     """Train a new tiny policy on ``rows``, as this process's share of the process group where there is one.
 
-    ``run_on_ranks(2, partial(train_on, rows=rows, config=config))`` and ``train_on(0, rows, config)`` must agree.
+    ``run_on_ranks(2, partial(train_on, rows=rows, batching=batching))`` and ``train_on(0, rows, batching)`` must agree.
     """
     layout = current_layout()
     policy = make_policy()
-    stepper = Stepper(policy, wrap_here, **{"optimizer": SMOOTH, **settings})
-    mini_batches = [arrange(mini_batch) for mini_batch in share_rows(rows, config, layout, epochs=epochs)]
+    stepper = Stepper(policy, wrap_here, **{"optimizer": SMOOTH, **stepping})
+    mini_batches = [arrange(mini_batch) for mini_batch in share_rows(rows, batching, layout, epochs=epochs)]
     results = [stepper(mini_batch) for mini_batch in mini_batches]
     merged = [reduce_metrics(r.metrics, layout, stepper.strategy.collectives) for r in results]
     return Training(
@@ -392,7 +392,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def without_loss(item: ExperienceRow) -> ExperienceRow:
+def without_loss(item: TrainingSample) -> TrainingSample:
     """The row with every loss token taken away."""
     mask = torch.zeros_like(item.sample.loss_mask)
     return replace(item, sample=replace(item.sample, loss_mask=mask))

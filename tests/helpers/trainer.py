@@ -16,11 +16,11 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.errors import TrainingError
-from rlmodule.core.types import ExperienceRow
+from rlmodule.core.types import TrainingSample
 from rlmodule.experience.iteration import Experience
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.module import RLModule
-from rlmodule.run.build.trainer import quieten
+from rlmodule.run.build.trainer import silence_warnings
 from rlmodule.training.update import Trainable
 from strategies.parts.mesh import current_layout
 from strategies.registry import STRATEGIES
@@ -30,7 +30,7 @@ from tests.helpers.tiny import SMOOTH, tiny_policy
 class FixedRows(L.LightningDataModule):
     """The same rows every epoch, shared out by the strategy's layout."""
 
-    def __init__(self, rows: Sequence[ExperienceRow], config: BatchingConfig) -> None:
+    def __init__(self, rows: Sequence[TrainingSample], config: BatchingConfig) -> None:
         super().__init__()
         self.rows, self.config = rows, config
 
@@ -79,7 +79,7 @@ def fit(
     rank: int,
     backend: str,
     *,
-    rows: Sequence[ExperienceRow],
+    rows: Sequence[TrainingSample],
     config: BatchingConfig,
     use_kl_loss: bool = False,
     epochs: int = 2,
@@ -116,7 +116,7 @@ def fit(
     failure = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        quieten()
+        silence_warnings()
         try:
             trainer.fit(module, datamodule=FixedRows(rows, config))
         except TrainingError as error:

@@ -19,7 +19,7 @@ from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import pack_rows
 from rlmodule.core.metrics import merge
-from rlmodule.core.types import AdvantageInputs, ExperienceRow, StepTotals
+from rlmodule.core.types import AdvantageInputs, StepTotals, TrainingSample
 from rlmodule.losses.cispo import CISPO
 from rlmodule.losses.dpo import DPO
 from rlmodule.losses.dpo_hinge import DPOHinge
@@ -61,7 +61,7 @@ def ours(data, loss, cut, **algorithm):
     totals = StepTotals(sum(LENGTHS), len(LENGTHS), group_tokens={0: 4, 1: 6, 2: 7})
     objective = Objective(loss, AlgorithmConfig(log_entropy=False, **algorithm))
     rows = [
-        ExperienceRow(
+        TrainingSample(
             sample(i, 1, length, group=i // 2),
             advantage=data.advantage[i].expand(length).clone(),
             old_logprob=data.old[i, :length],
@@ -73,7 +73,7 @@ def ours(data, loss, cut, **algorithm):
     value, parts = torch.zeros(()), []
     for part in cut:
         packed = pack_rows([rows[i] for i in part], totals)
-        share = objective.over(packed, totals)
+        share = objective.for_micro_batch(packed, totals)
         scalar = share(torch.cat([now[i, : LENGTHS[i]] for i in part]), None, slice(0, len(packed.labels)))
         scalar.backward()
         value = value + scalar.detach()
@@ -100,14 +100,14 @@ class Alone:
 class OfGivenLogprobs:
     """Stands in front of a TRL trainer: no set-up, and the log-probabilities it is given."""
 
-    def __init__(self, **settings):
+    def __init__(self, **config):
         vars(self).update(
             accelerator=Alone(),
             model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
             current_gradient_accumulation_steps=1,
             aux_loss_enabled=False,
             _metrics={"train": defaultdict(list)},
-            **settings,
+            **config,
         )
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
@@ -147,13 +147,13 @@ def inputs_of(data):
     }
 
 
-def their_grpo(data, loss_type, *, rows=None, accumulated=1, **settings):
+def their_grpo(data, loss_type, *, rows=None, accumulated=1, **config):
     """(loss, gradient) of TRL's GRPO trainer, of all sequences or of some."""
     arguments = {"delta": None, "steps_per_generation": accumulated, "use_bias_correction_kl": False}
     arguments |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
     trainer = TheirGRPO(
         loss_type=loss_type,
-        args=SimpleNamespace(**(arguments | settings.pop("args", {}))),
+        args=SimpleNamespace(**(arguments | config.pop("args", {}))),
         **{
             "epsilon_low": 0.2,
             "epsilon_high": 0.28,
@@ -164,7 +164,7 @@ def their_grpo(data, loss_type, *, rows=None, accumulated=1, **settings):
             "use_vllm": False,
             "max_completion_length": LONGEST,
             "_entropy_bonus_enabled": False,
-            **settings,
+            **config,
         },
     )
     trainer.current_gradient_accumulation_steps = accumulated
@@ -193,10 +193,10 @@ SAME = {
 @pytest.mark.parametrize("cut", CUTS, ids=["whole", "cut"])
 @pytest.mark.parametrize("name", SAME)
 def test_policy_losses_are_those_of_trl(name, cut):
-    settings, loss, algorithm = SAME[name]
+    config, loss, algorithm = SAME[name]
     for seed in range(3):
         data = batch(seed)
-        torch.testing.assert_close(ours(data, loss, cut, **algorithm)[:2], their_grpo(data, name, **settings))
+        torch.testing.assert_close(ours(data, loss, cut, **algorithm)[:2], their_grpo(data, name, **config))
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=["whole", "cut"])

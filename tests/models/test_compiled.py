@@ -25,7 +25,7 @@ def step(policy: PolicyModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     (mini_batch,) = share_rows(mixed_rows(), BatchingConfig(max_token_len_per_gpu=24))
     objective = Objective(PPOClip(), AlgorithmConfig(entropy_coeff=0.1))
     for micro_batch in mini_batch.micro_batches:
-        policy(micro_batch, objective=objective.over(micro_batch, mini_batch.totals)).backward()
+        policy(micro_batch, objective=objective.for_micro_batch(micro_batch, mini_batch.totals)).backward()
     scores = [policy(micro_batch).logprob for micro_batch in mini_batch.micro_batches]
     return torch.cat(scores), {n: p.grad for n, p in policy.named_parameters()}
 

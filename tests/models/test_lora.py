@@ -18,20 +18,20 @@ from rlmodule.models import lora
 from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import ModelConfig, load_model_config
-from rlmodule.models.lora import LoraSettings, adapter_only, merged, save_adapter
+from rlmodule.models.lora import LoraConfig, adapter_only, merged, save_adapter
 from rlmodule.models.policy import PolicyModel
-from rlmodule.optim.optimizer import OptimizerConfig
+from rlmodule.optim.adamw import OptimizerConfig
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import Stepper, architecture, ddp, mixed_rows, share_rows, single, weights_of
 
 # peft 0.21 asks transformers 5.24 by a name that is on its way out.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
-LORA = LoraSettings(r=4, alpha=8)
+LORA = LoraConfig(r=4, alpha=8)
 
 
-def policy_of(family: str = "qwen3", path: str | None = None, settings: LoraSettings = LORA) -> PolicyModel:
-    model = ModelConfig(path=path, tokenizer="byte", architecture={} if path else architecture(family), lora=settings)
+def policy_of(family: str = "qwen3", path: str | None = None, config: LoraConfig = LORA) -> PolicyModel:
+    model = ModelConfig(path=path, tokenizer="byte", architecture={} if path else architecture(family), lora=config)
     return build_policy(model, seed=0, temperature=1.0)
 
 
@@ -61,7 +61,7 @@ def logits(lm: nn.Module) -> Tensor:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 def test_only_adapters_train_and_the_start_is_unchanged(family: str) -> None:
-    plain, policy = policy_of(family, settings=LoraSettings()), policy_of(family)
+    plain, policy = policy_of(family, config=LoraConfig()), policy_of(family)
     assert torch.equal(score(policy), score(plain)), "an adapter starts as nothing"
     before = weights_of(policy)
     trained(policy)
@@ -81,7 +81,7 @@ def test_the_random_half_comes_from_the_seed_alone() -> None:
 
 def test_str_05_without_its_adapter_the_policy_is_what_training_started_from(tmp_path: Path) -> None:
     """Also when the start is an adapter itself: base 1.0 + 0.5 of the start; the policy moves on from there."""
-    save_pretrained(tmp_path / "base", policy_of(settings=LoraSettings()).lm, byte_tokenizer())
+    save_pretrained(tmp_path / "base", policy_of(config=LoraConfig()).lm, byte_tokenizer())
     base = str(tmp_path / "base")
     start = trained(policy_of(path=base))
     save_adapter(tmp_path / "start", start.lm, adapter_only(stream(start)))
@@ -115,7 +115,7 @@ def test_ckpt_07_merging_is_weight_plus_scaled_product() -> None:
         ("layer.lora_B.default.weight", torch.tensor([[3.0], [4.0]])),
         ("norm.weight", torch.ones(2)),
     ]
-    whole = dict(merged(weights, LoraSettings(r=1, alpha=2).scaling))
+    whole = dict(merged(weights, LoraConfig(r=1, alpha=2).scaling))
     assert whole["layer.weight"].tolist() == [[7.0, 12.0], [8.0, 17.0]]
     assert set(whole) == {"layer.weight", "layer.bias", "norm.weight"}
     assert set(dict(adapter_only(weights))) == {
@@ -126,7 +126,7 @@ def test_ckpt_07_merging_is_weight_plus_scaled_product() -> None:
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2"])
 def test_ckpt_07_exported_adapter_and_merged_model_give_the_same_logits(family: str, tmp_path: Path) -> None:
-    save_pretrained(tmp_path / "base", policy_of(family, settings=LoraSettings()).lm, byte_tokenizer())
+    save_pretrained(tmp_path / "base", policy_of(family, config=LoraConfig()).lm, byte_tokenizer())
     policy = trained(policy_of(family, path=str(tmp_path / "base")))
     save_adapter(tmp_path / "adapter", policy.lm, adapter_only(stream(policy)))
     save_pretrained(tmp_path / "merged", policy.lm, byte_tokenizer(), dict(merged(stream(policy), LORA.scaling)))
@@ -143,7 +143,7 @@ def test_ckpt_07_exported_adapter_and_merged_model_give_the_same_logits(family: 
     by_merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval())
     torch.testing.assert_close(by_peft, by_merged, rtol=1e-5, atol=1e-5)
     assert (by_merged - plain).abs().max() > 1e-3
-    again = policy_of(family, path=str(tmp_path / "merged"), settings=LoraSettings())
+    again = policy_of(family, path=str(tmp_path / "merged"), config=LoraConfig())
     torch.testing.assert_close(score(again), score(policy), rtol=1e-5, atol=1e-5)
 
 
@@ -178,9 +178,9 @@ def test_two_ranks_train_the_same_adapters_as_one() -> None:
 
 def test_settings_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"lora.dropout=0.1: .*Use model.lora.dropout=0.0"):
-        LoraSettings(r=4, dropout=0.1)
+        LoraConfig(r=4, dropout=0.1)
     with pytest.raises(ConfigError, match=r"model.lora.target_modules=\['nose'\].*all-linear"):
-        policy_of(settings=LoraSettings(r=4, target_modules=["nose"]))
+        policy_of(config=LoraConfig(r=4, target_modules=["nose"]))
 
 
 def test_an_adapter_that_does_not_name_its_base_is_refused(tmp_path: Path) -> None:

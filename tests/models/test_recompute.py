@@ -42,7 +42,7 @@ def gradients(
     recompute_activations(policy.lm, mode, offload=offload)
     policy.train()
     (mini_batch,) = share_rows(mixed_rows(), BatchingConfig())
-    share = OBJECTIVE.over(mini_batch.micro_batches[0], mini_batch.totals)
+    share = OBJECTIVE.for_micro_batch(mini_batch.micro_batches[0], mini_batch.totals)
     with Count() as count:
         loss = policy(mini_batch.micro_batches[0], objective=share)
         loss.backward()

@@ -14,7 +14,7 @@ from rlmodule.models.value import (
     HEAD_FILE,
     PolicyValueModel,
     build_value_model,
-    outline_value_model,
+    build_value_model_on_meta,
     save_head,
     value_config,
     with_value_head,
@@ -131,7 +131,7 @@ def test_an_outlined_value_model_is_the_loaded_one(tmp_path, made):
     model = made()
     save_pretrained(tmp_path, model.lm, byte_tokenizer(), dict(model.lm.state_dict()))
     config = ModelConfig(path=str(tmp_path))
-    expected, outlined = build_value_model(config, seed=0), outline_value_model(config, seed=0)
+    expected, outlined = build_value_model(config, seed=0), build_value_model_on_meta(config, seed=0)
     real = [name for name, parameter in outlined.named_parameters() if not parameter.is_meta]
     assert real == ["lm.score.weight", "lm.score.bias"]
     state = filled(outlined).state_dict()
@@ -143,7 +143,7 @@ def test_weights_that_should_have_a_head_and_have_none_are_refused(tmp_path):
     model = value_model()
     weights = {name: t for name, t in single({"critic": model}).full_weights("critic") if not name.startswith("score")}
     save_pretrained(tmp_path, model.lm, byte_tokenizer(), weights)
-    for make in (build_value_model, outline_value_model):
+    for make in (build_value_model, build_value_model_on_meta):
         with pytest.raises(ConfigError, match=r"critic\.path=.*lack score\.weight"):
             make(ModelConfig(path=str(tmp_path)), seed=0)
 
@@ -152,7 +152,7 @@ def test_a_reward_model_with_several_scores_is_refused(tmp_path):
     hf_config = load_model_config(CONFIG)
     hf_config.num_labels = 3
     AutoModelForSequenceClassification.from_config(hf_config).save_pretrained(tmp_path)
-    for make in (build_value_model, outline_value_model):
+    for make in (build_value_model, build_value_model_on_meta):
         with pytest.raises(ConfigError, match=r"critic\.path="):
             make(ModelConfig(path=str(tmp_path)), seed=0)
 

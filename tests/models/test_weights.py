@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.parameters import tied
 from rlmodule.models import weights
-from rlmodule.models.building import build_policy, outline_policy, parameter_count, save_pretrained
+from rlmodule.models.building import build_policy, build_policy_on_meta, parameter_count, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import ModelConfig
-from rlmodule.models.lora import LoraSettings
+from rlmodule.models.lora import LoraConfig
 from tests.helpers.tiny import FAMILIES, filled, tiny_policy
 
 BY_NAME = [family for family in FAMILIES if not family.endswith("_moe")]  # their experts are fused at load
@@ -32,7 +32,7 @@ def saved(folder, family="qwen3", dtype=None, **changes):
 @pytest.mark.parametrize("family", BY_NAME)
 def test_an_outline_has_no_numbers_and_becomes_the_loaded_model(tmp_path, family):
     config = saved(tmp_path, family)
-    expected, outlined = (make(config, seed=0, temperature=1.0) for make in (build_policy, outline_policy))
+    expected, outlined = (make(config, seed=0, temperature=1.0) for make in (build_policy, build_policy_on_meta))
     assert outlined.stored is not None, outlined.loading
     assert all(parameter.is_meta for parameter in outlined.parameters())
     assert parameter_count(outlined) == parameter_count(expected)
@@ -49,7 +49,7 @@ def test_an_outline_has_no_numbers_and_becomes_the_loaded_model(tmp_path, family
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_of_half_precision_become_fp32_masters(tmp_path, dtype):
-    outlined = outline_policy(saved(tmp_path, dtype=dtype), seed=0, temperature=1.0)
+    outlined = build_policy_on_meta(saved(tmp_path, dtype=dtype), seed=0, temperature=1.0)
     assert {p.dtype for p in outlined.parameters()} == {torch.float32}
     name = "lm.model.layers.0.mlp.up_proj.weight"
     assert outlined.stored.read(name).dtype == dtype
@@ -62,14 +62,14 @@ def test_several_files_are_read_through_their_index(tmp_path):
     policy.lm.save_pretrained(tmp_path, max_shard_size="10KB")
     byte_tokenizer().save_pretrained(tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
-    outlined = filled(outline_policy(ModelConfig(path=str(tmp_path)), seed=0, temperature=1.0))
+    outlined = filled(build_policy_on_meta(ModelConfig(path=str(tmp_path)), seed=0, temperature=1.0))
     for name, parameter in policy.named_parameters():
         assert torch.equal(outlined.get_parameter(name), parameter), name
 
 
 def test_adapters_start_as_they_do_beside_loaded_weights(tmp_path):
-    config = ModelConfig(path=saved(tmp_path).path, lora=LoraSettings(r=2))
-    expected, outlined = (make(config, seed=5, temperature=1.0) for make in (build_policy, outline_policy))
+    config = ModelConfig(path=saved(tmp_path).path, lora=LoraConfig(r=2))
+    expected, outlined = (make(config, seed=5, temperature=1.0) for make in (build_policy, build_policy_on_meta))
     adapters = [name for name, p in outlined.named_parameters() if not p.is_meta]
     assert adapters and all("lora_" in name for name in adapters)
     assert [n for n, p in outlined.named_parameters() if p.requires_grad] == adapters
@@ -78,7 +78,7 @@ def test_adapters_start_as_they_do_beside_loaded_weights(tmp_path):
 
 
 def test_a_frozen_copy_of_an_outline_reads_for_itself(tmp_path):
-    outlined = outline_policy(saved(tmp_path), seed=0, temperature=1.0)
+    outlined = build_policy_on_meta(saved(tmp_path), seed=0, temperature=1.0)
     twin = filled(copy.deepcopy(outlined))
     assert all(parameter.is_meta for parameter in outlined.parameters())
     assert not any(parameter.is_meta for parameter in twin.parameters())
@@ -86,7 +86,7 @@ def test_a_frozen_copy_of_an_outline_reads_for_itself(tmp_path):
 
 def test_a_random_model_has_its_numbers_at_once():
     config = ModelConfig(architecture={"model_type": "qwen3", **FAMILIES["qwen3"]})
-    random, again = (make(config, seed=3, temperature=1.0) for make in (outline_policy, build_policy))
+    random, again = (make(config, seed=3, temperature=1.0) for make in (build_policy_on_meta, build_policy))
     assert (random.stored, random.loading) == (None, "")
     assert all(torch.equal(a, b) for a, b in zip(random.parameters(), again.parameters(), strict=True))
 
@@ -120,7 +120,7 @@ def base_model_only(state):
 def test_what_transformers_would_put_right_is_left_to_it(tmp_path, change, says):
     config = saved(tmp_path)
     changed(tmp_path, change)
-    policy = outline_policy(config, seed=0, temperature=1.0)
+    policy = build_policy_on_meta(config, seed=0, temperature=1.0)
     assert policy.stored is None
     assert says in policy.loading
     stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
@@ -130,13 +130,13 @@ def test_what_transformers_would_put_right_is_left_to_it(tmp_path, change, says)
 def test_a_tensor_stored_twice_with_equal_numbers_is_one(tmp_path):
     config = saved(tmp_path)
     changed(tmp_path, lambda state: state.update({"lm_head.weight": state["model.embed_tokens.weight"].clone()}))
-    policy = filled(outline_policy(config, seed=0, temperature=1.0))
+    policy = filled(build_policy_on_meta(config, seed=0, temperature=1.0))
     assert policy.lm.get_output_embeddings().weight is policy.lm.get_input_embeddings().weight
 
 
 def test_experts_that_are_fused_at_load_are_loaded_whole_and_right(tmp_path):
     config = saved(tmp_path, "qwen3_moe")
-    outlined, expected = (make(config, seed=0, temperature=1.0) for make in (outline_policy, build_policy))
+    outlined, expected = (make(config, seed=0, temperature=1.0) for make in (build_policy_on_meta, build_policy))
     assert outlined.stored is None
     assert "read whole by every process: transformers renames or fuses" in outlined.loading
     state = expected.state_dict()
@@ -156,7 +156,7 @@ def test_a_damaged_file_is_the_users_error(tmp_path):
     config = saved(tmp_path)
     (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:1000])
     with pytest.raises(ConfigError, match=r"model\.path=.*damaged"):
-        outline_policy(config, seed=0, temperature=1.0)
+        build_policy_on_meta(config, seed=0, temperature=1.0)
 
 
 def test_another_shape_is_not_taken(tmp_path):
@@ -167,9 +167,9 @@ def test_another_shape_is_not_taken(tmp_path):
 
 
 def test_stand_ins_take_no_memory_and_leave_no_trace(tmp_path):
-    outlined = outline_policy(saved(tmp_path), seed=0, temperature=1.0)
+    outlined = build_policy_on_meta(saved(tmp_path), seed=0, temperature=1.0)
     before = dict(outlined.named_parameters())
-    with pytest.raises(KeyError), weights.stand_ins(outlined.lm):
+    with pytest.raises(KeyError), weights.meta_parameters(outlined.lm):
         assert {p.untyped_storage().nbytes() for p in outlined.parameters()} == {4}
         outlined.requires_grad_(False)
         raise KeyError
@@ -180,6 +180,6 @@ def test_stand_ins_take_no_memory_and_leave_no_trace(tmp_path):
 
 def test_the_generation_settings_of_the_folder_are_kept(tmp_path):
     config = saved(tmp_path)
-    settings = json.loads((tmp_path / "generation_config.json").read_text())
-    (tmp_path / "generation_config.json").write_text(json.dumps({**settings, "top_k": 7}))
-    assert outline_policy(config, seed=0, temperature=1.0).lm.generation_config.top_k == 7
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps({**generation, "top_k": 7}))
+    assert build_policy_on_meta(config, seed=0, temperature=1.0).lm.generation_config.top_k == 7

@@ -7,8 +7,8 @@ import torch
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rlmodule.ops.chunked_head import LONG_ROW
 from rlmodule.ops.head import linear_logprobs, linear_loss
-from rlmodule.ops.head_chunks import LONG_ROW
 from rlmodule.ops.logprobs import entropy_from_logits, logprobs_from_logits
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 11, 6, 17
@@ -100,11 +100,11 @@ class Again(torch.autograd.Function):
 @pytest.mark.parametrize("whole_sequences", [False, True])
 def test_gradcheck(with_entropy, whole_sequences):
     hidden, weight, bias, labels = problem()
-    settings = {"temperature": 0.9, "softcap": 3.0, "chunk_size": 4}
+    config = {"temperature": 0.9, "softcap": 3.0, "chunk_size": 4}
     flags = {"with_entropy": with_entropy, "whole_sequences": whole_sequences}
 
     def loss(hidden, weight, bias):
-        return linear_loss(hidden, weight, labels, weighted, bias=bias, **settings, **flags)
+        return linear_loss(hidden, weight, labels, weighted, bias=bias, **config, **flags)
 
     assert gradcheck(lambda *inputs: Again.apply(loss, *inputs), (hidden, weight, bias))
 
@@ -115,8 +115,8 @@ def test_gradcheck(with_entropy, whole_sequences):
 def test_scores_are_those_of_the_definition(temperature, softcap, with_bias, chunk_size):
     hidden, weight, bias, labels = problem()
     bias = bias if with_bias else None
-    settings = {"bias": bias, "temperature": temperature, "softcap": softcap}
-    said = linear_logprobs(hidden, weight, labels, **settings, chunk_size=chunk_size, with_entropy=True)
+    config = {"bias": bias, "temperature": temperature, "softcap": softcap}
+    said = linear_logprobs(hidden, weight, labels, **config, chunk_size=chunk_size, with_entropy=True)
     expected = plain(hidden, weight, bias, labels, temperature, softcap)
     torch.testing.assert_close((said.logprob, said.entropy), expected, rtol=1e-12, atol=1e-12)
     assert not said.logprob.requires_grad
@@ -126,8 +126,8 @@ def test_scores_are_those_of_the_definition(temperature, softcap, with_bias, chu
 @pytest.mark.parametrize("chunk_size", [1, 4, 100])
 def test_an_energy_is_the_squared_gradient_of_the_log_probability_by_the_logits(temperature, softcap, chunk_size):
     hidden, weight, bias, labels = problem()
-    settings = {"bias": bias, "temperature": temperature, "softcap": softcap}
-    said = linear_logprobs(hidden, weight, labels, **settings, chunk_size=chunk_size, with_energy=True)
+    config = {"bias": bias, "temperature": temperature, "softcap": softcap}
+    said = linear_logprobs(hidden, weight, labels, **config, chunk_size=chunk_size, with_energy=True)
     logits = hidden @ weight.t() + bias
     logits = logits if softcap is None else softcap * (logits / softcap).tanh()
     logits = (logits / temperature).detach().requires_grad_()
@@ -357,13 +357,13 @@ def test_the_weight_gradient_of_half_precision_is_summed_in_float32():
 def test_autocast_decides_the_products_and_leaves_float32_gradients(with_entropy):
     hidden, weight, _, labels = problem(torch.float32)
     half_hidden, half_weight = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
-    settings = {"chunk_size": 4, "with_entropy": with_entropy}
+    config = {"chunk_size": 4, "with_entropy": with_entropy}
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = linear_loss(hidden, weight, labels, weighted, **settings)
-        logprob = linear_logprobs(hidden, weight, labels, **settings).logprob
+        loss = linear_loss(hidden, weight, labels, weighted, **config)
+        logprob = linear_logprobs(hidden, weight, labels, **config).logprob
     loss.backward()
-    assert torch.equal(logprob, linear_logprobs(half_hidden, half_weight, labels, **settings).logprob)
-    expected = linear_loss(half_hidden, half_weight, labels, weighted, **settings)
+    assert torch.equal(logprob, linear_logprobs(half_hidden, half_weight, labels, **config).logprob)
+    expected = linear_loss(half_hidden, half_weight, labels, weighted, **config)
     assert torch.equal(loss, expected)
     expected.backward()
     for got, half in ((hidden.grad, half_hidden.grad), (weight.grad, half_weight.grad)):
@@ -458,9 +458,9 @@ def test_given_logits_agree_with_the_head():
 def test_on_cuda_the_head_agrees_with_float64_on_the_host(dtype):
     hidden, weight, _, labels = problem(dtype, num_tokens=50)
     on_device = [x.detach().cuda().requires_grad_() for x in (hidden, weight)]
-    settings = {"temperature": 0.8, "chunk_size": 8, "with_entropy": True}
+    config = {"temperature": 0.8, "chunk_size": 8, "with_entropy": True}
     score = lambda logprob, entropy, part: (logprob + entropy).sum()  # noqa: E731
-    loss = linear_loss(*on_device, labels.cuda(), score, **settings)
+    loss = linear_loss(*on_device, labels.cuda(), score, **config)
     expected = sum(plain(hidden, weight, None, labels, temperature=0.8)).sum()
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
     torch.testing.assert_close(loss.double().cpu(), expected, rtol=tolerance, atol=50 * tolerance)

@@ -86,7 +86,7 @@ def test_group_statistics_by_hand():
     assert stats.count.tolist() == [2, 1, 2, 2, 0]
     assert stats.mean.tolist() == [2, 4, 2, 2, 0]
     assert stats.std.tolist() == pytest.approx([math.sqrt(2), 0, math.sqrt(2), math.sqrt(2), 0])
-    assert stats.is_flat.tolist() == [False, True, False, False, True]
+    assert stats.has_zero_std.tolist() == [False, True, False, False, True]
 
 
 @settings(max_examples=50, deadline=None)
@@ -101,7 +101,7 @@ def test_group_statistics_agree_with_a_loop_over_groups(rows):
         assert stats.count[i] == len(members)
         assert stats.mean[i].item() == pytest.approx(members.mean().item() if len(members) else 0, abs=1e-9)
         assert stats.std[i].item() == pytest.approx(members.std().item() if len(members) > 1 else 0, abs=1e-9)
-        assert stats.is_flat[i].item() == (len(set(members.tolist())) < 2)
+        assert stats.has_zero_std[i].item() == (len(set(members.tolist())) < 2)
 
 
 def test_a_large_mean_costs_no_digits():

@@ -24,28 +24,28 @@ from rlmodule.core.types import LossInputs, TokenLoss
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.parity.compare import metric_differences, parameter_difference
 from rlmodule.parity.layouts import LAYOUTS, REFERENCE, ParityLayout, chosen
-from rlmodule.parity.ranks import Outcome, session_for
-from rlmodule.parity.report import judge, prove, refusal
+from rlmodule.parity.ranks import Outcome, run_for_layout
+from rlmodule.parity.report import check_parity, judge, refusal
 from rlmodule.parity.samples import make_samples
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.run.session import Session
-from rlmodule.run.settings import ParityConfig
+from rlmodule.run.config import ParityConfig
+from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 
 
-def session_in(folder: Path, *overrides: str) -> Session:
+def session_in(folder: Path, *overrides: str) -> Run:
     with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
         config = hydra.compose("train", ["task=parity", "model.architecture.hidden_size=32", *overrides])
-    return Session.read(config, RunDirectory(folder), STRATEGIES)
+    return Run.read(config, RunDirectory(folder), STRATEGIES)
 
 
-def verdicts_of(session: Session) -> tuple[bool, dict[str, dict[str, Any]], str]:
+def verdicts_of(run: Run) -> tuple[bool, dict[str, dict[str, Any]], str]:
     """(whether none failed, what the file says of each layout, what was printed)."""
     printed = Console(file=StringIO(), width=200)
-    passed = prove(session, printed)
-    content = json.loads((session.run_dir.root / "parity.json").read_text())
+    passed = check_parity(run, printed)
+    content = json.loads((run.run_dir.root / "parity.json").read_text())
     return passed, {v["name"]: v for v in content["layouts"]}, printed.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -53,16 +53,16 @@ def verdicts_of(session: Session) -> tuple[bool, dict[str, dict[str, Any]], str]
 def test_layouts_that_only_cut_differently_pass(tmp_path: Path) -> None:
     layouts = "parity.layouts=[half_budget,other_order,fixed_size,shared_prompts,ddp_2,ddp_2_sp2_shared]"
     kinds = ["algorithm.use_kl_loss=true", "algorithm.entropy_coeff=0.01"]
-    passed, verdicts, printed = verdicts_of(session_in(tmp_path, layouts, *kinds))
+    passed, results, printed = verdicts_of(session_in(tmp_path, layouts, *kinds))
     assert passed, printed
     names = ["half_budget", "other_order", "fixed_size", "shared_prompts", "ddp_2", "ddp_2_sp2_shared"]
-    assert list(verdicts) == ["single", *names]
-    for verdict in verdicts.values():
-        assert verdict["verdict"] == "PASS"
-        assert {"actor/loss", "actor/grad_norm", "actor/kl_loss", "actor/entropy"} <= set(verdict["by_metric"])
-    assert verdicts["ddp_2"]["loss"] < 1e-6
-    assert verdicts["ddp_2_sp2_shared"]["grad_norm"] < 1e-6
-    assert 0 < max(v["parameters"] for v in verdicts.values()) < 1e-4
+    assert list(results) == ["single", *names]
+    for result in results.values():
+        assert result["verdict"] == "PASS"
+        assert {"actor/loss", "actor/grad_norm", "actor/kl_loss", "actor/entropy"} <= set(result["by_metric"])
+    assert results["ddp_2"]["loss"] < 1e-6
+    assert results["ddp_2_sp2_shared"]["grad_norm"] < 1e-6
+    assert 0 < max(v["parameters"] for v in results.values()) < 1e-4
     assert "7 passed, 0 failed, 0 skipped" in printed
     assert not (tmp_path / "parity_reference.pt").exists()
 
@@ -76,10 +76,10 @@ def test_values_are_compared_too(tmp_path: Path, value: str) -> None:
         "parity.layouts=[half_budget,ddp_2,ddp_2_sp2]",
         "parity.steps=3",
     ]
-    passed, verdicts, printed = verdicts_of(session_in(tmp_path, *overrides))
+    passed, results, printed = verdicts_of(session_in(tmp_path, *overrides))
     assert passed, printed
-    for verdict in verdicts.values():
-        assert {"actor/loss", "critic/vf_loss", "critic/vf_clip_frac"} <= set(verdict["by_metric"])
+    for result in results.values():
+        assert {"actor/loss", "critic/vf_loss", "critic/vf_clip_frac"} <= set(result["by_metric"])
 
 
 @dataclass(frozen=True)
@@ -101,40 +101,40 @@ class Broken(PPOClip):
 
 @pytest.mark.ranks
 def test_a_loss_that_depends_on_the_cut_fails(tmp_path: Path) -> None:
-    session = session_in(tmp_path, "parity.layouts=[half_budget]", "parity.steps=2")
-    session.settings = replace(session.settings, loss=DividedByItsOwnSamples())
-    passed, verdicts, printed = verdicts_of(session)
+    run = session_in(tmp_path, "parity.layouts=[half_budget]", "parity.steps=2")
+    run.config = replace(run.config, loss=DividedByItsOwnSamples())
+    passed, results, printed = verdicts_of(run)
     assert not passed
-    assert verdicts["single"]["verdict"] == "PASS"
-    assert verdicts["half_budget"]["verdict"] == "FAIL"
-    assert "actor/pg_loss is off by" in verdicts["half_budget"]["reason"]
+    assert results["single"]["verdict"] == "PASS"
+    assert results["half_budget"]["verdict"] == "FAIL"
+    assert "actor/pg_loss is off by" in results["half_budget"]["reason"]
     assert "1 passed, 1 failed" in printed
 
 
 @pytest.mark.ranks
 def test_a_reference_that_cannot_train_ends_it_with_its_traceback(tmp_path: Path) -> None:
-    session = session_in(tmp_path, "parity.layouts=[single]")
-    session.settings = replace(session.settings, loss=Broken())
+    run = session_in(tmp_path, "parity.layouts=[single]")
+    run.config = replace(run.config, loss=Broken())
     with pytest.raises(
         TrainingError, match=r"(?s)one process alone cannot train this model.*ZeroDivisionError: planted"
     ):
-        prove(session, Console(file=StringIO()))
+        check_parity(run, Console(file=StringIO()))
 
 
 def test_what_cannot_run_here_is_skipped_with_its_reason(tmp_path: Path) -> None:
-    session = session_in(tmp_path)
-    reason = refusal(session_for(session, ParityLayout("x", "x", "nonesuch", 2)))
+    run = session_in(tmp_path)
+    reason = refusal(run_for_layout(run, ParityLayout("x", "x", "nonesuch", 2)))
     assert reason is not None
     assert reason.startswith("strategy=nonesuch: no strategy has that name")
-    reason = refusal(session_for(session, ParityLayout("x", "x", "ddp", 3, {"sp_size": 3})))
+    reason = refusal(run_for_layout(run, ParityLayout("x", "x", "ddp", 3, {"sp_size": 3})))
     assert reason is not None
     assert "num_attention_heads=4 and num_key_value_heads=2 do not split over sp_size=3" in reason
-    assert refusal(session_for(session, ParityLayout("x", "x", "ddp", 4, {"sp_size": 2}))) is None
+    assert refusal(run_for_layout(run, ParityLayout("x", "x", "ddp", 4, {"sp_size": 2}))) is None
     adapters = session_in(tmp_path, "model.lora.r=4")
-    assert refusal(session_for(adapters, ParityLayout("x", "x", "fsdp2", 2, {"tp_size": 2}))) is None
+    assert refusal(run_for_layout(adapters, ParityLayout("x", "x", "fsdp2", 2, {"tp_size": 2}))) is None
     pytest.importorskip("deepspeed")
     selective = session_in(tmp_path, "model.activation_checkpointing=selective")
-    reason = refusal(session_for(selective, ParityLayout("x", "x", "deepspeed", 2, {"stage": 3})))
+    reason = refusal(run_for_layout(selective, ParityLayout("x", "x", "deepspeed", 2, {"stage": 3})))
     assert reason is not None
     assert reason.startswith(
         "model.activation_checkpointing=selective: strategy=deepspeed gathers weights inside blocks"
@@ -144,7 +144,7 @@ def test_what_cannot_run_here_is_skipped_with_its_reason(tmp_path: Path) -> None
 def test_under_torchrun_it_says_how_to_start_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     with pytest.raises(ConfigError, match=r"task=parity: it starts processes of its own"):
-        prove(session_in(tmp_path))
+        check_parity(session_in(tmp_path))
 
 
 def test_the_reference_always_leads_and_unknown_names_are_refused() -> None:
@@ -156,16 +156,16 @@ def test_the_reference_always_leads_and_unknown_names_are_refused() -> None:
 
 def test_the_rollouts_are_hard_to_cut(tmp_path: Path) -> None:
     config = ParityConfig()
-    samples = make_samples(session_in(tmp_path).supply.examples(), config)
+    samples = make_samples(session_in(tmp_path).dataset.examples(), config)
     assert len(samples) % config.samples_per_step == 1, "the last mini-batch has one sample: other ranks run dummies"
     lengths = [s.sample.meta.length for s in samples]
     assert min(lengths) <= 4
-    assert config.longest / 2 < max(lengths) <= config.longest
+    assert config.max_length / 2 < max(lengths) <= config.max_length
     assert sum(s.score.value is None for s in samples) == 1
     assert samples[-1].score.value is not None
     assert any(s.sample.meta.loss_tokens < s.sample.meta.response_len for s in samples), "tool tokens"
-    metas = [replace(s.sample.meta, is_left_out=s.score.value is None) for s in samples]
-    cut = BatchingConfig(config.samples_per_step, max_token_len_per_gpu=2 * config.longest, shuffle=False)
+    metas = [replace(s.sample.meta, is_skipped=s.score.value is None) for s in samples]
+    cut = BatchingConfig(config.samples_per_step, max_token_len_per_gpu=2 * config.max_length, shuffle=False)
     plans = BalancedSampler(metas, cut, Layout(4), seed=0, iteration=0).plans
     assert len(plans) == config.steps
     assert [[len(step) for step in rank] for rank in plans[-1].micro_batches].count([0]) == 3, "dummies"
@@ -199,15 +199,15 @@ def test_what_is_missing_or_not_a_number_is_infinitely_far(steps: list[dict[str,
     assert max(metric_differences(steps, STEPS).values()) == math.inf
     config = ParityConfig()
     reference = Outcome(STEPS, 0.0, "", 1.0)
-    assert judge(REFERENCE, Outcome(steps, 0.0, "", 1.0), reference, config).verdict == "FAIL"
+    assert judge(REFERENCE, Outcome(steps, 0.0, "", 1.0), reference, config).result == "FAIL"
 
 
 def test_loss_and_norm_are_those_of_whichever_models_train() -> None:
     """Of two the one that is further off; a reward model alone is judged like a policy."""
     steps = [{"reward_model/loss": 2.0, "reward_model/grad_norm": 1.0, "critic/grad_norm": 1.0}]
     other = [{"reward_model/loss": 1.5, "reward_model/grad_norm": 0.75, "critic/grad_norm": 0.5}]
-    verdict = judge(REFERENCE, Outcome(other, 0.0, "", 1.0), Outcome(steps, 0.0, "", 1.0), ParityConfig())
-    assert (verdict.loss, verdict.grad_norm) == (pytest.approx(0.25), pytest.approx(0.5))
+    result = judge(REFERENCE, Outcome(other, 0.0, "", 1.0), Outcome(steps, 0.0, "", 1.0), ParityConfig())
+    assert (result.loss, result.grad_norm) == (pytest.approx(0.25), pytest.approx(0.5))
 
 
 def test_nan_in_both_runs_is_the_same_number() -> None:
@@ -224,7 +224,7 @@ def test_a_weight_is_held_against_its_tensor() -> None:
     assert parameter_difference([("c", torch.zeros(1)), *reference.items()], reference) == ("c", math.inf)
     nan = {**reference, "b": torch.tensor([math.nan, 0.0])}
     outcome = Outcome(STEPS, parameter_difference(nan.items(), reference)[1], "b", 1.0)
-    assert judge(REFERENCE, outcome, Outcome(STEPS, 0.0, "", 1.0), ParityConfig()).verdict == "FAIL"
+    assert judge(REFERENCE, outcome, Outcome(STEPS, 0.0, "", 1.0), ParityConfig()).result == "FAIL"
 
 
 @pytest.mark.ranks

@@ -5,22 +5,28 @@ import math
 import pytest
 
 from rlmodule.experience.iteration_metrics import (
-    Tally,
+    RunTotals,
     answer_metrics,
     iteration_metrics,
     length_metrics,
     reward_metrics,
 )
-from rlmodule.records.journal import Lap, Record
+from rlmodule.records.metrics_log import Elapsed, Record
 from rlmodule.records.summary import Change, changes, run_totals, running_mean, series
-from tests.callbacks.builders import fact, iteration_of
+from tests.callbacks.builders import info, iteration_of
 
-LAPS = {"collect": Lap(1.5, 1.0), "validate": Lap(9.0, 9.0), "update": Lap(0.5, 0.25)}
+LAPS = {"collect": Elapsed(1.5, 1.0), "validate": Elapsed(9.0, 9.0), "update": Elapsed(0.5, 0.25)}
 
 
 def test_reward_statistics_are_those_of_the_scored_responses():
-    facts = [fact(0, 1.0), fact(1, None), fact(2, 0.0, group=1), fact(3, math.nan, group=1), fact(4, 0.5, group=1)]
-    metrics = reward_metrics(facts)
+    sample_info = [
+        info(0, 1.0),
+        info(1, None),
+        info(2, 0.0, group=1),
+        info(3, math.nan, group=1),
+        info(4, 0.5, group=1),
+    ]
+    metrics = reward_metrics(sample_info)
     # scored: 1, 0, 0.5; mean 0.5, squared distances 0.25 + 0.25 + 0 over 3
     assert metrics["reward/mean"] == 0.5
     assert metrics["reward/std"] == pytest.approx(math.sqrt(0.5 / 3))
@@ -28,59 +34,59 @@ def test_reward_statistics_are_those_of_the_scored_responses():
 
 
 def test_flat_groups_is_the_share_of_groups_whose_scored_rewards_are_all_equal():
-    flat = [fact(0, 1.0), fact(1, 1.0), fact(2, None)]
-    mixed = [fact(3, 0.0, group=1), fact(4, 1.0, group=1)]
-    unscored = [fact(5, None, group=2)]
-    assert reward_metrics([*flat, *mixed, *unscored])["reward/flat_groups"] == 0.5
+    flat = [info(0, 1.0), info(1, 1.0), info(2, None)]
+    mixed = [info(3, 0.0, group=1), info(4, 1.0, group=1)]
+    unscored = [info(5, None, group=2)]
+    assert reward_metrics([*flat, *mixed, *unscored])["reward/zero_std_groups"] == 0.5
 
 
 def test_a_component_is_averaged_over_the_responses_that_have_it():
-    facts = [fact(0, 1.0, format=1.0), fact(1, 0.0, format=0.0, brevity=0.2), fact(2, None, format=9.0)]
-    metrics = reward_metrics(facts)
+    sample_info = [info(0, 1.0, format=1.0), info(1, 0.0, format=0.0, brevity=0.2), info(2, None, format=9.0)]
+    metrics = reward_metrics(sample_info)
     assert (metrics["reward/format"], metrics["reward/brevity"]) == (0.5, 0.2)
 
 
 def test_a_component_never_takes_the_name_of_a_statistic():
-    metrics = reward_metrics([fact(0, 1.0, mean=5.0)])
+    metrics = reward_metrics([info(0, 1.0, mean=5.0)])
     assert (metrics["reward/mean"], metrics["reward/mean_part"]) == (1.0, 5.0)
 
 
 def test_nothing_scored_gives_nan_and_a_count():
-    metrics = reward_metrics([fact(0, None), fact(1, math.inf)])
+    metrics = reward_metrics([info(0, None), info(1, math.inf)])
     assert metrics["reward/unscored"] == 2.0
-    assert all(math.isnan(metrics[f"reward/{name}"]) for name in ("mean", "std", "min", "max", "flat_groups"))
+    assert all(math.isnan(metrics[f"reward/{name}"]) for name in ("mean", "std", "min", "max", "zero_std_groups"))
 
 
 def test_clip_ratio_is_the_share_of_cut_responses():
-    cut = fact(0, 1.0, response_len=4, truncated=True)
-    metrics = length_metrics([cut, fact(1, 1.0, response_len=2), fact(2, 1.0, response_len=3, prompt_len=10)])
+    cut = info(0, 1.0, response_len=4, truncated=True)
+    metrics = length_metrics([cut, info(1, 1.0, response_len=2), info(2, 1.0, response_len=3, prompt_len=10)])
     assert metrics["response_length/clip_ratio"] == pytest.approx(1 / 3)
     assert [metrics[f"response_length/{name}"] for name in ("mean", "max", "min")] == [3.0, 4.0, 2.0]
     assert [metrics[f"prompt_length/{name}"] for name in ("mean", "max", "min")] == [6.0, 10.0, 4.0]
 
 
 def test_padding_counts_nowhere():
-    facts = [fact(0, 1.0), fact(1, 0.0)]
-    alone = iteration_metrics(iteration_of(facts, [1.0, -1.0]), {}, LAPS, Tally().after(1, facts))
-    facts.append(fact(-1, 0.5, group=-1, prompt_len=1, response_len=1, is_padding=True))
-    padded = iteration_metrics(iteration_of(facts, [1.0, -1.0, 7.0]), {}, LAPS, Tally().after(1, facts))
+    sample_info = [info(0, 1.0), info(1, 0.0)]
+    alone = iteration_metrics(iteration_of(sample_info, [1.0, -1.0]), {}, LAPS, RunTotals().after(1, sample_info))
+    sample_info.append(info(-1, 0.5, group=-1, prompt_len=1, response_len=1, is_padding=True))
+    padded = iteration_metrics(iteration_of(sample_info, [1.0, -1.0, 7.0]), {}, LAPS, RunTotals().after(1, sample_info))
     assert padded == alone
 
 
 def test_advantages_of_unscored_responses_are_left_out():
-    iteration = iteration_of([fact(0, 1.0), fact(1, None), fact(2, 0.0)], [0.7, 0.0, 0.5])
-    metrics = iteration_metrics(iteration, {}, LAPS, Tally())
+    iteration = iteration_of([info(0, 1.0), info(1, None), info(2, 0.0)], [0.7, 0.0, 0.5])
+    metrics = iteration_metrics(iteration, {}, LAPS, RunTotals())
     assert [metrics[f"advantage/{name}"] for name in ("mean", "min", "max")] == [pytest.approx(0.6), 0.5, 0.7]
 
 
 def test_no_advantage_is_logged_where_the_loss_needs_none():
-    metrics = iteration_metrics(iteration_of([fact(0, 1.0)]), {}, LAPS, Tally())
+    metrics = iteration_metrics(iteration_of([info(0, 1.0)]), {}, LAPS, RunTotals())
     assert not any(name.startswith("advantage/") for name in metrics)
 
 
 def test_throughput_is_over_the_wall_clock_of_the_iteration_without_validation():
-    facts = [fact(0, 1.0, prompt_len=6, response_len=4), fact(1, 1.0, prompt_len=8, response_len=2)]
-    metrics = iteration_metrics(iteration_of(facts), {"rollout": 1.0, "reward": 0.25}, LAPS, Tally())
+    sample_info = [info(0, 1.0, prompt_len=6, response_len=4), info(1, 1.0, prompt_len=8, response_len=2)]
+    metrics = iteration_metrics(iteration_of(sample_info), {"rollout": 1.0, "reward": 0.25}, LAPS, RunTotals())
     assert metrics["timing_s/iteration"] == 2.0  # collect 1.5 + update 0.5
     assert metrics["perf/tokens_per_s"] == 10.0  # 20 tokens
     assert (metrics["timing_s/rollout"], metrics["timing_s/reward"], metrics["timing_s/update"]) == (1.0, 0.25, 0.5)
@@ -88,14 +94,14 @@ def test_throughput_is_over_the_wall_clock_of_the_iteration_without_validation()
 
 
 def test_progress_counts_samples_and_tokens_of_every_iteration():
-    facts = [fact(0, 1.0), fact(1, 1.0)]  # 6 tokens each
-    tally = Tally().after(1, facts).after(2, facts)
-    metrics = iteration_metrics(iteration_of(facts), {}, LAPS, tally)
+    sample_info = [info(0, 1.0), info(1, 1.0)]  # 6 tokens each
+    totals_so_far = RunTotals().after(1, sample_info).after(2, sample_info)
+    metrics = iteration_metrics(iteration_of(sample_info), {}, LAPS, totals_so_far)
     assert [metrics[f"progress/{name}"] for name in ("iteration", "samples", "tokens")] == [2.0, 4.0, 24.0]
 
 
 def test_accuracy_is_the_mean_reward_of_the_scored_answers():
-    metrics = answer_metrics([fact(0, 1.0), fact(1, 0.0, response_len=6), fact(2, None)])
+    metrics = answer_metrics([info(0, 1.0), info(1, 0.0, response_len=6), info(2, None)])
     assert (metrics["val/accuracy"], metrics["val/unscored"]) == (0.5, 1.0)
     assert metrics["val/response_length"] == pytest.approx(10 / 3)
 

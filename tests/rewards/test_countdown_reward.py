@@ -8,11 +8,11 @@ from rlmodule.environments.countdown import Countdown as CountdownTask
 from rlmodule.rewards.countdown import Countdown
 
 
-def sample(text, answer="8", meta=None, finish="stop"):
+def sample(text, answer="8", meta=None, finish_reason="stop"):
     ids = torch.tensor([1])
     meta = {"numbers": [3, 7, 2]} if meta is None else meta
     prompt = Prompt(row=4, ids=(1,), text="p", answer=answer, source="countdown", meta=meta)
-    return Sample(0, 0, prompt, ids, ids.bool(), finish=finish, text=text)
+    return Sample(0, 0, prompt, ids, ids.bool(), finish_reason=finish_reason, text=text)
 
 
 @pytest.mark.parametrize(
@@ -62,19 +62,19 @@ def test_every_solution_of_the_task_scores():
 
 @pytest.mark.parametrize("truncated", [0.0, None])
 def test_a_truncated_response_gets_the_score_set_for_it(truncated):
-    [verdict] = Countdown(truncated=truncated)([sample("3+7-2", finish="length")])
+    [verdict] = Countdown(truncated=truncated)([sample("3+7-2", finish_reason="length")])
     assert verdict.value == truncated
 
 
 @pytest.mark.parametrize(("answer", "meta"), [(None, None), ("x", None), ("8", {}), ("8", {"numbers": 3})])
 def test_a_row_without_numbers_or_target_lacks_them(answer, meta):
     prompt = sample("3+7-2", answer, meta).prompt
-    assert f"found answer={answer!r}" in (Countdown().lacks(prompt.answer, prompt.meta) or "")
+    assert f"found answer={answer!r}" in (Countdown().missing_fields(prompt.answer, prompt.meta) or "")
 
 
 def test_a_row_of_the_task_lacks_nothing():
     for row in CountdownTask(train_size=30).rows("train"):
-        assert Countdown().lacks(row["answer"], row) is None
+        assert Countdown().missing_fields(row["answer"], row) is None
 
 
 def test_the_numbers_may_be_called_otherwise():

@@ -7,10 +7,10 @@ from rlmodule.core.types import Prompt, Sample
 from rlmodule.rewards.exact_match import ExactMatch
 
 
-def sample(text, answer="0123", finish="stop"):
+def sample(text, answer="0123", finish_reason="stop"):
     ids = torch.tensor([1])
     prompt = Prompt(row=4, ids=(1,), text="p", answer=answer, source="sort")
-    return Sample(0, 0, prompt, ids, ids.bool(), finish=finish, text=text)
+    return Sample(0, 0, prompt, ids, ids.bool(), finish_reason=finish_reason, text=text)
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,10 @@ def test_a_response_scores_one_when_it_is_the_answer(keys, text, answer, score):
 
 @pytest.mark.parametrize("truncated", [0.0, -1.0, None])
 def test_a_truncated_response_gets_the_score_set_for_it(truncated):
-    cut, whole = ExactMatch(truncated=truncated)([sample("0123", finish="length"), sample("0123")])
+    cut, whole = ExactMatch(truncated=truncated)([sample("0123", finish_reason="length"), sample("0123")])
     assert (cut.value, whole.value) == (truncated, 1.0)
 
 
 def test_a_row_without_an_answer_lacks_it():
-    assert "it has no answer" in (ExactMatch().lacks(None, {}) or "")
-    assert ExactMatch().lacks("", {}) is None
+    assert "it has no answer" in (ExactMatch().missing_fields(None, {}) or "")
+    assert ExactMatch().missing_fields("", {}) is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlmodule.core.errors import ConfigError, TrainingError
-from rlmodule.core.types import Prompt, Sample, Score
+from rlmodule.core.types import Prompt, RewardResult, Sample
 from rlmodule.rewards.function import Function
 
 CODE = """
@@ -50,7 +50,10 @@ FINE = {"failed": 0.0, "timed_out": 0.0}
 
 def test_our_own_convention(function):
     samples = [sample("a", "a", level=1), sample("a", "b", level=2)]
-    assert function("ours")(samples) == [Score(1.0, {"level": 1.0} | FINE), Score(0.0, {"level": 2.0} | FINE)]
+    assert function("ours")(samples) == [
+        RewardResult(1.0, {"level": 1.0} | FINE),
+        RewardResult(0.0, {"level": 2.0} | FINE),
+    ]
     assert function("ours", arguments={"bonus": 0.5})(samples)[1].value == 0.5
     assert function("ours")([]) == []
 
@@ -59,8 +62,8 @@ def test_the_convention_of_verl(function):
     reward = function("compute_score", style="verl")
     typed = sample("b", "9", weight=0.5, reward_model={"ground_truth": "b"})
     assert reward([sample("a", "a", weight=2), typed]) == [
-        Score(2.0, {"acc": 1.0} | FINE),
-        Score(0.5, {"acc": 1.0} | FINE),
+        RewardResult(2.0, {"acc": 1.0} | FINE),
+        RewardResult(0.5, {"acc": 1.0} | FINE),
     ]
 
 
@@ -68,8 +71,8 @@ def test_the_convention_of_trl(function):
     turns = sample("q", None, level=10, messages=[{"role": "user", "content": "q"}])
     # 3 ids, the column, and 1 where the completion repeats the prompt
     assert function("rewards", style="trl")([turns, sample("x", None, level=20)]) == [
-        Score(14.0, FINE),
-        Score(23.0, FINE),
+        RewardResult(14.0, FINE),
+        RewardResult(23.0, FINE),
     ]
 
 
@@ -90,7 +93,7 @@ def test_the_convention_of_trl(function):
 def test_what_is_no_number_is_not_scored_and_what_is_no_verdict_is_a_failure(function, response, value, failed):
     verdict, other = function("odd")([sample(response), sample("int")])
     assert (verdict.value, verdict.parts["failed"]) == (value, failed)
-    assert other == Score(3.0, FINE)
+    assert other == RewardResult(3.0, FINE)
     assert not any(math.isnan(part) for part in verdict.parts.values())
 
 

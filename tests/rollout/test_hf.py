@@ -8,9 +8,9 @@ import torch
 from rlmodule.batching.collate import pack_rows
 from rlmodule.core.contract import SampleRequest
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import ExperienceRow, Prompt, StepTotals
+from rlmodule.core.types import Prompt, StepTotals, TrainingSample
 from rlmodule.models.byte_tokenizer import byte_tokenizer
-from rlmodule.rollout.hf import HFRollout, stop_ids
+from rlmodule.rollout.hf import HFRolloutConfig, stop_ids
 from tests.helpers.tiny import FAMILIES, single, stock, tiny_policy, tokens
 
 END = 1  # what the tiny vocabulary ends a response with
@@ -40,10 +40,10 @@ REQUESTS = [
 ]
 
 
-def engine_of(policy, **settings):
+def engine_of(policy, **config):
     strategy = single({"policy": policy})
-    settings = HFRollout(**{"max_response_length": LIMIT, **settings})
-    return settings.connect(
+    config = HFRolloutConfig(**{"max_response_length": LIMIT, **config})
+    return config.connect(
         lambda: strategy.wrapped("policy"), lambda: strategy.eval_mode("policy"), TinyTokenizer(), torch.device("cpu")
     )
 
@@ -58,7 +58,7 @@ def test_responses_come_in_the_order_of_the_requests():
     assert [s.prompt.row for s in samples] == [r.prompt for r in REQUESTS]
     for s in samples:
         assert s.loss_mask.all()
-        assert len(s.response_ids) == len(s.sampler_logprob) <= LIMIT
+        assert len(s.response_ids) == len(s.rollout_logprob) <= LIMIT
 
 
 @pytest.mark.parametrize(
@@ -70,9 +70,9 @@ def test_a_response_does_not_depend_on_who_is_drawn_beside_it(cut):
     together = engine.generate(PROMPTS, REQUESTS)
     apart = [s for part in cut for s in engine.generate(PROMPTS, [REQUESTS[i] for i in part])]
     assert ids_of(apart) == ids_of(together)
-    logprob = {s.sample_id: s.sampler_logprob for s in apart}
+    logprob = {s.sample_id: s.rollout_logprob for s in apart}
     for s in together:
-        torch.testing.assert_close(logprob[s.sample_id], s.sampler_logprob, rtol=0, atol=1e-5)
+        torch.testing.assert_close(logprob[s.sample_id], s.rollout_logprob, rtol=0, atol=1e-5)
 
 
 def test_the_size_of_a_wave_changes_nothing():
@@ -111,20 +111,20 @@ def test_sampler_log_probabilities_equal_the_scored_ones(family, temperature):
     """What was recorded while drawing, against the training pass over the same tokens."""
     policy = tiny_policy(family, temperature=temperature)
     samples = engine_of(policy, temperature=temperature).generate(PROMPTS, REQUESTS)
-    scored = policy(pack_rows([ExperienceRow(s) for s in samples], StepTotals(1000, 6))).logprob
-    torch.testing.assert_close(scored, torch.cat([s.sampler_logprob for s in samples]), rtol=0, atol=1e-5)
+    scored = policy(pack_rows([TrainingSample(s) for s in samples], StepTotals(1000, 6))).logprob
+    torch.testing.assert_close(scored, torch.cat([s.rollout_logprob for s in samples]), rtol=0, atol=1e-5)
 
 
 def test_with_top_p_the_recorded_probability_is_the_one_drawn_with():
     """Larger than the policy's own; which is why it is never taken for an old log-probability."""
     policy = tiny_policy()
-    settings = HFRollout(top_p=0.6)
-    assert HFRollout().draws_from_policy
-    assert not settings.draws_from_policy
+    config = HFRolloutConfig(top_p=0.6)
+    assert HFRolloutConfig().draws_from_policy
+    assert not config.draws_from_policy
     samples = engine_of(policy, top_p=0.6).generate(PROMPTS, REQUESTS)
     with torch.no_grad():
-        scored = policy(pack_rows([ExperienceRow(s) for s in samples], StepTotals(1000, 6))).logprob
-    recorded = torch.cat([s.sampler_logprob for s in samples])
+        scored = policy(pack_rows([TrainingSample(s) for s in samples], StepTotals(1000, 6))).logprob
+    recorded = torch.cat([s.rollout_logprob for s in samples])
     assert bool((recorded >= scored - 1e-5).all())
     assert bool((recorded > scored + 0.1).any())
 
@@ -136,11 +136,11 @@ def test_a_response_ends_with_its_end_token_or_is_cut():
         policy.lm.get_output_embeddings().weight[END] *= 4
     requests = [SampleRequest(prompt=1, sample_id=i, group_id=0) for i in range(64)]
     samples = engine_of(policy).generate(PROMPTS, requests)
-    assert {s.finish for s in samples} == {"stop", "length"}
+    assert {s.finish_reason for s in samples} == {"stop", "length"}
     for s in samples:
         ids = s.response_ids.tolist()
         assert END not in ids[:-1]
-        if s.finish == "stop":
+        if s.finish_reason == "stop":
             assert ids[-1] == END, "the model is trained on the token that ended its response"
         else:
             assert len(ids) == LIMIT
@@ -153,13 +153,13 @@ def test_an_end_token_in_the_last_place_counts_as_stopped():
     with torch.no_grad():
         policy.lm.get_output_embeddings().weight[END] *= 4
     samples = engine_of(policy).generate(PROMPTS, [SampleRequest(prompt=1, sample_id=i, group_id=0) for i in range(64)])
-    stopped = next(s for s in samples if s.finish == "stop" and len(s.response_ids) > 1)
+    stopped = next(s for s in samples if s.finish_reason == "stop" and len(s.response_ids) > 1)
     ids = stopped.response_ids.tolist()
     request = SampleRequest(prompt=1, sample_id=stopped.sample_id, group_id=0)
     [again] = engine_of(policy, max_response_length=len(ids)).generate(PROMPTS, [request])
-    assert (again.finish, again.response_ids.tolist()) == ("stop", ids)
+    assert (again.finish_reason, again.response_ids.tolist()) == ("stop", ids)
     [cut] = engine_of(policy, max_response_length=len(ids) - 1).generate(PROMPTS, [request])
-    assert (cut.finish, cut.response_ids.tolist()) == ("length", ids[:-1])
+    assert (cut.finish_reason, cut.response_ids.tolist()) == ("length", ids[:-1])
 
 
 def test_drawing_leaves_the_policy_as_it_was():
@@ -174,7 +174,7 @@ def test_drawing_leaves_the_policy_as_it_was():
 
     strategy = single({"policy": policy})
     policy.train()
-    engine = HFRollout(max_response_length=3).connect(
+    engine = HFRolloutConfig(max_response_length=3).connect(
         lambda: strategy.wrapped("policy"), watched, TinyTokenizer(), torch.device("cpu")
     )
     engine.generate(PROMPTS, REQUESTS)
@@ -201,7 +201,7 @@ def test_responses_follow_the_model_s_distribution():
 
 
 @pytest.mark.parametrize(
-    ("settings", "key"),
+    ("config", "key"),
     [
         ({"n": 0}, "n"),
         ({"top_k": -1}, "top_k"),
@@ -212,9 +212,9 @@ def test_responses_follow_the_model_s_distribution():
         ({"temperature": float("nan")}, "temperature"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings, key):
+def test_settings_that_cannot_work_are_refused(config, key):
     with pytest.raises(ConfigError) as caught:
-        HFRollout(**settings)
+        HFRolloutConfig(**config)
     assert caught.value.key == key
 
 

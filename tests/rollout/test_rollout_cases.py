@@ -18,21 +18,21 @@ from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.contract import SampleRequest
 from rlmodule.core.errors import ConfigError, DataError
-from rlmodule.core.types import ExperienceRow, Prompt, Sample, Score, ScoredSample, StepTotals
+from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample, StepTotals, TrainingSample
 from rlmodule.data.prompts import DataConfig
 from rlmodule.data.rollouts import load_rollouts
-from rlmodule.experience.estimation import Estimation
-from rlmodule.experience.facts import gather_facts
+from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.iteration_metrics import length_metrics
 from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.sample_info import gather_sample_info
 from rlmodule.experience.scoring import Scorer
-from rlmodule.experience.stopwatch import Stopwatch
+from rlmodule.experience.timer import Timer
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import PolicyModel
 from rlmodule.rewards.exact_match import ExactMatch
-from rlmodule.rollout.hf import HFRollout
+from rlmodule.rollout.hf import HFRolloutConfig
 from rlmodule.run.build.models import frozen_copy
-from tests.helpers.sessions import rollouts, run_small, small_session
+from tests.helpers.runs import rollouts, run_small, small_run
 from tests.helpers.tiny import Stepper, sample, single, stock, tiny_policy
 
 TOTALS = StepTotals(tokens=1000, sequences=8)
@@ -50,10 +50,10 @@ def ab_policy():
     return tiny_policy(vocab_size=4, eos_token_id=END, pad_token_id=END)
 
 
-def answers(count, **settings):
+def answers(count, **config):
     """Responses of the model over a, b, ab and end."""
     strategy = single({"policy": ab_policy()})
-    engine = HFRollout(max_response_length=LIMIT, **settings).connect(
+    engine = HFRolloutConfig(max_response_length=LIMIT, **config).connect(
         lambda: strategy.wrapped("policy"), lambda: strategy.eval_mode("policy"), ab_tokenizer(), torch.device("cpu")
     )
     requests = [SampleRequest(prompt=0, sample_id=i, group_id=i) for i in range(count)]
@@ -79,7 +79,7 @@ def test_roll_01_the_temperature_divides_the_logits_in_the_policy_pass():
     policy = PolicyModel(fixed_logits([2.0, 1.0, 0.0, -torch.inf]).lm, temperature=0.5)
     item = Sample(0, 0, Prompt(0, (1,), ""), torch.tensor([0]), torch.tensor([True]))
     with torch.no_grad():
-        scored = policy(pack_rows([ExperienceRow(item)], TOTALS)).logprob
+        scored = policy(pack_rows([TrainingSample(item)], TOTALS)).logprob
     assert scored.item() == pytest.approx(-0.14293162849989915, rel=0, abs=1e-5)
 
 
@@ -88,7 +88,7 @@ def test_roll_01_sampler_old_reference_and_update_agree(temperature):
     """Four passes over the same tokens: drawn, scored as old, scored as reference, and the first update's ratio."""
     policy = tiny_policy(temperature=temperature)
     strategy = single({"policy": policy, "reference": frozen_copy(policy)})
-    engine = HFRollout(max_response_length=8, temperature=temperature).connect(
+    engine = HFRolloutConfig(max_response_length=8, temperature=temperature).connect(
         lambda: strategy.wrapped("policy"), lambda: strategy.eval_mode("policy"), TinyWords(), torch.device("cpu")
     )
     prompts = [sample(i, 3, 1).prompt for i in range(4)]
@@ -97,14 +97,14 @@ def test_roll_01_sampler_old_reference_and_update_agree(temperature):
     objective = Objective(PPOClip(), algorithm)
     maker = ExperienceMaker(
         Scorer(strategy, objective, DynamicCollator(), torch.device("cpu")),
-        Estimation(objective, GRPO(), strategy.collectives),
+        AdvantageStage(objective, GRPO(), strategy.collectives),
         lambda metas: BalancedSampler(metas, BatchingConfig(mini_batch_size=12), strategy.layout, seed=0, iteration=0),
     )
-    scored = [ScoredSample(s, Score(float(s.sample_id % 3))) for s in drawn]
-    iteration = maker(lambda: scored, Stopwatch())
+    scored = [ScoredSample(s, RewardResult(float(s.sample_id % 3))) for s in drawn]
+    iteration = maker(lambda: scored, Timer())
     model = stock(policy)
     for row in iteration.experience.rows.values():
-        torch.testing.assert_close(row.old_logprob, row.sample.sampler_logprob, rtol=0, atol=1e-5)
+        torch.testing.assert_close(row.old_logprob, row.sample.rollout_logprob, rtol=0, atol=1e-5)
         assert torch.equal(row.ref_logprob, row.old_logprob)
         prompt = torch.tensor(row.sample.prompt.ids)
         ids = torch.cat([prompt, row.sample.response_ids])
@@ -131,7 +131,7 @@ class TinyWords:
 
 def test_roll_01_a_temperature_of_0_is_refused():
     with pytest.raises(ConfigError) as caught:
-        HFRollout(temperature=0.0)
+        HFRolloutConfig(temperature=0.0)
     assert caught.value.key == "temperature"
     assert "divided by it in every pass" in str(caught.value)
 
@@ -155,10 +155,10 @@ def test_roll_03_the_sampled_ids_are_trained_on_and_text_is_never_encoded_again(
     assert split, "the model draws it now and then"
     for s in split:
         assert s.text.replace(" ", "").startswith("ab")
-        batch = pack_rows([ExperienceRow(s)], TOTALS)
+        batch = pack_rows([TrainingSample(s)], TOTALS)
         assert batch.input_ids[2:].tolist() == s.response_ids.tolist()
         assert batch.labels[:2].tolist() == [0, 1]
-        assert len(s.sampler_logprob) == len(s.response_ids)
+        assert len(s.rollout_logprob) == len(s.response_ids)
 
 
 def test_roll_03_ids_survive_the_whole_way_into_the_rollouts_file(tmp_path):
@@ -168,10 +168,10 @@ def test_roll_03_ids_survive_the_whole_way_into_the_rollouts_file(tmp_path):
     assert len(rows) == 16
     for row in rows:
         assert len(row["response_ids"]) == len(row["logprobs"]) > 0
-    session = small_session(tmp_path / "other")
-    decoded = [session.tokenizer.decode(row["response_ids"], skip_special_tokens=True) for row in rows]
+    run = small_run(tmp_path / "other")
+    decoded = [run.tokenizer.decode(row["response_ids"], skip_special_tokens=True) for row in rows]
     assert [row["response"] for row in rows] == decoded
-    again = [session.tokenizer.encode(text, add_special_tokens=False) for text in decoded]
+    again = [run.tokenizer.encode(text, add_special_tokens=False) for text in decoded]
     assert again != [row["response_ids"] for row in rows], (
         "bytes that are no UTF-8 do not come back, so ids must be kept"
     )
@@ -187,7 +187,7 @@ def stored(tmp_path, tokenizer, **row):
 def test_roll_03_ids_in_a_file_are_used_as_they_are(tmp_path):
     item = stored(tmp_path, ab_tokenizer(), response="ab", response_ids=[0, 1], logprobs=[-1.0, -2.0])
     assert item.response_ids.tolist() == [0, 1]
-    assert len(item.sampler_logprob) == 2
+    assert len(item.rollout_logprob) == 2
 
 
 # ---- ROLL-04
@@ -205,7 +205,7 @@ def test_roll_03_ids_in_a_file_are_used_as_they_are(tmp_path):
 def test_roll_04_missing_log_probabilities_are_never_filled_up(tmp_path, logprobs, says):
     with pytest.raises(DataError, match=says) as caught:
         stored(tmp_path, ab_tokenizer(), response_ids=[5, 6, 7, 8], logprobs=logprobs)
-    assert caught.value.place == f"{tmp_path / 'rows.jsonl'}:2"
+    assert caught.value.location == f"{tmp_path / 'rows.jsonl'}:2"
 
 
 # ---- ROLL-06
@@ -213,20 +213,22 @@ def test_roll_04_missing_log_probabilities_are_never_filled_up(tmp_path, logprob
 
 def test_roll_06_a_cut_answer_keeps_its_own_last_token():
     """Ids 7, 8, 9 of an answer that was cut: nothing is appended, nothing replaced."""
-    cut = Sample(0, 0, Prompt(0, (5,), ""), torch.tensor([7, 8, 9]), torch.ones(3, dtype=torch.bool), finish="length")
-    batch = pack_rows([ExperienceRow(cut)], TOTALS)
+    cut = Sample(
+        0, 0, Prompt(0, (5,), ""), torch.tensor([7, 8, 9]), torch.ones(3, dtype=torch.bool), finish_reason="length"
+    )
+    batch = pack_rows([TrainingSample(cut)], TOTALS)
     assert batch.input_ids.tolist() == [5, 7, 8, 9]
     assert batch.labels.tolist() == [7, 8, 9]
 
 
 def test_roll_06_the_engine_cuts_and_appends_nothing():
     samples = answers(100)
-    cut = [s for s in samples if s.finish == "length"]
+    cut = [s for s in samples if s.finish_reason == "length"]
     assert 0 < len(cut) < 100
     for s in samples:
         ends = s.response_ids.tolist().count(END)
-        assert ends == (0 if s.finish == "length" else 1)
-        if s.finish == "length":
+        assert ends == (0 if s.finish_reason == "length" else 1)
+        if s.finish_reason == "length":
             assert len(s.response_ids) == LIMIT
 
 
@@ -235,19 +237,19 @@ def test_roll_06_cut_answers_are_counted_and_can_be_masked(truncated):
     """``reward.truncated=null`` takes them out of the loss and of their group's statistics."""
     samples = answers(100)
     scores = ExactMatch(truncated=truncated)(samples)
-    kept, facts = gather_facts(
+    kept, sample_info = gather_sample_info(
         lambda: [ScoredSample(s, v) for s, v in zip(samples, scores, strict=True)], single({}).collectives
     )
-    share = sum(s.finish == "length" for s in samples) / 100
-    assert length_metrics(facts)["response_length/clip_ratio"] == pytest.approx(share)
+    share = sum(s.finish_reason == "length" for s in samples) / 100
+    assert length_metrics(sample_info)["response_length/clip_ratio"] == pytest.approx(share)
     for s in kept:
-        assert bool(s.loss_mask.any()) == (s.finish == "stop" or truncated is not None)
+        assert bool(s.loss_mask.any()) == (s.finish_reason == "stop" or truncated is not None)
 
 
 def test_roll_06_the_file_says_which_answers_were_cut(tmp_path):
     run_small(tmp_path / "run", "trainer.max_epochs=1", "data.max_response_length=3")
     [rows] = rollouts(tmp_path / "run").values()
-    end = small_session(tmp_path / "other").tokenizer.eos_token_id
+    end = small_run(tmp_path / "other").tokenizer.eos_token_id
     for row in rows:
-        assert row["finish"] == ("stop" if row["response_ids"][-1] == end else "length")
+        assert row["finish_reason"] == ("stop" if row["response_ids"][-1] == end else "length")
         assert len(row["response_ids"]) <= 3

@@ -9,7 +9,7 @@ from rlmodule.models.building import build_policy
 from rlmodule.models.value import build_value_model
 from rlmodule.run.build.models import critic_model
 from strategies.parts.saved_state import SHARDS
-from tests.helpers.sessions import run_small, small_session
+from tests.helpers.runs import run_small, small_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PPO = ("algorithm=ppo", "callbacks.validation.every_n_iterations=0")
@@ -34,9 +34,9 @@ def changed(folder, name, model):
 def test_while_the_critic_warms_up_the_policy_stays_as_it_is(tmp_path):
     overrides = (*PPO, "critic.warmup_iterations=1", "optimizer.warmup_steps=4", "optimizer.lr=0.01")
     records = run_small(tmp_path / "run", *overrides)
-    session = small_session(tmp_path / "other", *overrides)
-    policy = build_policy(session.settings.model, seed=0, temperature=1.0)
-    critic = build_value_model(critic_model(session.settings), seed=0)
+    run = small_run(tmp_path / "other", *overrides)
+    policy = build_policy(run.config.model, seed=0, temperature=1.0)
+    critic = build_value_model(critic_model(run.config), seed=0)
     after = [folder_of(tmp_path / "run" / "checkpoints", iteration) for iteration in (1, 2)]
     assert changed(after[0], "policy", policy) == []
     assert "lm.score.weight" in changed(after[0], "critic", critic)

@@ -11,14 +11,14 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmodule.batching.collate import pack_rows
 from rlmodule.core.errors import RLModuleError
-from rlmodule.core.types import ExperienceRow, LossInputs, Prompt, Sample, StepTotals
+from rlmodule.core.types import LossInputs, Prompt, Sample, StepTotals, TrainingSample
 from rlmodule.losses.distill import Distill
 from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
-from rlmodule.records.journal import read_records
+from rlmodule.records.metrics_log import read_records
 from rlmodule.run.preflight.teacher import teacher_model
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.sessions import numbers, run_small, small_session
+from tests.helpers.runs import numbers, run_small, small_run
 
 TOTALS = StepTotals(tokens=1, sequences=1)
 
@@ -27,12 +27,12 @@ TOTALS = StepTotals(tokens=1, sequences=1)
 def teacher(tmp_path_factory):
     """A policy of other weights, a little larger than the students and of stronger opinions."""
     folder = tmp_path_factory.mktemp("teacher")
-    session = small_session(folder / "run", "model.architecture.hidden_size=24")
-    policy = build_policy(session.settings.model, seed=5, temperature=1.0)
+    run = small_run(folder / "run", "model.architecture.hidden_size=24")
+    policy = build_policy(run.config.model, seed=5, temperature=1.0)
     with torch.no_grad():
         policy.lm.get_input_embeddings().weight.mul_(6)  # also the head
     policy.lm.save_pretrained(folder / "policy")
-    session.tokenizer.save_pretrained(folder / "policy")
+    run.tokenizer.save_pretrained(folder / "policy")
     return folder / "policy"
 
 
@@ -60,12 +60,12 @@ def test_one_response_to_a_prompt_is_enough(teacher, tmp_path):
 
 def test_the_teacher_is_asked_once_about_the_ids_that_were_sampled_and_never_trains(teacher, tmp_path):
     records = distill(tmp_path / "run", teacher, "trainer.max_epochs=1")
-    session = small_session(tmp_path / "other", "algorithm=distill", f"algorithm.teacher={teacher}")
-    student = build_policy(session.settings.model, seed=0, temperature=1.0).eval()
-    master = build_policy(teacher_model(session.settings), seed=0, temperature=1.0).eval()
+    run = small_run(tmp_path / "other", "algorithm=distill", f"algorithm.teacher={teacher}")
+    student = build_policy(run.config.model, seed=0, temperature=1.0).eval()
+    master = build_policy(teacher_model(run.config), seed=0, temperature=1.0).eval()
     kl, count = 0.0, 0
     for line in (tmp_path / "run" / "rollouts" / "iteration_000001.jsonl").read_text().splitlines():
-        packed = pack_rows([ExperienceRow(sample_of(json.loads(line)))], TOTALS)
+        packed = pack_rows([TrainingSample(sample_of(json.loads(line)))], TOTALS)
         with torch.no_grad():
             kl += float((student(packed).logprob - master(packed).logprob).sum())
         count += len(packed.labels)
@@ -92,9 +92,9 @@ def test_ranks_and_shards_change_nothing(teacher, tmp_path, strategy):
 
 def _fit(run_dir, teacher, strategy, rank):
     words = ("algorithm=distill", f"algorithm.teacher={teacher}", "trainer.max_epochs=2", "trainer.devices=2")
-    session = small_session(run_dir, *words, f"strategy={strategy}")
-    session.is_first = rank == 0
-    session.fit()
+    run = small_run(run_dir, *words, f"strategy={strategy}")
+    run.is_rank_zero = rank == 0
+    run.fit()
 
 
 def test_it_goes_on_as_if_never_stopped(teacher, tmp_path):
@@ -116,7 +116,7 @@ def stored(teacher, tmp_path, change=lambda row: {}):
     for line in (tmp_path / "earlier" / "rollouts" / "iteration_000001.jsonl").read_text().splitlines():
         row = json.loads(line)
         with torch.no_grad():
-            said = master(pack_rows([ExperienceRow(sample_of(row))], TOTALS)).logprob.tolist()
+            said = master(pack_rows([TrainingSample(sample_of(row))], TOTALS)).logprob.tolist()
         lines.append(json.dumps({**row, "teacher_logprobs": said, **change(row)}) + "\n")
     path = tmp_path / "stored.jsonl"
     path.write_text("".join(lines))
@@ -143,7 +143,7 @@ def test_a_file_may_bring_what_the_teacher_said(teacher, tmp_path):
 def test_a_file_that_says_too_little_is_refused(teacher, tmp_path, said, message):
     path = stored(teacher, tmp_path, lambda row: {"teacher_logprobs": said} if row["sample_id"] == 2 else {})
     with pytest.raises(RLModuleError, match=r"stored\.jsonl:3: ") as caught:
-        small_session(tmp_path / "run", "algorithm=distill", "algorithm.teacher=null", f"data.rollouts={path}")
+        small_run(tmp_path / "run", "algorithm=distill", "algorithm.teacher=null", f"data.rollouts={path}")
     assert message in str(caught.value)
 
 
@@ -152,7 +152,7 @@ def test_a_file_that_says_too_little_is_refused(teacher, tmp_path, said, message
 
 def refusal(tmp_path, *overrides):
     with pytest.raises(RLModuleError) as caught:
-        small_session(tmp_path / "run", *overrides)
+        small_run(tmp_path / "run", *overrides)
     return str(caught.value)
 
 
@@ -164,14 +164,14 @@ def test_a_loss_without_a_teacher_and_a_teacher_without_a_reader_are_refused(tea
 
 
 def test_a_teacher_of_other_tokens_is_refused_with_numbers(teacher, tmp_path):
-    session = small_session(tmp_path / "made")
+    run = small_run(tmp_path / "made")
     other = tmp_path / "other"
     build_policy(ModelConfig(path=str(teacher)), seed=0, temperature=1.0).lm.save_pretrained(other)
     backend = Tokenizer(BPE(vocab={"a": 0, "b": 1, "ab": 2, "<end>": 3}, merges=[("a", "b")]))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(other)
     message = refusal(tmp_path, "algorithm=distill", f"algorithm.teacher={other}")
-    first = session.tokenizer.convert_ids_to_tokens(0)
+    first = run.tokenizer.convert_ids_to_tokens(0)
     assert "260 of the policy's 260 token ids stand for something else there, which has 4" in message
     assert f"the first is 0: {first!r} here, 'a' there" in message
 

@@ -16,19 +16,19 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.contract import Layout
-from rlmodule.core.types import Score, ScoredSample
+from rlmodule.core.types import RewardResult, ScoredSample
 from rlmodule.data.preferences import Pair
 from rlmodule.data.stream import PromptStream
-from rlmodule.experience.estimation import Estimation
+from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.maker import ExperienceMaker
-from rlmodule.experience.reference_scores import ReferenceScores
+from rlmodule.experience.reference_cache import ReferenceLogprobCache
 from rlmodule.experience.scoring import Scorer
-from rlmodule.experience.sources import Draw, WrittenSource
-from rlmodule.experience.stopwatch import Stopwatch
+from rlmodule.experience.sources import OfflineSource, RowSampler
+from rlmodule.experience.timer import Timer
 from rlmodule.losses.dpo import DPO
-from rlmodule.run.settings import Settings
+from rlmodule.run.config import RunConfig
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.sessions import compose, run_small, small_session
+from tests.helpers.runs import compose, run_small, small_run
 from tests.helpers.tiny import sample, tiny_policy, wrap_here
 
 SMALL = (
@@ -47,13 +47,13 @@ def steps(records, name):
 
 def source_of(layout):
     rows = [(pair.chosen, pair.rejected) for pair in PAIRS]
-    return WrittenSource(rows, (1.0, -1.0), Draw(PromptStream(4, seed=0), 3, lambda: layout))
+    return OfflineSource(rows, (1.0, -1.0), RowSampler(PromptStream(4, seed=0), 3, lambda: layout))
 
 
 def test_a_pair_is_a_group_of_a_chosen_and_a_rejected_sample():
     """Ids count what was drawn, so a pair that comes twice is two groups."""
     source = source_of(Layout())
-    drawn = source.collect(0, Stopwatch()) + source.collect(1, Stopwatch())
+    drawn = source.collect(0, Timer()) + source.collect(1, Timer())
     assert [s.sample.sample_id for s in drawn] == list(range(12))
     assert [s.sample.group_id for s in drawn] == [i // 2 for i in range(12)]
     assert [s.score.value for s in drawn] == [1.0, -1.0] * 6
@@ -65,15 +65,15 @@ def test_a_pair_is_a_group_of_a_chosen_and_a_rejected_sample():
 
 
 def test_ranks_share_the_pairs():
-    whole = source_of(Layout()).collect(0, Stopwatch())
-    parts = [s for rank in range(2) for s in source_of(Layout(2, rank)).collect(0, Stopwatch())]
+    whole = source_of(Layout()).collect(0, Timer())
+    parts = [s for rank in range(2) for s in source_of(Layout(2, rank)).collect(0, Timer())]
     assert sorted(s.sample.sample_id for s in parts) == [s.sample.sample_id for s in whole]
 
 
 @pytest.mark.parametrize(("source", "column"), [("preferences", "good"), ("rollouts", "")])
 def test_a_warm_start_on_pairs_imitates_what_was_chosen(source, column):
     words = ["data=files", "data.train_files=[pairs.jsonl]", "data.chosen_key=good", "warm_start.steps=9"]
-    assert Settings.read(compose(*words, f"algorithm.source={source}")).for_warm_start().data.completion_key == column
+    assert RunConfig.read(compose(*words, f"algorithm.source={source}")).for_warm_start().data.completion_key == column
 
 
 def test_a_run_starts_at_its_reference_and_learns_to_tell_pairs_apart(tmp_path):
@@ -115,9 +115,9 @@ def test_under_adapters_the_reference_is_the_model_without_them(tmp_path):
 
 def fit(rank, folder, *overrides):
     torch.set_num_threads(1)
-    session = small_session(folder, *SMALL, "trainer.max_epochs=2", *overrides)
-    session.is_first = rank == 0
-    session.fit()
+    run = small_run(folder, *SMALL, "trainer.max_epochs=2", *overrides)
+    run.is_rank_zero = rank == 0
+    run.fit()
 
 
 @pytest.fixture(scope="module")
@@ -143,13 +143,13 @@ def score_twice(rank):
     """Reference log-probabilities of four pairs in two passes; in between the reference turns into another model."""
     reference = tiny_policy(seed=1).requires_grad_(False)
     strategy = wrap_here({"policy": tiny_policy(), "reference": reference})
-    kept = ReferenceScores()
+    kept = ReferenceLogprobCache()
     objective = Objective(DPO(), AlgorithmConfig(source="preferences", loss_agg_mode="prompt-mean"))
     drawn = []
     for number in range(2):
         maker = ExperienceMaker(
-            Scorer(strategy, objective, DynamicCollator(), torch.device("cpu"), reference_scores=kept),
-            Estimation(objective, GRPO(), strategy.collectives),
+            Scorer(strategy, objective, DynamicCollator(), torch.device("cpu"), reference_cache=kept),
+            AdvantageStage(objective, GRPO(), strategy.collectives),
             lambda metas, number=number: BalancedSampler(
                 metas,
                 BatchingConfig(mini_batch_size=4, max_token_len_per_gpu=40, keep_groups=True),
@@ -160,12 +160,12 @@ def score_twice(rank):
         )
         layout = strategy.layout
         mine = [
-            ScoredSample(s, Score(value))
+            ScoredSample(s, RewardResult(value))
             for i, pair in enumerate(PAIRS)
             if (i + number) % layout.dp_size == layout.dp_rank
             for s, value in ((pair.chosen, 1.0), (pair.rejected, -1.0))
         ]
-        rows = maker(partial(list, mine), Stopwatch()).experience.rows
+        rows = maker(partial(list, mine), Timer()).experience.rows
         drawn.append({r.sample.sample_id: r.ref_logprob.tolist() for r in rows.values()})
         for parameter in reference.parameters():
             parameter.zero_()

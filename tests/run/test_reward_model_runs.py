@@ -11,12 +11,12 @@ import torch
 
 from rlmodule.batching.collate import pack_rows
 from rlmodule.checkpoint.state import oldest_first, verify
-from rlmodule.core.types import ExperienceRow, StepTotals
+from rlmodule.core.types import StepTotals, TrainingSample
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.value import build_value_model
 from rlmodule.run.build.models import critic_model
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.sessions import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, run_small, small_session
+from tests.helpers.runs import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, run_small, small_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RM = (
@@ -49,23 +49,23 @@ def test_a_reward_model_starts_undecided_and_learns_to_tell_pairs_apart(tmp_path
     assert held_out[-1]["val/loss"] < 0.4
     assert held_out[-1]["val/margin"] > 1
     manifest = verify(oldest_first(tmp_path / "checkpoints")[-1])
-    assert manifest.facts["best"] == {
+    assert manifest.entries["best"] == {
         "metric": "val/pair_accuracy",
         "mode": "max",
         "value": held_out[-1]["val/pair_accuracy"],
     }
-    assert small_session(tmp_path, *RM).result() == held_out[-1]["val/pair_accuracy"], "what a sweep is told"
+    assert small_run(tmp_path, *RM).result() == held_out[-1]["val/pair_accuracy"], "what a sweep is told"
     assert not (tmp_path / "policy").exists()
     assert not [name for r in records for name in r.metrics if name.startswith(("actor/", "reward/"))]
 
 
 def test_the_score_of_a_response_is_read_at_its_last_token(tmp_path):
-    session = small_session(tmp_path, *RM)
-    model = build_value_model(critic_model(session.settings), seed=0)
+    run = small_run(tmp_path, *RM)
+    model = build_value_model(critic_model(run.config), seed=0)
     torch.nn.init.normal_(model.lm.score.weight, generator=torch.Generator().manual_seed(1))
-    rows = [sample for pair in session.supply.pairs[:4] for sample in (pair.chosen, pair.rejected)]
+    rows = [sample for pair in run.dataset.pairs[:4] for sample in (pair.chosen, pair.rejected)]
     assert all(int(sample.loss_mask.sum()) == 1 for sample in rows)
-    scores = model(pack_rows([ExperienceRow(sample) for sample in rows], StepTotals(tokens=99, sequences=9))).value
+    scores = model(pack_rows([TrainingSample(sample) for sample in rows], StepTotals(tokens=99, sequences=9))).value
     model.lm.set_attn_implementation("eager")
     for sample, score in zip(rows, scores.tolist(), strict=True):
         ids = torch.cat([torch.tensor(sample.prompt.ids), sample.response_ids])[:-1]  # less the place after the end

@@ -8,13 +8,13 @@ import torch
 from rlmodule.batching.collate import pack_rows
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import RLModuleError
-from rlmodule.core.types import ExperienceRow, StepTotals
+from rlmodule.core.types import StepTotals, TrainingSample
 from rlmodule.data.stream import PromptStream
-from rlmodule.experience.sources import Draw, StoredSource
-from rlmodule.experience.stopwatch import Stopwatch
+from rlmodule.experience.sources import RowSampler, StoredSource
+from rlmodule.experience.timer import Timer
 from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
-from tests.helpers.sessions import numbers, run_small, small_session
+from tests.helpers.runs import numbers, run_small, small_run
 
 GROUPS = 4
 
@@ -27,9 +27,9 @@ def earlier(tmp_path_factory):
     return run_dir / "rollouts"
 
 
-def source_of(session, layout, seed=0):
-    table = session.supply.table
-    return StoredSource(table, Draw(PromptStream(len(table), seed), GROUPS, lambda: layout))
+def source_of(run, layout, seed=0):
+    table = run.dataset.table
+    return StoredSource(table, RowSampler(PromptStream(len(table), seed), GROUPS, lambda: layout))
 
 
 def rewritten(earlier, tmp_path, change):
@@ -41,9 +41,9 @@ def rewritten(earlier, tmp_path, change):
 
 
 def test_groups_stay_whole_and_the_ranks_share_them(earlier, tmp_path):
-    session = small_session(tmp_path / "run", f"data.rollouts={earlier}")
-    alone = source_of(session, Layout()).collect(0, Stopwatch())
-    shares = [source_of(session, Layout(2, rank)).collect(0, Stopwatch()) for rank in range(2)]
+    run = small_run(tmp_path / "run", f"data.rollouts={earlier}")
+    alone = source_of(run, Layout()).collect(0, Timer())
+    shares = [source_of(run, Layout(2, rank)).collect(0, Timer()) for rank in range(2)]
     ids = [[s.sample.sample_id for s in part] for part in (alone, *shares)]
     assert sorted(ids[1] + ids[2]) == sorted(ids[0]) == list(range(GROUPS * 4))
     for part in (alone, *shares):
@@ -54,8 +54,8 @@ def test_groups_stay_whole_and_the_ranks_share_them(earlier, tmp_path):
 
 
 def test_a_new_pass_has_new_ids(earlier, tmp_path):
-    source = source_of(small_session(tmp_path / "run", f"data.rollouts={earlier}"), Layout())
-    collected = [s.sample for iteration in range(5) for s in source.collect(iteration, Stopwatch())]
+    source = source_of(small_run(tmp_path / "run", f"data.rollouts={earlier}"), Layout())
+    collected = [s.sample for iteration in range(5) for s in source.collect(iteration, Timer())]
     assert len({s.sample_id for s in collected}) == len(collected) == 5 * GROUPS * 4
     assert len({s.group_id for s in collected}) == 5 * GROUPS
 
@@ -64,10 +64,10 @@ def test_the_first_ratio_is_to_the_policy_that_drew_the_response(earlier, tmp_pa
     """The starting weights drew the first iteration, so its own log-probabilities are theirs up to rounding."""
     run = ("trainer.max_epochs=1", f"data.rollouts={earlier / 'iteration_000001.jsonl'}")
     first = {
-        how: next(
-            r for r in run_small(tmp_path / how, *run, f"algorithm.old_logprob={how}") if r.kind == "step"
+        reduce: next(
+            r for r in run_small(tmp_path / reduce, *run, f"algorithm.old_logprob={reduce}") if r.kind == "step"
         ).metrics
-        for how in ("auto", "recompute")
+        for reduce in ("auto", "recompute")
     }
     assert first["recompute"]["actor/ppo_kl"] == 0
     assert 0 < abs(first["auto"]["actor/ppo_kl"]) < 1e-6
@@ -86,17 +86,17 @@ def test_it_learns_what_was_rewarded(earlier, tmp_path):
     """Rewarded responses become likelier against the others of their groups."""
 
     def gap(policy):
-        table = session.supply.table
+        table = run.dataset.table
         scored = [row.scored(i, 0) for i, row in enumerate(table.read(range(len(table.lengths))))]
         totals = StepTotals(tokens=1, sequences=1)
         with torch.no_grad():
-            means = [policy(pack_rows([ExperienceRow(s.sample)], totals)).logprob.mean() for s in scored]
+            means = [policy(pack_rows([TrainingSample(s.sample)], totals)).logprob.mean() for s in scored]
         good, bad = ([float(m) for m, s in zip(means, scored, strict=True) if s.score.value == v] for v in (1.0, 0.0))
         return sum(good) / len(good) - sum(bad) / len(bad)
 
-    session = small_session(tmp_path / "run", f"data.rollouts={earlier}", "trainer.max_epochs=8")
-    before = gap(build_policy(session.settings.model, seed=0, temperature=1.0).eval())
-    session.fit()
+    run = small_run(tmp_path / "run", f"data.rollouts={earlier}", "trainer.max_epochs=8")
+    before = gap(build_policy(run.config.model, seed=0, temperature=1.0).eval())
+    run.fit()
     trained = ModelConfig(path=str(tmp_path / "run" / "policy"))
     after = gap(build_policy(trained, seed=0, temperature=1.0).eval())
     assert after > before + 0.2
@@ -126,7 +126,7 @@ LONG = {"logprobs": None, "loss_mask": None}
 REFUSED = [
     (["batching.max_token_len_per_gpu=90"], {**LONG, "response_ids": [1] * 90}, "rows.jsonl:3 has", "gpu="),
     ([], {**LONG, "response_ids": [1] * 300}, "rows.jsonl:3: prompt and response have", "256 positions"),
-    (["algorithm.old_logprob=sampler"], {"logprobs": None}, "rows.jsonl:3: the row has no", "old_logprob=recompute"),
+    (["algorithm.old_logprob=rollout"], {"logprobs": None}, "rows.jsonl:3: the row has no", "old_logprob=recompute"),
     (["algorithm.rollout_correction.mode=mask"], {"logprobs": None}, "rows.jsonl:3: the row", "mode=none"),
     ([], {"sampling": {"temperature": 1.0, "top_k": 5, "top_p": 1.0}}, "rows.jsonl:3: it was drawn", "recompute"),
     (["rollout.temperature=0.5"], {}, "rows.jsonl:1: it was drawn with", "rollout.temperature=0.5"),
@@ -141,7 +141,7 @@ REFUSED = [
 def test_what_cannot_work_is_refused_before_a_model_is_loaded(earlier, tmp_path, overrides, change, says, fix):
     path = rewritten(earlier, tmp_path, lambda number, row: change if number == 2 else {})
     with pytest.raises(RLModuleError) as caught:
-        small_session(tmp_path / "run", f"data.rollouts={path}", *overrides)
+        small_run(tmp_path / "run", f"data.rollouts={path}", *overrides)
     assert says in str(caught.value)
     assert fix in str(caught.value)
 
@@ -149,5 +149,5 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(earlier, tmp_path,
 def test_groups_of_one_are_refused_where_responses_are_compared(earlier, tmp_path):
     path = rewritten(earlier, tmp_path, lambda number, row: {"group_id": None})
     with pytest.raises(RLModuleError, match="every group has one response, and GRPO compares"):
-        small_session(tmp_path / "run", f"data.rollouts={path}")
-    small_session(tmp_path / "run", f"data.rollouts={path}", "advantage=reinforce_pp")
+        small_run(tmp_path / "run", f"data.rollouts={path}")
+    small_run(tmp_path / "run", f"data.rollouts={path}", "advantage=reinforce_pp")

@@ -16,15 +16,15 @@ from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
-from rlmodule.core.types import ExperienceRow, Prompt, Sample
+from rlmodule.core.types import Prompt, Sample, TrainingSample
 from rlmodule.datamodule import RLDataModule
 from rlmodule.experience.iteration import Experience
 from rlmodule.losses.ppo_clip import PPOClip
-from rlmodule.models.building import outline_policy
+from rlmodule.models.building import build_policy_on_meta
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.policy import PolicyModel
 from rlmodule.module import RLModule
-from rlmodule.optim.optimizer import OptimizerConfig
+from rlmodule.optim.adamw import OptimizerConfig
 from rlmodule.run.build.models import frozen_copy
 from rlmodule.training.update import Trainable
 from strategies.registry import STRATEGIES
@@ -72,7 +72,7 @@ class FixedRun:
         with_reference: keep a frozen copy of the model beside it.
         prepare: called with the strategy before anything is given to it.
         seed: of the weights.
-        watch: called with (trainer, module) at the end of every rank, while the strategy is alive.
+        timer: called with (trainer, module) at the end of every rank, while the strategy is alive.
         epochs: passes, one Lightning epoch each.
     """
 
@@ -91,7 +91,7 @@ class FixedRun:
     with_reference: bool = False
     prepare: Callable[[Any], None] | None = None
     seed: int = 0
-    watch: Callable[[L.Trainer, RLModule], Any] | None = None
+    timer: Callable[[L.Trainer, RLModule], Any] | None = None
     callbacks: tuple[L.Callback, ...] = ()
     epochs: int = 1
     poison: int | None = None  # step whose advantages are not finite
@@ -114,12 +114,12 @@ class FixedRun:
                     prompt=Prompt(row=i, ids=tuple(ids[:prompt].tolist()), text="", source="made"),
                     response_ids=ids[prompt:],
                     loss_mask=mask,
-                    finish="stop",
+                    finish_reason="stop",
                 )
             )
         return made
 
-    def rows(self) -> dict[int, ExperienceRow]:
+    def rows(self) -> dict[int, TrainingSample]:
         """Samples with scores that depend on nothing but their place."""
         draw = torch.Generator().manual_seed(11)
         rows = {}
@@ -129,7 +129,7 @@ class FixedRun:
             advantage = torch.randn((), generator=draw).expand(size).clone()
             if self.poison is not None and i // self.mini_batch_size == self.poison:
                 advantage = advantage * float("nan")
-            rows[i] = ExperienceRow(sample, advantage=advantage, old_logprob=old)
+            rows[i] = TrainingSample(sample, advantage=advantage, old_logprob=old)
         return rows
 
     def fit(self, world_size: int = 1, rank: int = 0, ckpt: Any = None) -> Outcome:
@@ -139,7 +139,7 @@ class FixedRun:
         config = self.model or ModelConfig(
             architecture={**ARCHITECTURE, **self.architecture}, tokenizer="byte", precision=self.precision
         )
-        policy = self.policy or outline_policy(config, seed=self.seed, temperature=1.0)
+        policy = self.policy or build_policy_on_meta(config, seed=self.seed, temperature=1.0)
         if self.prepare is not None:
             self.prepare(strategy)
         run_steps = -(-len(self.lengths) // self.mini_batch_size) * self.epochs
@@ -166,7 +166,7 @@ class FixedRun:
         )
         trainer.fit(module, datamodule=FixedData(self, strategy), ckpt_path=ckpt, weights_only=True)
         weights = {name: tensor.float().numpy().copy() for name, tensor in strategy.full_weights("policy")}
-        extra = None if self.watch is None else self.watch(trainer, module)
+        extra = None if self.timer is None else self.timer(trainer, module)
         return Outcome(record.norms, record.metrics, weights, extra)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from rlmodule.callbacks.checkpoint import CheckpointSettings, SaveCheckpoints
+from rlmodule.callbacks.checkpoint import CheckpointConfig, SaveCheckpoints
 from rlmodule.checkpoint.state import STATE_FILE, folder_of, verify
 from tests.callbacks.builders import context_in
 from tests.helpers.ranks import run_on_ranks
@@ -27,8 +27,8 @@ RUN = FixedRun(epochs=2)
 STEPS = 3  # of one epoch
 
 
-def saving(root: Path, run: FixedRun, **settings: Any) -> FixedRun:
-    save = SaveCheckpoints(CheckpointSettings(keep=9, **settings), context_in(root, iterations=run.epochs))
+def saving(root: Path, run: FixedRun, **config: Any) -> FixedRun:
+    save = SaveCheckpoints(CheckpointConfig(keep=9, **config), context_in(root, iterations=run.epochs))
     return replace(run, callbacks=(save,))
 
 
@@ -110,10 +110,10 @@ def test_ckpt_06_weights_and_moments_are_those_of_a_run_that_never_stopped(writt
 
 def test_without_the_moments_a_resumed_run_differs(written, monkeypatch):
     """What shows that the tests above can fail."""
-    from strategies.parts.inner_models import InnerModels
+    from strategies.parts.strategy_mixin import StrategyMixin
 
     root, undisturbed = written["ddp"]
-    monkeypatch.setattr(InnerModels, "put_loaded", lambda self, name, optimizer, parts: optimizer.state.clear())
+    monkeypatch.setattr(StrategyMixin, "load_state_dict", lambda self, name, optimizer, parts: optimizer.state.clear())
     resumed = fit(run_of("ddp"), 2, resume=root)
     assert relative_difference(undisturbed, resumed) > 1e-4
 
@@ -145,7 +145,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_which_holds_the_moment_i
     root, undisturbed = written[label]
     hold = HoldBack()
     run = saving(tmp_path, run_of(label), async_save=True)
-    run = replace(run, callbacks=(*run.callbacks, hold), watch=lambda *_: hold.was_waited_for)
+    run = replace(run, callbacks=(*run.callbacks, hold), timer=lambda *_: hold.was_waited_for)
     outcome = fit(run, WRITERS[label][0])
     assert outcome.extra == [True, True], "of both checkpoints, the second at the end of the run"
     assert outcome.norms == undisturbed.norms
@@ -164,4 +164,4 @@ def test_a_manifest_lists_every_rank_s_shards(written):
     folder = folder_of(written["fsdp2"][0] / "checkpoints", 2)
     manifest = verify(folder)
     assert {"shards/__0_0.distcp", "shards/__1_0.distcp", "shards/.metadata", STATE_FILE} <= set(manifest.files)
-    assert json.loads((folder / "manifest.json").read_text())["facts"]["layout"]["world_size"] == 2
+    assert json.loads((folder / "manifest.json").read_text())["entries"]["layout"]["world_size"] == 2

@@ -59,7 +59,7 @@ def test_tensors_travel_whole():
 
 
 def wrong_number(rank):
-    with pytest.raises(AssertionError, match="1 parcels for 2 ranks"):
+    with pytest.raises(AssertionError, match="1 payloads for 2 ranks"):
         GroupCollectives(CPU).exchange(["only one"])
     return True
 

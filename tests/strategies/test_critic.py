@@ -16,7 +16,7 @@ from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.value import build_value_model, with_value_head
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.sessions import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, run_small
+from tests.helpers.runs import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, run_small
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 

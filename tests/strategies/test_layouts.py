@@ -76,13 +76,15 @@ def test_fewer_samples_than_ranks_dummies_and_samples_without_loss(references, b
 
 def test_a_norm_of_the_local_shard_would_be_noticed(references, monkeypatch):
     """What shows that the tests above can fail (STR-01, wrong: norm per rank)."""
-    from strategies.parts.inner_models import InnerModels, local, sum_of_squares
-    from strategies.parts.sharded import ShardedModels
+    from strategies.parts.sharded import ShardedStrategy
+    from strategies.parts.strategy_mixin import StrategyMixin, local, sum_of_squares
 
     monkeypatch.setattr(
-        ShardedModels, "grad_norm", lambda self, parameters: sum_of_squares([local(p.grad) for p in parameters]) ** 0.5
+        ShardedStrategy,
+        "grad_norm",
+        lambda self, parameters: sum_of_squares([local(p.grad) for p in parameters]) ** 0.5,
     )
-    assert issubclass(ShardedModels, InnerModels)
+    assert issubclass(ShardedStrategy, StrategyMixin)
     run = UNEVEN.with_options("fsdp2")
     outcomes = run_on_ranks(2, lambda rank: run.fit(2, rank))
     assert relative_difference(references["uneven"], outcomes[0]) > 1e-3

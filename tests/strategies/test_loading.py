@@ -13,7 +13,7 @@ from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import ModelConfig
-from rlmodule.models.lora import LoraSettings
+from rlmodule.models.lora import LoraConfig
 from tests.helpers.memory import Allocations
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import mixed_rows, share_rows
@@ -63,7 +63,7 @@ def start_of(trainer: Any, module: Any) -> dict[str, np.ndarray]:
 def test_policy_and_reference_start_with_the_numbers_of_the_file(model, alone, backend, options, world_size):
     """The reference, bit for bit; what trains, over three steps, within rounding of a model that was loaded whole."""
     expected = build_policy(model, seed=0, temperature=1.0).lm.state_dict()
-    run = FixedRun(backend, options, model=model, with_reference=True, watch=start_of)
+    run = FixedRun(backend, options, model=model, with_reference=True, timer=start_of)
     for outcome in run_on_ranks(world_size, lambda rank: run.fit(world_size, rank)):
         assert outcome.extra.keys() == expected.keys()
         assert all(np.array_equal(outcome.extra[name], tensor.numpy()) for name, tensor in expected.items())
@@ -73,7 +73,7 @@ def test_policy_and_reference_start_with_the_numbers_of_the_file(model, alone, b
 def test_an_untied_head_is_read_too(tmp_path):
     model = saved(tmp_path, tie_word_embeddings=False)
     expected = build_policy(model, seed=0, temperature=1.0).lm.state_dict()
-    run = FixedRun("fsdp2", model=model, with_reference=True, watch=start_of)
+    run = FixedRun("fsdp2", model=model, with_reference=True, timer=start_of)
     for outcome in run_on_ranks(2, lambda rank: run.fit(2, rank)):
         assert all(np.array_equal(outcome.extra[name], tensor.numpy()) for name, tensor in expected.items())
 
@@ -87,7 +87,7 @@ ADAPTED = [
 
 def test_adapters_beside_weights_from_disk_train_as_on_one_process(tmp_path):
     """Tensor ranks too, which cut an adapter as its layer. What was read stays; what the adapters learn is the same."""
-    model = replace(saved(tmp_path), lora=LoraSettings(r=2))
+    model = replace(saved(tmp_path), lora=LoraConfig(r=2))
     alone = run_on_ranks(1, lambda rank: FixedRun(model=model).fit())[0]
     assert any(name.endswith("lora_B.default.weight") and weight.any() for name, weight in alone.weights.items())
     for backend, options, world_size in ADAPTED:
@@ -111,7 +111,7 @@ def test_without_its_adapter_a_cut_policy_is_the_model_of_the_file(tmp_path):
             answers = (strategy.wrapped("policy")(batch, with_adapter=on) for on in (True, False))
             return [answer.logprob.float().numpy() for answer in answers]
 
-    run = FixedRun("fsdp2", {"tp_size": 2}, model=replace(base, lora=LoraSettings(r=2)), watch=scores)
+    run = FixedRun("fsdp2", {"tp_size": 2}, model=replace(base, lora=LoraConfig(r=2)), timer=scores)
     for outcome in run_on_ranks(2, lambda rank: run.fit(2, rank)):
         adapted, plain = outcome.extra
         np.testing.assert_allclose(plain, expected, rtol=0, atol=1e-5)
@@ -121,10 +121,10 @@ def test_without_its_adapter_a_cut_policy_is_the_model_of_the_file(tmp_path):
 def peaks(model: ModelConfig, backend: str, options: dict[str, Any]) -> list[int]:
     """Most bytes allocated on each of two ranks while a policy and its reference are loaded and cut."""
 
-    def watch(trainer: Any, module: Any) -> int:
+    def timer(trainer: Any, module: Any) -> int:
         return trainer.strategy.peak_of_loading
 
-    run = FixedRun(backend, options, model=model, with_reference=True, watch=watch, prepare=measure_loading)
+    run = FixedRun(backend, options, model=model, with_reference=True, timer=timer, prepare=measure_loading)
     return [outcome.extra for outcome in run_on_ranks(2, lambda rank: run.fit(2, rank))]
 
 

@@ -12,12 +12,12 @@ from torch.autograd.graph import save_on_cpu
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.models.description import ModelConfig
-from rlmodule.optim.optimizer import OptimizerConfig, build_optimizer
-from strategies.fsdp import FSDPOptions
-from strategies.fsdp2 import FSDP2Options
-from strategies.parts.inner_models import local, states_of
-from strategies.parts.offload import Offloaded, OffloadOptions
-from strategies.single import SingleOptions, SingleStrategy
+from rlmodule.optim.adamw import OptimizerConfig, build_optimizer
+from strategies.fsdp import FSDPConfig
+from strategies.fsdp2 import FSDP2Config
+from strategies.parts.offload import OffloadConfig, Offloaded
+from strategies.parts.strategy_mixin import local, states_of
+from strategies.single import SingleConfig, SingleStrategy
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import tiny_policy
 from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun, Outcome
@@ -36,38 +36,38 @@ def test_a_tensor_keeps_its_numbers_and_its_identity_and_gives_its_memory_back()
     tensor, view = torch.arange(6.0), None
     view = tensor[2:]
     offloaded = Offloaded(lambda: [tensor, view])
-    offloaded.put_away()
+    offloaded.offload()
     assert bytes_of([tensor]) == 0
-    with offloaded.at_hand(changes=True):
+    with offloaded.on_device(changes=True):
         assert tensor.tolist() == [0, 1, 2, 3, 4, 5]
         view.add_(1)
     assert bytes_of([tensor]) == 0
-    with offloaded.at_hand(changes=False):
+    with offloaded.on_device(changes=False):
         assert tensor.tolist() == [0, 1, 3, 4, 5, 6], "one storage, whichever name it is reached by"
 
 
 def test_nested_blocks_move_once_and_errors_put_away():
     tensor = torch.ones(3)
     offloaded = Offloaded(lambda: [tensor])
-    offloaded.put_away()
-    with pytest.raises(KeyError), offloaded.at_hand(changes=False):
-        with offloaded.at_hand(changes=True):
+    offloaded.offload()
+    with pytest.raises(KeyError), offloaded.on_device(changes=False):
+        with offloaded.on_device(changes=True):
             tensor.mul_(2)
         assert bytes_of([tensor]) == 12, "the outer block still needs it"
         raise KeyError
     assert bytes_of([tensor]) == 0
-    with offloaded.at_hand(changes=False):
+    with offloaded.on_device(changes=False):
         assert tensor.tolist() == [2, 2, 2], "what the inner block wrote is kept"
 
 
 def test_host_memory_is_reused_and_a_block_that_only_reads_copies_nothing_back():
     tensor = torch.ones(3)
     offloaded = Offloaded(lambda: [tensor])
-    offloaded.put_away()
+    offloaded.offload()
     [(_, before)] = offloaded._away
-    with offloaded.at_hand(changes=False):
+    with offloaded.on_device(changes=False):
         tensor.zero_()  # against its word
-    with offloaded.at_hand(changes=True):
+    with offloaded.on_device(changes=True):
         assert tensor.tolist() == [1, 1, 1]
     [(_, after)] = offloaded._away
     assert after.data_ptr() == before.data_ptr()
@@ -76,10 +76,10 @@ def test_host_memory_is_reused_and_a_block_that_only_reads_copies_nothing_back()
 def test_tensors_that_come_and_go_are_followed():
     tensors = [torch.ones(2)]
     offloaded = Offloaded(lambda: tensors)
-    with offloaded.at_hand(changes=True):
+    with offloaded.on_device(changes=True):
         tensors.append(torch.full((2,), 7.0))
     assert bytes_of(tensors) == 0
-    with offloaded.at_hand(changes=True):
+    with offloaded.on_device(changes=True):
         assert tensors.pop().tolist() == [7, 7]
     assert len(offloaded._away) == 1
 
@@ -95,9 +95,9 @@ class Full:
 def test_where_there_is_no_room_for_all_none_is_left():
     tensor = torch.ones(2)
     offloaded = Offloaded(lambda: [tensor])
-    offloaded.put_away()
+    offloaded.offload()
     offloaded._away.append((Full(), torch.UntypedStorage(8)))
-    with pytest.raises(RuntimeError, match="out of memory"), offloaded.at_hand(changes=False):
+    with pytest.raises(RuntimeError, match="out of memory"), offloaded.on_device(changes=False):
         raise AssertionError("the block must not run")
     assert bytes_of([tensor]) == 0
 
@@ -106,7 +106,7 @@ def test_where_there_is_no_room_for_all_none_is_left():
 
 
 def offloading(policy: torch.nn.Module, **options: bool) -> SingleStrategy:
-    strategy = SingleStrategy(SingleOptions(**options), device="cpu", num_processes=1, num_nodes=1)
+    strategy = SingleStrategy(SingleConfig(**options), device="cpu", num_processes=1, num_nodes=1)
     strategy.shard({"policy": policy})
     return strategy
 
@@ -161,9 +161,9 @@ def test_a_checkpoint_is_written_and_read_while_everything_waits(tmp_path):
         return policy, strategy
 
     def numbers(strategy: SingleStrategy) -> list[torch.Tensor]:
-        with strategy.everything_at_hand(changes=False):
+        with strategy.all_on_device(changes=False):
             [optimizer] = strategy.optimizers
-            return [t.clone() for t in (*strategy.pieces("policy"), *states_of(optimizer))]
+            return [t.clone() for t in (*strategy.local_shards("policy"), *states_of(optimizer))]
 
     (saved, writer), (loaded, reader) = started(0), started(1)
     writer.save_checkpoint({}, tmp_path / "state.ckpt")
@@ -184,14 +184,14 @@ class Watch(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
         strategy: Any = trainer.strategy
-        pieces = (p for name in ("policy", "reference") for _, p in strategy.named_parameters(name))
-        self.seen.append((bytes_of(pieces), bytes_of(states_of(strategy.optimizers[0]))))
+        local_shards = (p for name in ("policy", "reference") for _, p in strategy.named_parameters(name))
+        self.seen.append((bytes_of(local_shards), bytes_of(states_of(strategy.optimizers[0]))))
 
 
 def train(backend: str, world_size: int, **options: Any) -> list[Outcome]:
     def on_rank(rank: int) -> Outcome:
-        watch = Watch()
-        run = FixedRun(backend, options, with_reference=True, callbacks=(watch,), watch=lambda *_: watch.seen)
+        timer = Watch()
+        run = FixedRun(backend, options, with_reference=True, callbacks=(timer,), timer=lambda *_: timer.seen)
         return run.fit(world_size, rank)
 
     return run_on_ranks(world_size, on_rank)
@@ -219,7 +219,7 @@ def test_pieces_that_live_in_host_memory_at_all_times_give_the_same_numbers():
         assert all(np.array_equal(after.weights[name], weight) for name, weight in before.weights.items())
 
 
-@pytest.mark.parametrize("options", [FSDPOptions, FSDP2Options])
+@pytest.mark.parametrize("options", [FSDPConfig, FSDP2Config])
 @pytest.mark.parametrize("key", ["offload_params", "offload_optimizer"])
 def test_what_is_in_host_memory_at_all_times_cannot_be_moved_there(options, key):
     assert not options(cpu_offload=True).offload.offload_params
@@ -229,7 +229,7 @@ def test_what_is_in_host_memory_at_all_times_cannot_be_moved_there(options, key)
 
 
 def test_nothing_moves_unless_it_is_asked_for():
-    assert OffloadOptions() == OffloadOptions(offload_params=False, offload_optimizer=False)
+    assert OffloadConfig() == OffloadConfig(offload_params=False, offload_optimizer=False)
     policy = tiny_policy()
     offloading(policy)
     assert bytes_of(policy.parameters()) > 0

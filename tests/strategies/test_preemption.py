@@ -14,7 +14,7 @@ import pytest
 
 from rlmodule.checkpoint.state import STATE_FILE, newest_whole, verify
 from rlmodule.core.errors import Preempted
-from tests.callbacks.runs import SmallRun
+from tests.callbacks.fits import SmallRun
 from tests.helpers.ranks import run_on_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
@@ -66,8 +66,8 @@ def test_str_07_signal_to_one_rank_within_an_iteration(tmp_path, resumed_world, 
     assert all("asked to stop" in ending for ending in endings), "both ranks stop, though one was asked"
     folder, passed_over = newest_whole(stopped / "checkpoints")
     assert folder is not None and folder.name == "iteration_000001.step_00000003" and not passed_over
-    assert verify(folder).facts["step"] == 3
-    assert verify(folder.with_name("iteration_000001")).facts["step"] == 2
+    assert verify(folder).entries["step"] == 3
+    assert verify(folder.with_name("iteration_000001")).entries["step"] == 2
 
     assert fit(replace(run, resumed_step=3), resumed_world, checkpoint=folder / STATE_FILE) == [""] * resumed_world
     wanted, got = steps_of(undisturbed), steps_of(stopped)
@@ -120,4 +120,4 @@ def test_ckpt_03_a_disk_that_fills_up_on_one_rank_stops_all_and_spoils_nothing(t
     endings = run_on_ranks(2, rank_of)
     assert all("iteration_000002" in text and "No space left" in text for text in endings), endings
     assert [f.name for f in (tmp_path / "checkpoints").iterdir()] == ["iteration_000001"]
-    assert verify(tmp_path / "checkpoints" / "iteration_000001").facts["step"] == 2
+    assert verify(tmp_path / "checkpoints" / "iteration_000001").entries["step"] == 2

@@ -6,8 +6,8 @@ The exchange between sequence ranks (SP-01, SP-03, SP-04) comes with the strateg
 import pytest
 import torch
 
-from rlmodule.batching.collate import DynamicCollator, cut_for_rank, pack_rows, pad_to_multiple, shifted_labels
-from rlmodule.core.types import ExperienceRow, Prompt, Sample, StepTotals
+from rlmodule.batching.collate import DynamicCollator, pack_rows, pad_to_multiple, shard_for_rank, shifted_labels
+from rlmodule.core.types import Prompt, Sample, StepTotals, TrainingSample
 from tests.helpers.tiny import row, sample, tiny_policy
 
 TOTALS = StepTotals(tokens=100, sequences=3)
@@ -41,14 +41,14 @@ def test_sp_05_labels_are_shifted_before_the_row_is_cut():
     """SP-05: Ids 10 to 17 on 2 sequence ranks: 7 targets, not 6; the first of the second half is predicted by the first half."""
     response = torch.arange(11, 18)
     values = torch.arange(7.0)
-    item = ExperienceRow(
+    item = TrainingSample(
         Sample(0, 0, Prompt(0, (10,), ""), response, torch.ones(7, dtype=torch.bool)),
         advantage=values,
         old_logprob=-values,
         ref_logprob=values + 10,
     )
     whole = pack_rows([item], TOTALS)
-    parts = [cut_for_rank(whole, rank, 2) for rank in range(2)]
+    parts = [shard_for_rank(whole, rank, 2) for rank in range(2)]
     assert [shifted_labels(part).tolist() for part in parts] == [[11, 12, 13, 14], [15, 16, 17, IGNORED]]
     assert sum(len(part.labels) for part in parts) == 7
     # The same for what goes with the labels.
@@ -60,7 +60,7 @@ def test_sp_05_labels_are_shifted_before_the_row_is_cut():
 def test_sp_05_a_loss_mask_is_shifted_with_its_tokens():
     """SP-05: Only the token on the border carries loss: the first rank predicts it."""
     mask = torch.tensor([False, False, False, True, False, False, False])
-    item = ExperienceRow(Sample(0, 0, Prompt(0, (10,), ""), torch.arange(11, 18), mask))
+    item = TrainingSample(Sample(0, 0, Prompt(0, (10,), ""), torch.arange(11, 18), mask))
     whole = pack_rows([item], TOTALS)
-    parts = [cut_for_rank(whole, rank, 2) for rank in range(2)]
+    parts = [shard_for_rank(whole, rank, 2) for rank in range(2)]
     assert [shifted_labels(part).tolist() for part in parts] == [[IGNORED] * 3 + [14], [IGNORED] * 4]

@@ -13,7 +13,7 @@ import torch
 from rlmodule import cli
 from rlmodule.core.errors import ConfigError
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.run.session import Session
+from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
 from tests.helpers.ranks import run_on_ranks
 
@@ -32,18 +32,18 @@ JUDGE = "def score(response, **_):\n    return sum(ord(c) % 2 for c in response)
 CUT = ("actor/", "reward/", "train/", "response_length/")
 
 
-def session_in(folder: Path, *overrides: str) -> Session:
+def session_in(folder: Path, *overrides: str) -> Run:
     with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
         config = hydra.compose("train", [*SMALL, f"reward.path={folder / 'judge.py'}:score", *overrides])
-    return Session.read(config, RunDirectory(folder / "run"), STRATEGIES)
+    return Run.read(config, RunDirectory(folder / "run"), STRATEGIES)
 
 
 def fit(rank: int, folder: Path, *overrides: str) -> None:
     torch.set_num_threads(1)
-    session = session_in(folder, *overrides)
-    session.is_first = rank == 0
-    session.check()
-    session.fit()
+    run = session_in(folder, *overrides)
+    run.is_rank_zero = rank == 0
+    run.check()
+    run.fit()
 
 
 def records(folder: Path, world_size: int, *overrides: str) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from rlmodule.models.attention import RaggedCache
 from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.description import ModelConfig, load_tokenizer
 from rlmodule.models.policy import PrefillBatch
-from rlmodule.optim.optimizer import OptimizerConfig
+from rlmodule.optim.adamw import OptimizerConfig
 from tests.helpers.memory import Allocations
 from tests.helpers.ranks import run_on_ranks
 from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun, relative_difference
@@ -60,7 +60,7 @@ def test_a_rank_keeps_its_share_of_parameters_and_moments(backend, options):
     """Counted in bytes of storage after a step: 1/dp of parameters, two moments (and ZeRO's masters)."""
     wide = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 4}
 
-    def watch(trainer: Any, module: Any) -> tuple[int, int, int]:
+    def timer(trainer: Any, module: Any) -> tuple[int, int, int]:
         parameters = {
             p.untyped_storage().data_ptr() if not hasattr(p, "to_local") else id(p): held_bytes(p.detach())
             for _, p in trainer.strategy.named_parameters("policy")
@@ -70,10 +70,10 @@ def test_a_rank_keeps_its_share_of_parameters_and_moments(backend, options):
         for state in optimizer.state.values():
             for tensor in state.values():
                 states[id(tensor)] = held_bytes(tensor)
-        whole = sum(t.numel() * 4 for _, t in trainer.strategy.whole_parameters("policy"))
+        whole = sum(t.numel() * 4 for _, t in trainer.strategy.full_parameters("policy"))
         return sum(parameters.values()), sum(states.values()), whole
 
-    run = replace(FixedRun(architecture=wide, watch=watch), backend=backend, options=options)
+    run = replace(FixedRun(architecture=wide, timer=timer), backend=backend, options=options)
     for outcome in on_two(run):
         parameters, states, whole = outcome.extra
         slack = 0.02 * whole + 4096  # step counters, padding to equal pieces
@@ -82,12 +82,12 @@ def test_a_rank_keeps_its_share_of_parameters_and_moments(backend, options):
 
 
 def test_the_bytes_of_ddp_would_not_pass():
-    def watch(trainer: Any, module: Any) -> tuple[int, int]:
+    def timer(trainer: Any, module: Any) -> tuple[int, int]:
         (optimizer,) = trainer.strategy.optimizers
         states = sum(held_bytes(t) for state in optimizer.state.values() for t in state.values())
-        return states, sum(t.numel() * 4 for _, t in trainer.strategy.whole_parameters("policy"))
+        return states, sum(t.numel() * 4 for _, t in trainer.strategy.full_parameters("policy"))
 
-    states, whole = on_two(FixedRun(backend="ddp", watch=watch))[0].extra
+    states, whole = on_two(FixedRun(backend="ddp", timer=timer))[0].extra
     assert states > 1.9 * whole
 
 
@@ -133,7 +133,7 @@ def test_a_step_adds_a_share_of_gradients_and_a_few_blocks_to_what_a_rank_keeps(
 
 @pytest.mark.parametrize(("backend", "options"), MASTERS, ids=label)
 def test_prec_03_masters_and_both_moments_are_fp32_while_compute_is_bf16(backend, options):
-    def watch(trainer: Any, module: Any) -> tuple[set[str], str]:
+    def timer(trainer: Any, module: Any) -> tuple[set[str], str]:
         (optimizer,) = trainer.strategy.optimizers
         kinds = {str(t.dtype) for state in optimizer.state.values() for t in state.values()}
         masters = {str(t.dtype) for _, t in trainer.strategy.full_weights("policy")}
@@ -141,7 +141,7 @@ def test_prec_03_masters_and_both_moments_are_fp32_while_compute_is_bf16(backend
         return kinds | masters, rotary
 
     cuts = {} if backend == "ddp" else {"param_dtype": "bfloat16"}
-    run = FixedRun(backend=backend, options={**options, **cuts}, precision="bf16-mixed", watch=watch)
+    run = FixedRun(backend=backend, options={**options, **cuts}, precision="bf16-mixed", timer=timer)
     reference = run_on_ranks(1, lambda rank: FixedRun().fit())[0]
     for outcome in on_two(run):
         assert outcome.extra == ({"torch.float32"}, "torch.float32")
@@ -169,11 +169,11 @@ def test_prec_05_a_norm_that_is_not_finite_changes_nothing_anywhere(backend, opt
     without = replace(healthy, lengths=healthy.lengths[:6])
     reference = run_on_ranks(1, lambda rank: without.fit())[0]
 
-    def watch(trainer: Any, module: Any) -> tuple[int, int, float]:
+    def timer(trainer: Any, module: Any) -> tuple[int, int, float]:
         counters = module.counters
         return counters.optimizer_steps, counters.skipped, trainer.optimizers[0].param_groups[0]["lr"]
 
-    run = replace(healthy, lengths=healthy.lengths[:12], poison=1, watch=watch, backend=backend, options=options)
+    run = replace(healthy, lengths=healthy.lengths[:12], poison=1, timer=timer, backend=backend, options=options)
     for outcome in on_two(run):
         assert not math.isfinite(outcome.norms[1])
         taken, skipped, lr = outcome.extra
@@ -187,7 +187,7 @@ def test_exported_weights_reload_with_equal_logits(tmp_path, backend, options, t
     """The stream of whole weights makes a folder that transformers loads; the model says what the trained one says."""
     config = ModelConfig(architecture={**ARCHITECTURE, "tie_word_embeddings": tied}, tokenizer="byte")
 
-    def watch(trainer: Any, module: Any) -> np.ndarray:
+    def timer(trainer: Any, module: Any) -> np.ndarray:
         weights = {name: tensor.clone() for name, tensor in trainer.strategy.full_weights("policy")}
         empty = build_policy(config, seed=5, temperature=1.0)
         if trainer.is_global_zero:
@@ -200,7 +200,7 @@ def test_exported_weights_reload_with_equal_logits(tmp_path, backend, options, t
             batch = PrefillBatch(ids[0], torch.arange(12), ends, torch.tensor([11]), cache)
             return policy(batch).float().numpy()
 
-    run = FixedRun(backend=backend, options=options, architecture={"tie_word_embeddings": tied}, watch=watch)
+    run = FixedRun(backend=backend, options=options, architecture={"tie_word_embeddings": tied}, timer=timer)
     outcomes = on_two(run)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     with torch.no_grad():

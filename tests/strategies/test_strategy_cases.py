@@ -16,15 +16,15 @@ from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
-from rlmodule.core.types import Score, ScoredSample, StepTotals
-from rlmodule.experience.estimation import Estimation
+from rlmodule.core.types import RewardResult, ScoredSample, StepTotals
+from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
-from rlmodule.experience.stopwatch import Stopwatch
+from rlmodule.experience.timer import Timer
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.building import save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
-from rlmodule.optim.optimizer import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.optim.adamw import OptimizerConfig, build_optimizer, build_schedule
 from rlmodule.run.build.models import frozen_copy
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import SMOOTH, Stepper, mixed_rows, row, sample, share_rows, tiny_policy, train_on
@@ -42,7 +42,7 @@ def test_str_03_the_schedule_steps_once_per_optimizer_step(world_size):
     """20 micro-batches in 5 optimizer steps: 5 of 10 warm-up steps, half the peak."""
     rows = [row(sample(i)) for i in range(20)]
     config = BatchingConfig(mini_batch_size=4, use_dynamic_bsz=False, micro_batch_size_per_gpu=1)
-    train = partial(train_on, rows=rows, config=config, optimizer=WARM_UP)
+    train = partial(train_on, rows=rows, batching=config, optimizer=WARM_UP)
     for rank in [train(0)] if world_size == 1 else run_on_ranks(world_size, train):
         assert rank.backward_calls == 20 // world_size
         assert len(rank.steps) == 5
@@ -139,12 +139,12 @@ def iterations(policy, reference=None, *, count, mini_batch_size=6, optimizer=SM
     objective = Objective(PPOClip(), algorithm)
     maker = ExperienceMaker(
         Scorer(strategy, objective, DynamicCollator(), torch.device("cpu")),
-        Estimation(objective, GRPO(), strategy.collectives),
+        AdvantageStage(objective, GRPO(), strategy.collectives),
         lambda metas: BalancedSampler(metas, batching, strategy.layout, seed=0, iteration=0),
     )
-    scored = [ScoredSample(sample(i, 2, 1 + i % 5, group=i // 3), Score(float(i % 3 == 0))) for i in range(12)]
+    scored = [ScoredSample(sample(i, 2, 1 + i % 5, group=i // 3), RewardResult(float(i % 3 == 0))) for i in range(12)]
     for _ in range(count):
-        iteration = maker(lambda: scored, Stopwatch())
+        iteration = maker(lambda: scored, Timer())
         for share in iteration.sampler.shares(iteration.sampler.plans):
             result = stepper(maker.scorer.collator(iteration.experience.__getitems__(share)))
             yield {name: metric.result for name, metric in result.metrics.items()}

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.objective import Objective
-from rlmodule.batching.collate import DynamicCollator, cut_for_rank, pack_rows, pad_to_multiple, shifted_labels
+from rlmodule.batching.collate import DynamicCollator, pack_rows, pad_to_multiple, shard_for_rank, shifted_labels
 from rlmodule.core.contract import Layout, SequenceRanks
 from rlmodule.core.metrics import merge
-from rlmodule.core.types import ExperienceRow, LossInputs, Prompt, Sample, StepTotals, TokenLoss
+from rlmodule.core.types import LossInputs, Prompt, Sample, StepTotals, TokenLoss, TrainingSample
 from rlmodule.losses.gmpo import GMPO
 from rlmodule.losses.gspo import GSPO
 from rlmodule.losses.gspo_token import GSPOToken
@@ -52,20 +52,20 @@ def policy_of(
     return build_policy(config, seed=3, temperature=0.7).train()
 
 
-def row_of(number: int, prompt_len: int, response_len: int) -> ExperienceRow:
+def row_of(number: int, prompt_len: int, response_len: int) -> TrainingSample:
     rng = torch.Generator().manual_seed(number)
     ids = torch.randint(1, 32, (prompt_len + response_len,), generator=rng)
     mask = torch.rand(response_len, generator=rng) < 0.8
     old, ref, advantage = torch.randn(3, response_len, generator=rng)
     prompt = Prompt(row=number, ids=tuple(ids[:prompt_len].tolist()), text="")
     sample = Sample(number, number // 2, prompt, ids[prompt_len:], mask)
-    return ExperienceRow(sample, advantage=advantage, old_logprob=old - 3, ref_logprob=ref - 3)
+    return TrainingSample(sample, advantage=advantage, old_logprob=old - 3, ref_logprob=ref - 3)
 
 
 ROWS = [row_of(i, *lengths) for i, lengths in enumerate(LENGTHS)]
 
 
-def totals_of(rows: list[ExperienceRow], layout: Layout) -> StepTotals:
+def totals_of(rows: list[TrainingSample], layout: Layout) -> StepTotals:
     groups: dict[int, int] = {}
     for row in rows:
         if row.sample.meta.loss_tokens:
@@ -93,7 +93,7 @@ def step_of(policy: PolicyModel, objective: Objective, layout: Layout, sequence:
     outputs, metrics = [], []
     for places in plan[layout.dp_rank]:
         batch = collate.pack([ROWS[p] for p in places], totals)
-        share = objective.over(batch, totals, sequence)
+        share = objective.for_micro_batch(batch, totals, sequence)
         policy(batch, objective=share).backward()
         metrics.append(share.metrics)
         outputs.append(policy(batch, with_entropy=True))
@@ -126,8 +126,8 @@ class SequenceRatio:
 
 
 def objective_of(loss: Any = None, mode: str = "token-mean") -> Objective:
-    settings = AlgorithmConfig(loss_agg_mode=mode, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
-    return Objective(PPOClip() if loss is None else loss, settings)
+    config = AlgorithmConfig(loss_agg_mode=mode, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.01)
+    return Objective(PPOClip() if loss is None else loss, config)
 
 
 def on_rank(rank: int, sp_size: int, cases: list[tuple[dict[str, Any], Objective]]) -> list[Step]:
@@ -238,6 +238,6 @@ def test_sp_05_labels_are_shifted_before_the_row_is_cut() -> None:
     """SP-05."""
     ids = torch.arange(10, 18)
     sample = Sample(0, 0, Prompt(0, (10,), ""), ids[1:], torch.ones(7, dtype=torch.bool))
-    batch = pack_rows([ExperienceRow(sample)], StepTotals(7, 1, group_tokens={0: 7}))
-    slices = [shifted_labels(cut_for_rank(batch, rank, 2)).tolist() for rank in range(2)]
+    batch = pack_rows([TrainingSample(sample)], StepTotals(7, 1, group_tokens={0: 7}))
+    slices = [shifted_labels(shard_for_rank(batch, rank, 2)).tolist() for rank in range(2)]
     assert slices == [[11, 12, 13, 14], [15, 16, 17, -100]]

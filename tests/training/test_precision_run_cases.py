@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from rlmodule.batching.sampler import BatchingConfig
-from rlmodule.core.types import ExperienceRow
+from rlmodule.core.types import TrainingSample
 from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import PRECISIONS, ModelConfig
-from rlmodule.optim.optimizer import OptimizerConfig
+from rlmodule.optim.adamw import OptimizerConfig
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import (
     Linear,
@@ -124,7 +124,7 @@ def test_prec_05_a_norm_that_is_not_finite_changes_nothing():
         assert model.weight.grad is None, "the bad gradient is gone before the next step adds to it"
 
 
-def with_nan(rows: list[ExperienceRow], position: int) -> list[ExperienceRow]:
+def with_nan(rows: list[TrainingSample], position: int) -> list[TrainingSample]:
     """One advantage that is NaN; on two ranks only one of them meets it."""
     rows = list(rows)
     rows[position] = replace(rows[position], advantage=rows[position].advantage * torch.nan)
@@ -140,7 +140,7 @@ def test_prec_05_every_rank_skips_and_the_schedule_stays(world_size):
     """Of three mini-batches the second meets a NaN: two steps are taken, two steps of warm-up are gone."""
     rows = with_nan(alike(12), 5)
     optimizer = OptimizerConfig(lr=0.001, warmup_steps=10)
-    train = partial(train_on, rows=rows, config=IN_ORDER, optimizer=optimizer)
+    train = partial(train_on, rows=rows, batching=IN_ORDER, optimizer=optimizer)
     ranks = [train(0)] if world_size == 1 else run_on_ranks(world_size, train)
     for rank in ranks:
         assert [np.isfinite(norm) for norm in rank.grad_norms] == [True, False, True]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlmodule.core.contract import Layout
-from rlmodule.core.metrics import How, Metric, ratio, total
+from rlmodule.core.metrics import Metric, ReduceType, ratio, total
 from rlmodule.training.reduction import CAPACITY, reduce_metrics
 from strategies.parts.collectives import GroupCollectives, LocalCollectives
 from tests.helpers.ranks import run_on_ranks
@@ -21,8 +21,8 @@ def parts_of(rank):
     return {
         "loss": total(float(rank + 1)),
         "clip_frac": ratio(torch.tensor(float(rank)), float(rank + 1)),
-        "low": Metric(-float(rank), 1.0, How.MIN),
-        "high": Metric(-float(rank), 1.0, How.MAX),
+        "low": Metric(-float(rank), 1.0, ReduceType.MIN),
+        "high": Metric(-float(rank), 1.0, ReduceType.MAX),
     }
 
 

@@ -16,7 +16,7 @@ from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.types import MiniBatch
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
-from rlmodule.optim.optimizer import OptimizerConfig
+from rlmodule.optim.adamw import OptimizerConfig
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import (
     FAMILIES,
@@ -92,7 +92,7 @@ def test_every_family_keeps_the_law(family):
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("cut", ["budget 14", "budget 30", "one by one", "karmarkar_karp"])
 def test_ranks_change_nothing(whole, world_size, cut):
-    ranks = run_on_ranks(world_size, partial(train_on, rows=ROWS, config=CUTS[cut], epochs=2, algorithm=EVERYTHING))
+    ranks = run_on_ranks(world_size, partial(train_on, rows=ROWS, batching=CUTS[cut], epochs=2, algorithm=EVERYTHING))
     assert len({rank.backward_calls for rank in ranks}) == 1, "lock-step"
     for rank in ranks:
         assert_same_training(rank, whole)
@@ -104,7 +104,7 @@ def test_dummies_change_nothing():
     rows = [ROWS[2], without_loss(ROWS[0]), ROWS[6]]
     config = BatchingConfig(mini_batch_size=3, max_token_len_per_gpu=14)
     expected = train_on(0, rows, WHOLE, algorithm=EVERYTHING)
-    for rank in run_on_ranks(4, partial(train_on, rows=rows, config=config, algorithm=EVERYTHING)):
+    for rank in run_on_ranks(4, partial(train_on, rows=rows, batching=config, algorithm=EVERYTHING)):
         assert_same_training(rank, expected)
 
 
@@ -186,7 +186,7 @@ def test_no_micro_step_waits_for_the_device(share_prompts):
         for micro_batch in mini_batch.to("cuda").micro_batches:
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                share = objective.over(micro_batch, mini_batch.totals)
+                share = objective.for_micro_batch(micro_batch, mini_batch.totals)
                 policy(micro_batch, objective=share).backward()
                 assert share.metrics
             finally:

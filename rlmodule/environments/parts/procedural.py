@@ -40,7 +40,7 @@ class ProceduralTask(ABC):
         """One random row with ``prompt``, ``answer`` and whatever else the reward needs."""
 
     @abstractmethod
-    def beginner_response(self, row: dict[str, Any], index: int) -> str:
+    def noisy_response(self, row: dict[str, Any], index: int) -> str:
         """How a beginner answers ``row``; ``index`` numbers the demonstrations."""
 
     def right_response(self, row: dict[str, Any]) -> str:
@@ -49,7 +49,7 @@ class ProceduralTask(ABC):
 
     def wrong_response(self, row: dict[str, Any], index: int) -> str:
         """What a beginner says where that is wrong, else the right response with one character missing."""
-        said, right = self.beginner_response(row, index), self.right_response(row)
+        said, right = self.noisy_response(row, index), self.right_response(row)
         at = index % len(right)
         return said if said != right else right[:at] + right[at + 1 :]
 
@@ -64,17 +64,17 @@ class ProceduralTask(ABC):
     def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
         """(prompt, response) pairs for a warm start; none of the prompts is a test prompt."""
         shown = self._drawn("demonstrations", count, seed)
-        return [(row["prompt"], self.beginner_response(row, index)) for index, row in enumerate(shown)]
+        return [(row["prompt"], self.noisy_response(row, index)) for index, row in enumerate(shown)]
 
     def preferences(self, count: int, seed: int) -> list[tuple[str, str, str]]:
         """(prompt, right response, wrong response) triples; none of the prompts is a test prompt."""
-        return self._judged(self._drawn("preferences", count, seed))
+        return self._right_and_wrong(self._drawn("preferences", count, seed))
 
     def held_out_preferences(self) -> list[tuple[str, str, str]]:
         """The same of the test prompts, one of each."""
-        return self._judged(self.rows("test"))
+        return self._right_and_wrong(self.rows("test"))
 
-    def _judged(self, rows: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    def _right_and_wrong(self, rows: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
         return [
             (row["prompt"], self.right_response(row), self.wrong_response(row, index)) for index, row in enumerate(rows)
         ]

@@ -241,8 +241,8 @@ def serve(handle: int, path: str, timeout: float) -> None:
 
 def load_function(path: str) -> Callable[..., Any]:
     """Import ``package.module:function`` or ``path/to/file.py:function``; the file's folder joins the search path."""
-    place, _, name = path.rpartition(":")
-    module = _run_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    location, _, name = path.rpartition(":")
+    module = _run_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
     function: Callable[..., Any] = attrgetter(name)(module)
     return function
 

@@ -1,1 +1,1 @@
-"""The parts of a run, each made of settings: machine, strategy, models, data, trainer; ``run/session.py`` joins them."""
+"""The parts of a run, each made of settings: machine, strategy, models, data, trainer; ``run/run.py`` joins them."""

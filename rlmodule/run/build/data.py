@@ -13,23 +13,23 @@ from rlmodule.batching.workload import Workload
 from rlmodule.core.contract import RolloutEngine
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
-from rlmodule.examination import Examination, PairExamination, PromptExamination
-from rlmodule.experience.estimation import Estimation
+from rlmodule.evaluation import Evaluator, PairEvaluator, PromptEvaluator
+from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.maker import ExperienceMaker
-from rlmodule.experience.reference_scores import ReferenceScores
+from rlmodule.experience.reference_cache import ReferenceLogprobCache
 from rlmodule.experience.scoring import Scorer
 from rlmodule.models.description import shape_of
 from rlmodule.algorithm.objective import Objective
 from rlmodule.experience.replay import ReplayMemory
-from rlmodule.run.settings import Settings
+from rlmodule.run.config import RunConfig
 from rlmodule.algorithm.shaping import KLController
-from rlmodule.experience.sources import Draw, WrittenSource
-from rlmodule.run.supplies import Preferences, Supply
+from rlmodule.experience.sources import RowSampler, OfflineSource
+from rlmodule.run.datasets import Preferences, TrainingDataset
 
 
-def new_datamodule(
-    settings: Settings,
-    supply: Supply,
+def build_datamodule(
+    config: RunConfig,
+    dataset: TrainingDataset,
     objective: Objective,
     strategy: Any,
     start: Callable[[int], None],
@@ -37,78 +37,78 @@ def new_datamodule(
     """What gives the mini-batches of a run.
 
     Args:
-        settings: of the run.
-        supply: what it learns from.
+        config: of the run.
+        dataset: what it learns from.
         objective: what is minimised.
         strategy: where models and ranks are, once it is set up.
         start: called with the number of each iteration that begins.
     """
-    s = settings
-    stream = PromptStream(len(supply), s.run.seed, s.data.shuffle)
+    s = config
+    stream = PromptStream(len(dataset), s.general.seed, s.data.shuffle)
     layout = lambda: strategy.layout  # noqa: E731  known once the strategy is set up
 
     def engine() -> RolloutEngine:
         return s.rollout.connect(
             partial(strategy.generator, "policy"),
             partial(strategy.generation_mode, "policy"),
-            supply.tokenizer,
+            dataset.tokenizer,
             strategy.root_device,
         )
 
     controller = KLController(s.algorithm.kl_in_reward) if s.algorithm.use_kl_in_reward else None
-    kept = None if s.algorithm.is_sampled else ReferenceScores()
+    kept = None if s.algorithm.is_sampled else ReferenceLogprobCache()
     return RLDataModule(
-        supply.source(Draw(stream, s.algorithm.train_batch_size, layout), engine),
+        dataset.source(RowSampler(stream, s.algorithm.train_batch_size, layout), engine),
         stream,
-        partial(new_maker, s, supply, objective, strategy, kl_controller=controller, reference_scores=kept),
-        examinations=new_examinations(s, supply, objective, strategy, engine),
+        partial(build_maker, s, dataset, objective, strategy, kl_controller=controller, reference_cache=kept),
+        evaluators=build_evaluators(s, dataset, objective, strategy, engine),
         kl_controller=controller,
         replay=ReplayMemory(s.replayed),
         start=start,
     )
 
 
-def new_examinations(
-    settings: Settings, supply: Supply, objective: Objective, strategy: Any, engine: Callable[[], RolloutEngine]
-) -> list[Examination]:
-    """Of what is held out, prompts first; what it is given is that of ``new_datamodule``."""
-    s, made = settings, list[Examination]()
-    if supply.val_prompts:
+def build_evaluators(
+    config: RunConfig, dataset: TrainingDataset, objective: Objective, strategy: Any, engine: Callable[[], RolloutEngine]
+) -> list[Evaluator]:
+    """Of what is held out, prompts first; what it is given is that of ``build_datamodule``."""
+    s, made = config, list[Evaluator]()
+    if dataset.val_prompts:
         assert s.reward is not None, "answers are judged"
-        made.append(PromptExamination(supply.val_prompts, engine, s.reward, strategy))
-    if pairs := supply.val_pairs:
-        draw = Draw(PromptStream(len(pairs), s.run.seed, shuffle=False), len(pairs), lambda: strategy.layout)
-        source = WrittenSource([pair.samples for pair in pairs], Preferences.verdicts, draw)
+        made.append(PromptEvaluator(dataset.val_prompts, engine, s.reward, strategy))
+    if pairs := dataset.val_pairs:
+        draw = RowSampler(PromptStream(len(pairs), s.general.seed, shuffle=False), len(pairs), lambda: strategy.layout)
+        source = OfflineSource([pair.samples for pair in pairs], Preferences.rewards, draw)
         at_once = replace(s.batching, mini_batch_size=2 * len(pairs))
         once = replace(s, batching=at_once, algorithm=replace(s.algorithm, ppo_epochs=1))
-        make = partial(new_maker, once, supply, objective, strategy, iteration=0)
-        made.append(PairExamination(source, make, s.leading_model))
+        make = partial(build_maker, once, dataset, objective, strategy, iteration=0)
+        made.append(PairEvaluator(source, make, s.trained_model))
     return made
 
 
-def new_maker(
-    settings: Settings,
-    supply: Supply,
+def build_maker(
+    config: RunConfig,
+    dataset: TrainingDataset,
     objective: Objective,
     strategy: Any,
     iteration: int,
     *,
     kl_controller: KLController | None = None,
-    reference_scores: ReferenceScores | None = None,
+    reference_cache: ReferenceLogprobCache | None = None,
 ) -> ExperienceMaker:
-    """Turns the samples of one iteration into mini-batches; what it is given is that of ``new_datamodule``."""
-    s, layout = settings, strategy.layout
+    """Turns the samples of one iteration into mini-batches; what it is given is that of ``build_datamodule``."""
+    s, layout = config, strategy.layout
     make_sampler = partial(
         BalancedSampler,
         config=s.batching,
         layout=layout,
-        seed=s.run.seed,
+        seed=s.general.seed,
         iteration=iteration,
         epochs=s.algorithm.ppo_epochs,
-        cost=Workload(shape_of(supply.hf_config)),
-        trains=s.trains_in(iteration),
+        cost=Workload(shape_of(dataset.hf_config)),
+        trained_models=s.trained_models(iteration),
     )
-    pad = supply.tokenizer.pad_token_id
+    pad = dataset.tokenizer.pad_token_id
     collator = DynamicCollator(
         0 if pad is None else pad, layout.sp_size, layout.sp_rank, share_prompts=s.batching.share_prompts
     )
@@ -119,7 +119,7 @@ def new_maker(
         strategy.root_device,
         reference_in_policy=s.model.lora.is_on,
         value_model=s.value_model,
-        reference_scores=reference_scores,
+        reference_cache=reference_cache,
     )
-    estimation = Estimation(objective, s.advantage, strategy.collectives, kl_controller)
-    return ExperienceMaker(scorer, estimation, make_sampler)
+    advantage_stage = AdvantageStage(objective, s.advantage, strategy.collectives, kl_controller)
+    return ExperienceMaker(scorer, advantage_stage, make_sampler)

@@ -8,7 +8,7 @@ import torch
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.run.launchers.local import launched_from_outside
-from rlmodule.run.settings import TrainerConfig
+from rlmodule.run.config import TrainerConfig
 
 
 @dataclass(frozen=True)

@@ -13,19 +13,18 @@ from typing import Any, Protocol
 from rlmodule.run.build.machine import Machine
 from rlmodule.core.config import convert
 from rlmodule.core.contract import Layout
-from rlmodule.models.description import NO_VALUE, ONLY, SEPARATE, SHARED
-from rlmodule.run.settings import Settings
+from rlmodule.models.description import NO_VALUE, SEPARATE, SHARED
+from rlmodule.run.config import RunConfig
 
-# What a strategy must be able to spread, by model.value.
+# What a strategy must be able to spread beside a policy alone, by model.value.
 MODEL_TYPES = {
     NO_VALUE: ("language_model",),
     SHARED: ("policy_value",),
     SEPARATE: ("language_model", "value_model"),
-    ONLY: ("value_model",),
 }
 
 
-class StrategyMenu(Protocol):
+class StrategyRegistry(Protocol):
     """What is asked of the strategy registry."""
 
     def lookup(self, model_type: str, backend: str, *, device: str | None = None, vendor: str | None = None) -> type:
@@ -37,15 +36,15 @@ class StrategyChoice:
     """How the models of a run are spread.
 
     Args:
-        settings: of the run.
+        config: of the run.
         machine: where it happens.
         menu: strategies to choose from.
         node: the strategy section as configured; its keys belong to the chosen strategy.
     """
 
-    settings: Settings
+    config: RunConfig
     machine: Machine
-    menu: StrategyMenu
+    menu: StrategyRegistry
     node: Mapping[str, Any]
 
     @property
@@ -59,18 +58,23 @@ class StrategyChoice:
             self._options,
             device=self.machine.device,
             num_processes=self.machine.num_processes,
-            num_nodes=self.settings.trainer.num_nodes,
+            num_nodes=self.config.trainer.num_nodes,
         )
 
     @property
     def _class(self) -> Any:
         device = os.environ.get("RLMODULE_DEVICE", self.machine.device)
         found = [
-            self.menu.lookup(kind, self.settings.backend, device=device)
-            for kind in MODEL_TYPES[self.settings.model.value]
+            self.menu.lookup(kind, self.config.backend, device=device)
+            for kind in self._model_types
         ]
         assert len(set(found)) == 1, f"one strategy spreads all models of a run, got {found}"
         return found[0]
+
+    @property
+    def _model_types(self) -> tuple[str, ...]:
+        model = self.config.model
+        return ("value_model",) if model.is_reward_model else MODEL_TYPES[model.value]
 
     @property
     def _options(self) -> Any:

@@ -16,13 +16,13 @@ from transformers.utils import logging as transformers_logging
 
 from rlmodule.run.build.machine import Machine
 from rlmodule.callbacks.metrics import purge_step
-from rlmodule.callbacks.parts.run_context import EventLog
+from rlmodule.callbacks.parts.context import TolerantTensorBoardLogger
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.run.settings import Settings
+from rlmodule.run.config import RunConfig
 
 
-def new_trainer(
-    settings: Settings,
+def build_trainer(
+    config: RunConfig,
     machine: Machine,
     run_dir: RunDirectory,
     strategy: Any,
@@ -32,9 +32,9 @@ def new_trainer(
     hparams: Mapping[str, object] = MappingProxyType({}),
 ) -> L.Trainer:
     """Lightning's trainer, set up for this run; ``hparams`` go into TensorBoard's ``hparams.yaml``."""
-    writer: EventLog | bool = False
-    if settings.logger == "tensorboard":
-        writer = EventLog(
+    writer: TolerantTensorBoardLogger | bool = False
+    if config.logger == "tensorboard":
+        writer = TolerantTensorBoardLogger(
             run_dir.root,
             name="tensorboard",
             version="",
@@ -45,9 +45,9 @@ def new_trainer(
     return L.Trainer(
         accelerator="gpu" if machine.device == "cuda" else machine.device,
         devices=machine.num_processes,
-        num_nodes=settings.trainer.num_nodes,
+        num_nodes=config.trainer.num_nodes,
         strategy=strategy,
-        max_epochs=settings.trainer.max_epochs,
+        max_epochs=config.trainer.max_epochs,
         callbacks=callbacks,
         logger=writer,
         log_every_n_steps=1,
@@ -55,14 +55,14 @@ def new_trainer(
         use_distributed_sampler=False,
         limit_val_batches=0,
         num_sanity_val_steps=0,
-        enable_checkpointing=any(name == "checkpoint" for name in settings.callbacks),
+        enable_checkpointing=any(name == "checkpoint" for name in config.callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
     )
 
 
 @contextmanager
-def interrupts_kept() -> Iterator[None]:
+def reraise_keyboard_interrupt() -> Iterator[None]:
     """Ctrl-C stays Ctrl-C: Lightning makes an exit with code 1 of it."""
     try:
         yield
@@ -72,7 +72,7 @@ def interrupts_kept() -> Iterator[None]:
         raise
 
 
-def quieten() -> None:
+def silence_warnings() -> None:
     """Keep advice that does not apply here off the terminal."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,6 +1,6 @@
 """Where the starting weights of a random model lie, and whether they are those that these settings make.
 
-Leaves out how they are made: a run of its own (``Settings.for_warm_start``), which ``run/session.py`` fits.
+Leaves out how they are made: a run of its own (``RunConfig.for_warm_start``), which ``run/run.py`` fits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.run.settings import Settings
+from rlmodule.run.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -19,18 +19,18 @@ class WarmStart:
     """Weights that several runs may share.
 
     Args:
-        settings: of the run that starts from them.
+        config: of the run that starts from them.
         of_run: the directory of that run, which keeps them where nobody shares them.
     """
 
-    settings: Settings
+    config: RunConfig
     of_run: RunDirectory
 
     @property
     def run_dir(self) -> RunDirectory:
         """The run that makes them writes here."""
-        shared = self.settings.warm_start.shared
-        return RunDirectory(self.of_run.warm_start if shared is None else Path(shared).absolute() / self._key[:16])
+        cache_dir = self.config.warm_start.cache_dir
+        return RunDirectory(self.of_run.warm_start if cache_dir is None else Path(cache_dir).absolute() / self._key[:16])
 
     @property
     def is_there(self) -> bool:
@@ -47,7 +47,7 @@ class WarmStart:
 
     @property
     def _key(self) -> str:
-        s = self.settings
+        s = self.config
         warm = s.for_warm_start()  # without what says nothing of the demonstrations
-        parts = [asdict(s.model), asdict(warm.data), asdict(replace(s.warm_start, shared=None)), s.run.seed]
+        parts = [asdict(s.model), asdict(warm.data), asdict(replace(s.warm_start, cache_dir=None)), s.general.seed]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from rlmodule.callbacks.export import ADAPTER, ExportSettings
+from rlmodule.callbacks.export import ADAPTER, ExportConfig
 from rlmodule.core.errors import ConfigError
 from rlmodule.models.lora import check_installed, is_adapter
-from rlmodule.run.settings import Settings
+from rlmodule.run.config import RunConfig
 
 
-def check_lora(settings: Settings) -> None:
+def check_lora(config: RunConfig) -> None:
     """Adapters need peft; exported alone they need a base that somebody can load."""
-    if not settings.model.lora.is_on:
+    if not config.model.lora.is_on:
         return
     check_installed()
-    export = settings.callbacks.get("export")
-    if not isinstance(export, ExportSettings) or export.lora != ADAPTER:
+    export = config.callbacks.get("export")
+    if not isinstance(export, ExportConfig) or export.lora != ADAPTER:
         return
     reason = None
-    if settings.model.path is None and not settings.needs_warm_start:
+    if config.model.path is None and not config.needs_warm_start:
         reason = "the base is random weights that nobody keeps"
-    elif is_adapter(settings.model.path):
+    elif is_adapter(config.model.path):
         reason = "the base is an adapter merged with its own base, which nobody keeps"
     if reason is not None:
         raise ConfigError(

@@ -3,57 +3,57 @@
 from __future__ import annotations
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.run.settings import STORED, Settings
+from rlmodule.run.config import STORED, RunConfig
 
 
-def check_groups(settings: Settings) -> None:
+def check_groups(config: RunConfig) -> None:
     """An estimator that compares a response finds what it compares with."""
-    if settings.supply == STORED:
+    if config.dataset == STORED:
         return  # the size of groups is in the file, see check_rollouts
-    if settings.algorithm.filter_groups.enable and settings.rollout.n == 1:
+    if config.algorithm.filter_groups.enable and config.rollout.n == 1:
         raise ConfigError(
             key="rollout.n",
             got=1,
             because="algorithm.filter_groups leaves out groups without two different rewards, so all of one",
             fix="Use rollout.n=8, or algorithm.filter_groups.enable=false",
         )
-    if settings.advantage_reads("baseline") and not settings.algorithm.is_sampled:
+    if config.advantage_reads("baseline") and not config.algorithm.is_sampled:
         raise ConfigError(
             key="advantage",
-            got=type(settings.advantage).__name__,
-            because=f"it compares with the policy's own answer, and {settings.algorithm.source} are not answered anew",
+            got=type(config.advantage).__name__,
+            because=f"it compares with the policy's own answer, and {config.algorithm.source} are not answered anew",
             fix="Use advantage=grpo",
         )
-    if settings.advantage_reads("group") and settings.group_size == 1:
+    if config.advantage_reads("group") and config.group_size == 1:
         raise ConfigError(
             key="rollout.n",
             got=1,
-            because=f"{type(settings.advantage).__name__} compares the responses of a prompt with each other, "
+            because=f"{type(config.advantage).__name__} compares the responses of a prompt with each other, "
             "and one response has nothing to be compared with",
             fix="Use rollout.n=8",
         )
 
 
-def check_pairs(settings: Settings) -> None:
+def check_pairs(config: RunConfig) -> None:
     """A loss that compares the two samples of a group must find both in its micro-batch."""
-    if "group" not in settings.loss.needs:
+    if "group" not in config.loss.needs:
         return
-    name = type(settings.loss).__name__
-    if settings.supply == STORED:
+    name = type(config.loss).__name__
+    if config.dataset == STORED:
         raise ConfigError(
             key="data.rollouts",
-            got=settings.data.rollouts,
+            got=config.data.rollouts,
             because=f"{name} compares the two samples of a pair, and stored groups may have any size",
             fix="Use data.rollouts=null and algorithm.source=preferences with a file of pairs",
         )
-    if settings.group_size != 2:
+    if config.group_size != 2:
         raise ConfigError(
             key="algorithm.source",
-            got=settings.algorithm.source,
-            because=f"{name} compares the two samples of a pair, and {settings.group_size} samples come of one row",
+            got=config.algorithm.source,
+            because=f"{name} compares the two samples of a pair, and {config.group_size} samples come of one row",
             fix="Use algorithm.source=preferences, or rollouts with rollout.n=2",
         )
-    if not settings.batching.keep_groups:
+    if not config.batching.keep_groups:
         raise ConfigError(
             key="batching.keep_groups",
             got=False,

@@ -10,45 +10,45 @@ from rlmodule.algorithm.config import ROLLOUTS
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
 from rlmodule.models.description import positions_of
-from rlmodule.run.settings import Settings
+from rlmodule.run.config import RunConfig
 
 
-def check_budget(settings: Settings, layout: Layout) -> None:
+def check_budget(config: RunConfig, layout: Layout) -> None:
     """Nothing longer than a micro-batch may come up in the middle of a run."""
-    batching, data = settings.batching, settings.data
-    if not batching.use_dynamic_bsz or settings.supply != ROLLOUTS:
+    batching, data = config.batching, config.data
+    if not batching.use_dynamic_bsz or config.dataset != ROLLOUTS:
         return  # samples are there already, see check_lengths
     budget = batching.max_token_len_per_gpu * layout.sp_size
-    together = settings.group_size if batching.keep_groups else 1  # samples that share a micro-batch
+    together = config.group_size if batching.keep_groups else 1  # samples that share a micro-batch
     of_prompts, behind = together * data.max_prompt_length, ""
     if batching.share_prompts:
         of_prompts = max(data.max_prompt_length, together)  # a prompt of one token is not shared
         behind = " behind one prompt"
-    needed = of_prompts + together * settings.rollout.max_response_length
+    needed = of_prompts + together * config.rollout.max_response_length
     if needed > budget:
         raise ConfigError(
             key="batching.max_token_len_per_gpu",
             got=batching.max_token_len_per_gpu,
             because=f"a sample can have data.max_prompt_length={data.max_prompt_length} + rollout.max_response_length="
-            f"{settings.rollout.max_response_length} = {settings.longest_sample} tokens, "
+            f"{config.rollout.max_response_length} = {config.longest_sample} tokens, "
             + (f"batching.keep_groups keeps {together} of them together{behind}, " if together > 1 else "")
             + f"and one micro-batch holds {budget}",
             fix=f"Use batching.max_token_len_per_gpu={-(-needed // layout.sp_size)} or more, or lower either length",
         )
 
 
-def check_lengths(rows: Iterable[tuple[str, Sequence[int]]], settings: Settings, layout: Layout) -> None:
+def check_lengths(rows: Iterable[tuple[str, Sequence[int]]], config: RunConfig, layout: Layout) -> None:
     """As ``check_budget`` for samples that are there already, all of a row's together.
 
     Args:
         rows: (words for the row, tokens of each of its samples).
-        settings: the budget.
+        config: the budget.
         layout: ranks that share a row.
 
     Raises:
         ConfigError: names the first row that is too long.
     """
-    batching = settings.batching
+    batching = config.batching
     budget = batching.max_token_len_per_gpu * layout.sp_size
     for name, lengths in rows if batching.use_dynamic_bsz else ():
         tokens = sum(lengths) if batching.keep_groups else max(lengths)
@@ -63,14 +63,14 @@ def check_lengths(rows: Iterable[tuple[str, Sequence[int]]], settings: Settings,
             )
 
 
-def check_positions(settings: Settings, hf_config: PreTrainedConfig) -> None:
+def check_positions(config: RunConfig, hf_config: PreTrainedConfig) -> None:
     """The longest sample that settings allow has a position for every token."""
     limit = positions_of(hf_config)
-    if limit is not None and settings.longest_sample > limit:
+    if limit is not None and config.longest_sample > limit:
         raise ConfigError(
             key="rollout.max_response_length",
-            got=settings.rollout.max_response_length,
-            because=f"with data.max_prompt_length={settings.data.max_prompt_length} a sample can have "
-            f"{settings.longest_sample} tokens, and the model has {limit} positions",
+            got=config.rollout.max_response_length,
+            because=f"with data.max_prompt_length={config.data.max_prompt_length} a sample can have "
+            f"{config.longest_sample} tokens, and the model has {limit} positions",
             fix=f"Lower one of the two so that they add up to {limit} at most",
         )

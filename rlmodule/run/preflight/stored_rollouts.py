@@ -8,85 +8,85 @@ from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.data.rollouts import RolloutTable
 from rlmodule.models.description import positions_of
+from rlmodule.run.config import PARITY, RunConfig
 from rlmodule.run.preflight.lengths import check_lengths
-from rlmodule.run.settings import PARITY, Settings
 
 
-def check_stored(settings: Settings) -> None:
+def check_stored(config: RunConfig) -> None:
     """What stored rollouts cannot give, whatever stands in the file."""
-    if settings.data.rollouts is None:
+    if config.data.rollouts is None:
         return
     for name, is_on in (
-        (f"algorithm.source={settings.algorithm.source}", not settings.algorithm.is_sampled),
-        ("task=parity", settings.run.task == PARITY),
-        ("batching.keep_groups, which counts on groups of one size", settings.batching.keep_groups),
-        ("a greedy answer to every prompt", settings.advantage_reads("baseline")),
+        (f"algorithm.source={config.algorithm.source}", not config.algorithm.is_sampled),
+        ("task=parity", config.general.task == PARITY),
+        ("batching.keep_groups, which counts on groups of one size", config.batching.keep_groups),
+        ("a greedy answer to every prompt", config.advantage_reads("baseline")),
     ):
         if is_on:
             raise ConfigError(
                 key="data.rollouts",
-                got=settings.data.rollouts,
+                got=config.data.rollouts,
                 because=f"stored rollouts do not go with {name}",
                 fix="Use data.rollouts=null",
             )
 
 
-def check_rollouts(table: RolloutTable, settings: Settings, hf_config: PreTrainedConfig, layout: Layout) -> None:
+def check_rollouts(table: RolloutTable, config: RunConfig, hf_config: PreTrainedConfig, layout: Layout) -> None:
     """Refuse stored responses that lack what the objective needs, or do not fit.
 
     Raises:
         RLModuleError: names the first row.
     """
-    check_lengths(((table.place(row), (length,)) for row, length in enumerate(table.lengths)), settings, layout)
+    check_lengths(((table.location(row), (length,)) for row, length in enumerate(table.lengths)), config, layout)
     _check_positions(table, positions_of(hf_config))
-    _check_groups(table, settings)
-    _check_logprobs(table, settings)
+    _check_groups(table, config)
+    _check_logprobs(table, config)
 
 
 def _check_positions(table: RolloutTable, limit: int | None) -> None:
     for row, length in enumerate(table.lengths):
         if limit is not None and length > limit:
             raise DataError(
-                place=table.place(row),
+                location=table.location(row),
                 because=f"prompt and response have {length} tokens, and the model has {limit} positions",
                 fix="Delete the row",
             )
 
 
-def _check_groups(table: RolloutTable, settings: Settings) -> None:
-    if settings.advantage_reads("group") and table.largest == 1:
+def _check_groups(table: RolloutTable, config: RunConfig) -> None:
+    if config.advantage_reads("group") and table.largest == 1:
         raise DataError(
-            place=table.name,
-            because=f"every group has one response, and {type(settings.advantage).__name__} compares the responses of "
+            location=table.name,
+            because=f"every group has one response, and {type(config.advantage).__name__} compares the responses of "
             "a group",
             fix="Write the same group_id into the rows of a group, or use advantage=reinforce_pp",
         )
 
 
-def _check_logprobs(table: RolloutTable, settings: Settings) -> None:
+def _check_logprobs(table: RolloutTable, config: RunConfig) -> None:
     """Those that are read must be there, and of the whole policy where they stand for the old policy's."""
-    algorithm = settings.algorithm
-    are_read = algorithm.rollout_correction.is_on or algorithm.old_logprob == "sampler"
+    algorithm = config.algorithm
+    are_read = algorithm.rollout_correction.is_on or algorithm.old_logprob == "rollout"
     if are_read and table.without_logprobs is not None:
         raise DataError(
-            place=table.place(table.without_logprobs),
-            because="the row has no log-probabilities, and algorithm.old_logprob=sampler and "
+            location=table.location(table.without_logprobs),
+            because="the row has no log-probabilities, and algorithm.old_logprob=rollout and "
             "algorithm.rollout_correction read them",
             fix="Use algorithm.old_logprob=recompute algorithm.rollout_correction.mode=none",
         )
-    if "teacher_logprob" in settings.loss.needs and algorithm.teacher is None and table.without_teacher is not None:
+    if "teacher_logprob" in config.loss.needs and algorithm.teacher is None and table.without_teacher is not None:
         raise DataError(
-            place=table.place(table.without_teacher),
-            because=f"the row has no teacher_logprobs, which {type(settings.loss).__name__} learns from",
+            location=table.location(table.without_teacher),
+            because=f"the row has no teacher_logprobs, which {type(config.loss).__name__} learns from",
             fix="Use algorithm.teacher=FOLDER",
         )
-    if not algorithm.reads_sampler:
+    if not algorithm.uses_rollout_logprob:
         return
     for sampling, row in table.samplings.items():
-        if sampling is not None and not sampling.is_policy_at(settings.rollout.temperature):
+        if sampling is not None and not sampling.is_policy_at(config.rollout.temperature):
             raise DataError(
-                place=table.place(row),
+                location=table.location(row),
                 because=f"it was drawn with {sampling}, so its log-probabilities are not those of a whole policy at "
-                f"rollout.temperature={settings.rollout.temperature}",
+                f"rollout.temperature={config.rollout.temperature}",
                 fix="Use algorithm.old_logprob=recompute",
             )

@@ -9,41 +9,39 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.models.description import ModelConfig, load_model_config, load_tokenizer, positions_of
-from rlmodule.run.settings import STORED, Settings
+from rlmodule.run.config import STORED, RunConfig
 
 KEY = "algorithm.teacher"
 
 
-def teacher_model(settings: Settings) -> ModelConfig:
+def teacher_model(config: RunConfig) -> ModelConfig:
     """A policy like the one that trains, of other weights and perhaps of another shape."""
-    model = settings.model
+    model = config.model
     return ModelConfig(
-        path=settings.algorithm.teacher, precision=model.precision, trust_remote_code=model.trust_remote_code
+        path=config.algorithm.teacher, precision=model.precision, trust_remote_code=model.trust_remote_code
     )
 
 
-def check_teacher(settings: Settings, student: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_teacher(config: RunConfig, student: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a loss without a teacher, a teacher without a reader, and one that does not know the student's tokens.
 
     Raises:
         ConfigError: names the numbers that do not go together.
     """
-    is_read, path = "teacher_logprob" in settings.loss.needs, settings.algorithm.teacher
+    is_read, path = "teacher_logprob" in config.loss.needs, config.algorithm.teacher
     if path is None:
-        if is_read and settings.supply != STORED:  # a file may bring a teacher's log-probabilities, see check_rollouts
-            raise _refusal(
-                path, f"{type(settings.loss).__name__} learns from a teacher", "Use algorithm.teacher=FOLDER"
-            )
+        if is_read and config.dataset != STORED:  # a file may bring a teacher's log-probabilities, see check_rollouts
+            raise _error(path, f"{type(config.loss).__name__} learns from a teacher", "Use algorithm.teacher=FOLDER")
         return
     if not is_read:
-        raise _refusal(path, f"{type(settings.loss).__name__} learns from no teacher", "Use algorithm=distill, or null")
-    model = teacher_model(settings)
+        raise _error(path, f"{type(config.loss).__name__} learns from no teacher", "Use algorithm=distill, or null")
+    model = teacher_model(config)
     try:
-        config, theirs = load_model_config(model), load_tokenizer(model)
+        theirs_config, theirs = load_model_config(model), load_tokenizer(model)
     except ConfigError as error:
-        raise _refusal(path, error.because, error.fix) from error
+        raise _error(path, error.because, error.fix) from error
     _check_tokens(path, tokenizer, theirs)
-    _check_size(settings, student, config)
+    _check_size(config, student, theirs_config)
 
 
 def _check_tokens(path: str, ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> None:
@@ -52,7 +50,7 @@ def _check_tokens(path: str, ours: PreTrainedTokenizerBase, theirs: PreTrainedTo
     other = sorted((number, token) for token, number in ours.get_vocab().items() if words.get(number) != token)
     if other:
         number, token = other[0]
-        raise _refusal(
+        raise _error(
             path,
             f"{len(other)} of the policy's {len(ours)} token ids stand for something else there, which has "
             f"{len(theirs)}; the first is {number}: {token!r} here, {words.get(number)!r} there",
@@ -60,17 +58,17 @@ def _check_tokens(path: str, ours: PreTrainedTokenizerBase, theirs: PreTrainedTo
         )
 
 
-def _check_size(settings: Settings, student: PreTrainedConfig, teacher: PreTrainedConfig) -> None:
-    path = settings.algorithm.teacher
+def _check_size(config: RunConfig, student: PreTrainedConfig, teacher: PreTrainedConfig) -> None:
+    path = config.algorithm.teacher
     ours, theirs = (config.get_text_config().vocab_size for config in (student, teacher))
     if theirs < ours:
         because = f"it scores {theirs} token ids, and the policy may draw any of {ours}"
-        raise _refusal(path, because, "Use a teacher with as many ids, or more")
+        raise _error(path, because, "Use a teacher with as many ids, or more")
     positions = positions_of(teacher)
-    if positions is not None and settings.longest_sample > positions:
-        because = f"it has {positions} positions, and a sample can have {settings.longest_sample} tokens"
-        raise _refusal(path, because, "Lower rollout.max_response_length, or use another teacher")
+    if positions is not None and config.longest_sample > positions:
+        because = f"it has {positions} positions, and a sample can have {config.longest_sample} tokens"
+        raise _error(path, because, "Lower rollout.max_response_length, or use another teacher")
 
 
-def _refusal(path: str | None, because: str, fix: str) -> ConfigError:
+def _error(path: str | None, because: str, fix: str) -> ConfigError:
     return ConfigError(key=KEY, got=path, because=because, fix=fix)

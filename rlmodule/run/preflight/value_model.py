@@ -10,21 +10,21 @@ from transformers import PreTrainedConfig
 from rlmodule.algorithm.critic import CriticConfig
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.description import NO_VALUE, ONLY, SEPARATE, SHARED
+from rlmodule.models.description import NO_VALUE, SEPARATE, SHARED
 from rlmodule.models.lora import is_adapter
+from rlmodule.run.config import RunConfig
 from rlmodule.run.preflight.layout import check_layout
 from rlmodule.run.preflight.lengths import check_positions
-from rlmodule.run.settings import Settings
 
 
-def check_value(settings: Settings) -> None:
+def check_value(config: RunConfig) -> None:
     """Values are made for an advantage that reads them, and by a model that can."""
-    kind, reads = settings.model.value, settings.advantage_reads("tokens")
-    if reads and kind in (NO_VALUE, ONLY):
+    kind, reads = config.model.value, config.advantage_reads("tokens")
+    if reads and kind == NO_VALUE:
         raise ConfigError(
             key="model.value",
             got=kind,
-            because=f"advantage {type(settings.advantage).__name__} is made of values",
+            because=f"advantage {type(config.advantage).__name__} is made of values",
             fix="Use model.value=shared or model.value=separate, or another advantage",
         )
     if kind in (SHARED, SEPARATE) and not reads:
@@ -36,29 +36,29 @@ def check_value(settings: Settings) -> None:
         )
 
 
-def check_critic(settings: Settings) -> None:
+def check_critic(config: RunConfig) -> None:
     """What is said of a value model of its own is said where there is one, and can be done."""
-    kind, critic = settings.model.value, settings.critic
+    kind, critic = config.model.value, config.critic
     if kind != SEPARATE:
-        _refuse_what_a_critic_has(kind, critic)
-    if kind == SEPARATE and critic.warmup_iterations >= settings.trainer.max_epochs:
+        _check_separate_keys(kind, critic)
+    if kind == SEPARATE and critic.warmup_iterations >= config.trainer.max_epochs:
         raise ConfigError(
             key="critic.warmup_iterations",
             got=critic.warmup_iterations,
-            because=f"the run has trainer.max_epochs={settings.trainer.max_epochs} iterations, and the policy would "
+            because=f"the run has trainer.max_epochs={config.trainer.max_epochs} iterations, and the policy would "
             "not train in any",
             fix="Use fewer, or more iterations",
         )
-    if kind == SEPARATE and critic.path is None and not critic.architecture and is_adapter(settings.model.path):
+    if kind == SEPARATE and critic.path is None and not critic.architecture and is_adapter(config.model.path):
         raise ConfigError(
             key="critic.path",
             got=None,
-            because=f"the policy starts from the adapter {settings.model.path}, and a value model needs whole weights",
+            because=f"the policy starts from the adapter {config.model.path}, and a value model needs whole weights",
             fix="Give critic.path, or use model.value=shared",
         )
 
 
-def _refuse_what_a_critic_has(kind: str, critic: CriticConfig) -> None:
+def _check_separate_keys(kind: str, critic: CriticConfig) -> None:
     """What is for a value model beside the policy would be passed over in silence where there is none."""
     default = _of_a_critic(CriticConfig())
     for key, value in _of_a_critic(critic).items():
@@ -78,7 +78,7 @@ def _of_a_critic(critic: CriticConfig) -> dict[str, Any]:
     return {name: getattr(critic, name) for name in own} | {f"optimizer.{key}": v for key, v in optimizer.items()}
 
 
-def check_value_model(settings: Settings, policy: PreTrainedConfig, critic: PreTrainedConfig, layout: Layout) -> None:
+def check_value_model(config: RunConfig, policy: PreTrainedConfig, critic: PreTrainedConfig, layout: Layout) -> None:
     """Refuse a value model that cannot read what the policy reads, or cannot have this layout.
 
     Raises:
@@ -87,10 +87,10 @@ def check_value_model(settings: Settings, policy: PreTrainedConfig, critic: PreT
     vocab, needed = critic.get_text_config().vocab_size, policy.get_text_config().vocab_size
     if vocab < needed:
         raise ConfigError(
-            key="critic.path" if settings.critic.path else "critic.architecture",
-            got=settings.critic.path or settings.critic.architecture,
+            key="critic.path" if config.critic.path else "critic.architecture",
+            got=config.critic.path or config.critic.architecture,
             because=f"its vocabulary of {vocab} does not hold the policy's {needed} tokens",
             fix="Choose a value model with the policy's tokenizer",
         )
-    check_positions(settings, critic)
+    check_positions(config, critic)
     check_layout(critic, layout)

@@ -1,6 +1,6 @@
 """What models are asked between updates, of rows that are never trained on: answers to prompts, verdicts on pairs.
 
-Leaves out when (``callbacks/validation.py``) and where the rows come from (``run/supplies.py``).
+Leaves out when (``callbacks/validation.py``) and where the rows come from (``run/datasets.py``).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.core.contract import Reward, RolloutEngine, SampleRequest, Strategy
 from rlmodule.core.metrics import Metric, merge
 from rlmodule.core.types import Prompt, ScoredSample
-from rlmodule.experience.facts import gather_facts
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.iteration_metrics import answer_metrics
 from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.sample_info import gather_sample_info
 from rlmodule.experience.sources import Source, share_of_rank
-from rlmodule.experience.stopwatch import Stopwatch
+from rlmodule.experience.timer import Timer
 from rlmodule.ops.aggregate import PROMPT_MEAN
 from rlmodule.training.reduction import reduce_metrics
 
@@ -27,7 +27,7 @@ VALIDATION = "val"  # first part of the names of what examinations say
 VALIDATION_SEED = 0  # greedy sampling draws nothing; the key only has to be there
 
 
-class Examination(Protocol):
+class Evaluator(Protocol):
     """Says how good the models are now.
 
     ``accuracy``: the one of its metrics that checkpoints are compared by.
@@ -40,7 +40,7 @@ class Examination(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class PromptExamination:
+class PromptEvaluator:
     """Greedy answers to held-out prompts, judged.
 
     Args:
@@ -59,8 +59,8 @@ class PromptExamination:
 
     def __call__(self) -> dict[str, float]:
         """Mean reward and length of the answers."""
-        _, facts = gather_facts(self.answers, self.strategy.collectives)
-        return answer_metrics(facts)
+        _, sample_info = gather_sample_info(self.answers, self.strategy.collectives)
+        return answer_metrics(sample_info)
 
     def answers(self) -> list[ScoredSample]:
         """This rank's share of the answers."""
@@ -76,7 +76,7 @@ class PromptExamination:
 
 
 @dataclass(frozen=True, eq=False)
-class PairExamination:
+class PairEvaluator:
     """Held-out pairs under the loss that is trained with: how many are told apart, and how clearly.
 
     They go the way of training pairs (plan, reference scores, micro-batches, one reduction), so the numbers are as
@@ -110,7 +110,7 @@ class PairExamination:
             for share in iteration.sampler.remaining():
                 mini_batch = maker.packed(iteration.experience, share).to(scorer.device)
                 for micro_batch in mini_batch.micro_batches:
-                    asked = objective.over(micro_batch, mini_batch.totals, strategy.sequence)
+                    asked = objective.for_micro_batch(micro_batch, mini_batch.totals, strategy.sequence)
                     model(micro_batch, objective=asked)
                     parts.append(asked.metrics)
         return merge(parts)
@@ -121,11 +121,11 @@ class PairExamination:
 
     @cached_property
     def _iteration(self) -> Iteration:
-        watch = Stopwatch()
-        return self._maker(lambda: self.source.collect(0, watch), watch)
+        timer = Timer()
+        return self._maker(lambda: self.source.collect(0, timer), timer)
 
 
 def held_out(objective: Objective) -> Objective:
     """The loss that is trained with and nothing added to it, as a mean over pairs."""
-    alone = replace(objective.settings, loss_agg_mode=PROMPT_MEAN, entropy_coeff=0.0, log_entropy=False)
-    return replace(objective, settings=alone, label=VALIDATION)
+    alone = replace(objective.config, loss_agg_mode=PROMPT_MEAN, entropy_coeff=0.0, log_entropy=False)
+    return replace(objective, config=alone, label=VALIDATION)

@@ -12,9 +12,9 @@ from typing import Any
 import hydra
 
 from rlmodule import cli
-from rlmodule.records.journal import Record, read_records
+from rlmodule.records.metrics_log import Record, read_records
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.run.session import Session
+from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
 
 SMALL = (
@@ -50,17 +50,17 @@ def compose(*overrides: str) -> Any:
         return hydra.compose("train", list(overrides))
 
 
-def small_session(run_dir: Path, *overrides: str) -> Session:
+def small_run(run_dir: Path, *overrides: str) -> Run:
     """A run that takes a fraction of a second."""
     config = compose(*SMALL, f"run_dir={run_dir}", *overrides)
-    session = Session.read(config, RunDirectory(run_dir), STRATEGIES)
-    session.check()
-    return session
+    run = Run.read(config, RunDirectory(run_dir), STRATEGIES)
+    run.check()
+    return run
 
 
 def run_small(run_dir: Path, *overrides: str) -> list[Record]:
     """Fit one; returns its records."""
-    small_session(run_dir, *overrides).fit()
+    small_run(run_dir, *overrides).fit()
     return read_records(run_dir / "metrics.jsonl")
 
 

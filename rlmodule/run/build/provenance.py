@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from rlmodule.records.run_directory import RunDirectory
 
 
-def write_down(run_dir: RunDirectory, config: str, provenance: str, *, is_resumed: bool) -> None:
+def save_config(run_dir: RunDirectory, config: str, provenance: str, *, is_resumed: bool) -> None:
     """Save the configuration (YAML) and the command; says what a resumed run does in another way than before."""
     run_dir.root.mkdir(parents=True, exist_ok=True)
     if is_resumed and run_dir.config.exists():

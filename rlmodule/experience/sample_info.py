@@ -15,7 +15,7 @@ from rlmodule.core.types import Sample, SampleMeta, ScoredSample
 
 
 @dataclass(frozen=True)
-class SampleFacts:
+class SampleInfo:
     """What every rank gets to know of a sample.
 
     Args:
@@ -35,9 +35,9 @@ class SampleFacts:
     version: int = 0
 
 
-def gather_facts(
+def gather_sample_info(
     collect: Callable[[], list[ScoredSample]], collectives: Collectives, *, mask_truncated: bool = False
-) -> tuple[list[Sample], list[SampleFacts]]:
+) -> tuple[list[Sample], list[SampleInfo]]:
     """(this rank's samples, facts of every rank's by sample id). Unscored samples lose their loss tokens.
 
     With ``mask_truncated`` so do responses that were cut at the limit; they keep their reward.
@@ -49,18 +49,18 @@ def gather_facts(
         scored, failure = [_masked(s, mask_truncated) for s in collect()], None
     except RLModuleError as error:
         scored, failure = [], error
-    facts = [
-        SampleFacts(
+    sample_info = [
+        SampleInfo(
             s.sample.meta,
             s.score.value,
             dict(s.score.parts),
-            s.sample.finish == "length",
+            s.sample.finish_reason == "length",
             s.baseline,
             s.sample.version,
         )
         for s in scored
     ]
-    everyone = collectives.gather_objects((facts, None if failure is None else str(failure)))
+    everyone = collectives.gather_objects((sample_info, None if failure is None else str(failure)))
     if failure is not None:
         raise failure
     for rank, (_, reason) in enumerate(everyone):
@@ -71,16 +71,16 @@ def gather_facts(
 
 def _masked(scored: ScoredSample, mask_truncated: bool) -> ScoredSample:
     is_scored = scored.score.value is not None and math.isfinite(scored.score.value)
-    if is_scored and not (mask_truncated and scored.sample.finish == "length"):
+    if is_scored and not (mask_truncated and scored.sample.finish_reason == "length"):
         return scored
     return replace(scored, sample=replace(scored.sample, loss_mask=torch.zeros_like(scored.sample.loss_mask)))
 
 
-def rewards_of(facts: Sequence[SampleFacts]) -> Tensor:
+def rewards_of(sample_info: Sequence[SampleInfo]) -> Tensor:
     """[B] float64, NaN where a sample could not be scored."""
-    return numbers([f.reward for f in facts])
+    return to_float64([f.reward for f in sample_info])
 
 
-def numbers(values: Sequence[float | None]) -> Tensor:
+def to_float64(values: Sequence[float | None]) -> Tensor:
     """[B] float64, NaN for None."""
     return torch.tensor([math.nan if v is None else v for v in values], dtype=torch.float64)

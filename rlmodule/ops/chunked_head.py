@@ -24,7 +24,7 @@ LONG_ROW = 4096
 
 
 @dataclass(frozen=True)
-class WalkSettings:
+class ChunkConfig:
     """What is walked, and what is asked on the way; see ``linear_loss`` and ``linear_logprobs``.
 
     Raises:
@@ -83,7 +83,7 @@ class Chunk:
         return rows if self.slope is None else rows.mul_(self.slope), factor
 
 
-class Walk:
+class ChunkedHead:
     """One walk over the chunks with buffers made once: on a CPU fresh pages cost more than all work on a chunk.
 
     Args:
@@ -91,7 +91,7 @@ class Walk:
         weight: [V, H] of the head.
         bias: [V], or None.
         labels: [N] int64.
-        settings: of the walk.
+        config: of the walk.
 
     Attributes:
         dtype: of matrix products, that of autocast where it is on when the walk is made.
@@ -100,17 +100,17 @@ class Walk:
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, settings: WalkSettings
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, config: ChunkConfig
     ) -> None:
         assert labels.shape == hidden.shape[:-1], "one hidden state [N, H] per label [N] is expected"
         assert weight.shape[1:] == hidden.shape[1:], "the head is [V, H] for hidden states [N, H]"
-        self.hidden, self.bias, self.labels, self.settings = hidden, bias, labels, settings
+        self.hidden, self.bias, self.labels, self.config = hidden, bias, labels, config
         device = hidden.device.type
         is_cast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_cast else torch.promote_types(hidden.dtype, weight.dtype)
         self.sum_dtype = sum_dtype(dtype)
         self.weight = weight.to(dtype)
-        self.parts = chunks(len(hidden), settings.chunk_size or default_chunk(len(weight), device))
+        self.parts = chunks(len(hidden), config.chunk_size or default_chunk(len(weight), device))
         shape = (max(part.stop - part.start for part in self.parts), len(weight))
         self.logits = hidden.new_empty(shape, dtype=self.sum_dtype)
         self.probability = torch.empty_like(self.logits)
@@ -127,22 +127,22 @@ class Walk:
 
     def chunk(self, part: slice) -> Chunk:
         """Logits and softmax of some tokens, and what they say."""
-        labels, settings = self.labels[part], self.settings
+        labels, config = self.labels[part], self.config
         scaled, z, slope = self._logits(self.hidden[part])
         p = torch.softmax(z, -1, out=self.probability[: len(z)])
         logprob, normaliser = _logprob(z, p, labels)
         entropy = energy = None
-        if settings.with_entropy:
+        if config.with_entropy:
             if self.bias is not None:  # minus infinity times the probability 0 would be NaN
                 z.clamp_(min=torch.finfo(z.dtype).min)
             entropy = normaliser - _row_products(p, z)
-        if settings.with_energy:  # near 0 rounding may go below
+        if config.with_energy:  # near 0 rounding may go below
             energy = (1 - 2 * logprob.exp() + _row_products(p, p)).clamp(min=0)
         return Chunk(scaled, labels, z, p, slope, normaliser, TokenOutputs(logprob, entropy, energy=energy))
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """[C, H] -> ``scaled``, ``logits`` and ``slope`` of the chunk."""
-        temperature, softcap = self.settings.temperature, self.settings.softcap
+        temperature, softcap = self.config.temperature, self.config.softcap
         scale = 1.0 if softcap is not None else temperature
         scaled = (hidden / scale if scale != 1.0 else hidden).to(self.weight.dtype)
         z = self.logits[: len(scaled)]

@@ -15,15 +15,15 @@ from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from rlmodule.core.config import at_least
 from rlmodule.core.contract import Layout
 from strategies.parts.collectives import GroupCollectives
-from strategies.parts.inner_models import InnerModels, inner_models_of
 from strategies.parts.mesh import Mesh, check_degrees
-from strategies.parts.offload import OffloadOptions
-from strategies.parts.saved_state import first_problem
+from strategies.parts.offload import OffloadConfig
+from strategies.parts.saved_state import first_error
+from strategies.parts.strategy_mixin import StrategyMixin, inner_models_of
 from strategies.parts.ulysses import Ulysses
 
 
 @dataclass(frozen=True)
-class Degrees:
+class ParallelConfig:
     """How the processes are laid out; part of the options of every strategy of several processes."""
 
     sp_size: int = 1  # processes that share a sequence (Ulysses)
@@ -37,22 +37,22 @@ class Degrees:
         return {"sp_size": self.sp_size}
 
     @property
-    def offload(self) -> OffloadOptions:
+    def offload(self) -> OffloadConfig:
         """What waits in host memory between uses: nothing, where a backend has means of its own."""
-        return OffloadOptions()
+        return OffloadConfig()
 
 
 @dataclass(frozen=True)
-class OffloadingDegrees(Degrees, OffloadOptions):
+class OffloadParallelConfig(ParallelConfig, OffloadConfig):
     """The same, of a backend whose weights and moments may wait in host memory."""
 
     @property
-    def offload(self) -> OffloadOptions:
+    def offload(self) -> OffloadConfig:
         """Its own keys."""
         return self
 
 
-class ManyProcesses(InnerModels, LightningDDPStrategy):
+class DistributedStrategy(StrategyMixin, LightningDDPStrategy):
     """Base of the backends of several processes."""
 
     mesh: Mesh
@@ -86,6 +86,6 @@ class ManyProcesses(InnerModels, LightningDDPStrategy):
         """Lightning's place for wrapping: wrap the inner models instead of the LightningModule."""
         self.shard(inner_models_of(self.lightning_module))
 
-    def agree(self, problem: str | None) -> str | None:
+    def gather_first_error(self, problem: str | None) -> str | None:
         """The first problem that any process has, on every process; one exchange between all of them."""
-        return first_problem(problem)
+        return first_error(problem)

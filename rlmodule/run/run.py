@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlmodule.algorithm.objective import Objective
-from rlmodule.callbacks.parts.run_context import RunContext
+from rlmodule.callbacks.parts.context import RunContext
 from rlmodule.checkpoint.state import STATE_FILE, newest_whole, read_manifest, verify
 from rlmodule.core.errors import ConfigError
 from rlmodule.models.building import parameter_count
@@ -29,86 +29,86 @@ from rlmodule.models.compiled import check_compiler
 from rlmodule.models.description import SEPARATE, load_model_config, load_tokenizer
 from rlmodule.models.recompute import SELECTIVE, check_offload
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.run.build.data import new_datamodule
+from rlmodule.run.build.data import build_datamodule
+from rlmodule.run.build.distributed import init_distributed
 from rlmodule.run.build.machine import Machine
-from rlmodule.run.build.models import critic_model, new_module
-from rlmodule.run.build.peers import join_peers
-from rlmodule.run.build.strategy import StrategyChoice, StrategyMenu
-from rlmodule.run.build.trainer import interrupts_kept, new_trainer, quieten
+from rlmodule.run.build.models import build_module, critic_model
+from rlmodule.run.build.provenance import flat, save_config
+from rlmodule.run.build.strategy import StrategyChoice, StrategyRegistry
+from rlmodule.run.build.trainer import build_trainer, reraise_keyboard_interrupt, silence_warnings
 from rlmodule.run.build.warm_start import WarmStart
-from rlmodule.run.build.written import flat, write_down
+from rlmodule.run.config import RunConfig
+from rlmodule.run.datasets import DATASETS, TrainingDataset
 from rlmodule.run.launchers.local import launched_from_outside
+from rlmodule.run.plan import ModelSummary, RunPlan
 from rlmodule.run.preflight.checks import check
 from rlmodule.run.preflight.layout import check_layout
 from rlmodule.run.preflight.teacher import check_teacher
 from rlmodule.run.preflight.value_model import check_value_model
-from rlmodule.run.run_plan import ModelFacts, RunPlan
-from rlmodule.run.settings import Settings
-from rlmodule.run.supplies import SUPPLIES, Supply
 
 AUTO_BACKEND = "auto"
 
 
 @dataclass
-class Session:
+class Run:
     """One run.
 
     Args:
-        settings: checked configuration.
+        config: checked configuration.
         run_dir: where it writes.
         menu: strategies to choose from.
         strategy_node: the strategy section as configured; its keys belong to the chosen strategy.
-        is_first: whether this process writes files and talks.
+        is_rank_zero: whether this process writes files and talks.
     """
 
-    settings: Settings
+    config: RunConfig
     run_dir: RunDirectory
-    menu: StrategyMenu
+    menu: StrategyRegistry
     strategy_node: Mapping[str, Any] = field(default_factory=dict)
-    is_first: bool = True
+    is_rank_zero: bool = True
 
     @classmethod
-    def read(cls, config: DictConfig, run_dir: RunDirectory, menu: StrategyMenu) -> Session:
+    def read(cls, node: DictConfig, run_dir: RunDirectory, menu: StrategyRegistry) -> Run:
         """Convert the configuration.
 
         Raises:
             ConfigError: the first thing that is wrong, with its full key.
         """
-        settings = Settings.read(config)
-        if settings.backend == AUTO_BACKEND:
-            settings = replace(settings, backend="single" if Machine(settings.trainer).world_size == 1 else "ddp")
-        return cls(settings, run_dir, menu, config.strategy)
+        config = RunConfig.read(node)
+        if config.backend == AUTO_BACKEND:
+            config = replace(config, backend="single" if Machine(config.trainer).world_size == 1 else "ddp")
+        return cls(config, run_dir, menu, node.strategy)
 
     @property
     def machine(self) -> Machine:
         """What it runs on."""
-        return Machine(self.settings.trainer)
+        return Machine(self.config.trainer)
 
     @property
     def strategy(self) -> StrategyChoice:
         """How its models are spread."""
-        return StrategyChoice(self.settings, self.machine, self.menu, self.strategy_node)
+        return StrategyChoice(self.config, self.machine, self.menu, self.strategy_node)
 
-    def join_peers(self) -> None:
+    def init_distributed(self) -> None:
         """Under torchrun or srun: meet the other ranks, and learn the run directory from the first."""
-        self.run_dir, self.is_first = join_peers(self.machine, self.run_dir)
+        self.run_dir, self.is_rank_zero = init_distributed(self.machine, self.run_dir)
 
     # ---- before anything is loaded
 
     @cached_property
     def hf_config(self) -> PreTrainedConfig:
         """The model's own description."""
-        return load_model_config(self.settings.model)
+        return load_model_config(self.config.model)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
-        return load_tokenizer(self.settings.model)
+        return load_tokenizer(self.config.model)
 
     @cached_property
-    def supply(self) -> Supply:
+    def dataset(self) -> TrainingDataset:
         """What the run learns from."""
-        return SUPPLIES[self.settings.supply](self.settings, self.tokenizer, self.hf_config)
+        return DATASETS[self.config.dataset](self.config, self.tokenizer, self.hf_config)
 
     def check(self) -> None:
         """Everything that can be said without weights.
@@ -117,18 +117,18 @@ class Session:
             RLModuleError: what is wrong and what to do about it.
         """
         self.check_strategy()
-        settings, layout = self.settings, self.strategy.layout
-        check(settings, self.hf_config, layout)
-        if settings.model.value == SEPARATE:
-            check_value_model(settings, self.hf_config, load_model_config(critic_model(settings), "critic"), layout)
-        check_teacher(settings, self.hf_config, self.tokenizer)
-        if settings.model.compile:
+        config, layout = self.config, self.strategy.layout
+        check(config, self.hf_config, layout)
+        if config.model.value == SEPARATE:
+            check_value_model(config, self.hf_config, load_model_config(critic_model(config), "critic"), layout)
+        check_teacher(config, self.hf_config, self.tokenizer)
+        if config.model.compile:
             check_compiler(self.machine.device)
-        if settings.model.activation_offload:
+        if config.model.activation_offload:
             check_offload(self.machine.device)
-        self.supply.check(layout)
-        _ = self.supply.val_prompts  # reading them checks them
-        self.resume_from(say=lambda line: print(line) if self.is_first else None)
+        self.dataset.check(layout)
+        _ = self.dataset.val_prompts  # reading them checks them
+        self.resume_from(say=lambda line: print(line) if self.is_rank_zero else None)
 
     def check_strategy(self) -> None:
         """Refuse a strategy that this machine or this model cannot have.
@@ -136,12 +136,12 @@ class Session:
         Raises:
             RLModuleError: what is wrong and what to do about it.
         """
-        strategy, mode = self.strategy.new(), self.settings.model.activation_checkpointing
-        if mode == SELECTIVE and strategy.works_inside_blocks:
+        strategy, mode = self.strategy.new(), self.config.model.activation_checkpointing
+        if mode == SELECTIVE and strategy.gathers_inside_blocks:
             raise ConfigError(
                 key="model.activation_checkpointing",
                 got=mode,
-                because=f"strategy={self.settings.backend} gathers weights inside blocks, which cannot be told apart "
+                because=f"strategy={self.config.backend} gathers weights inside blocks, which cannot be told apart "
                 "from what is to be kept",
                 fix="Use model.activation_checkpointing=full",
             )
@@ -156,7 +156,7 @@ class Session:
         Raises:
             CheckpointError: the checkpoint asked for is damaged.
         """
-        wanted = self.settings.run.resume
+        wanted = self.config.general.resume
         if not wanted:
             return None
         if Path(wanted).parent.name == "checkpoints":
@@ -167,16 +167,16 @@ class Session:
             say(f"resume: {line}")
         return found
 
-    def write_down(self, config: str, provenance: str) -> None:
+    def save_config(self, config: str, provenance: str) -> None:
         """Save what is run; the first rank's job."""
-        if self.is_first:
-            write_down(self.run_dir, config, provenance, is_resumed=bool(self.settings.run.resume))
+        if self.is_rank_zero:
+            save_config(self.run_dir, config, provenance, is_resumed=bool(self.config.general.resume))
 
     # ---- starting weights
 
     @property
     def _warm_start(self) -> WarmStart:
-        return WarmStart(self.settings, self.run_dir)
+        return WarmStart(self.config, self.run_dir)
 
     def warm_start(self, alone: Callable[[Path], None]) -> None:
         """Make the starting weights of a random model, once per run directory.
@@ -184,12 +184,12 @@ class Session:
         Args:
             alone: makes them in a process of its own, where this one has peers.
         """
-        if not self.settings.needs_warm_start or self._warm_start.is_there:
+        if not self.config.needs_warm_start or self._warm_start.is_there:
             return
         if not launched_from_outside():
             self.fit_warm_start()
             return
-        if self.is_first:
+        if self.is_rank_zero:
             alone(self.run_dir.root)
         dist.barrier()
 
@@ -197,42 +197,42 @@ class Session:
         """Imitate demonstrations with the random model, on one process whatever the layout of the run."""
         inner = self._warm_start.run_dir
         inner.root.mkdir(parents=True, exist_ok=True)
-        steps = self.settings.warm_start.steps
+        steps = self.config.warm_start.steps
         print(f"warm start: {steps} steps of imitation, so that there is something to reinforce")
-        Session(self.settings.for_warm_start(), inner, self.menu).fit()
+        Run(self.config.for_warm_start(), inner, self.menu).fit()
         self._warm_start.stamp()
 
     # ---- the run
 
     def fit(self) -> None:
         """Build the parts and train; every rank of the run calls it."""
-        settings = self.settings
-        if settings.needs_warm_start:
-            started = settings.starting_from(str(self._warm_start.run_dir.policy))
-            Session(started, self.run_dir, self.menu, self.strategy_node, self.is_first).fit()
+        config = self.config
+        if config.needs_warm_start:
+            started = config.starting_from(str(self._warm_start.run_dir.policy))
+            Run(started, self.run_dir, self.menu, self.strategy_node, self.is_rank_zero).fit()
             return
-        quieten()
+        silence_warnings()
         torch.set_num_threads(
-            settings.trainer.num_threads or max(1, min(2, os.cpu_count() or 1) // self.machine.num_processes)
+            config.trainer.num_threads or max(1, min(2, os.cpu_count() or 1) // self.machine.num_processes)
         )
         checkpoint = self.resume_from()
-        step = None if checkpoint is None else int(read_manifest(checkpoint).facts["step"])
-        objective = Objective(settings.loss, settings.algorithm)
-        module, strategy = new_module(settings, objective, self.supply.samples_per_row), self.strategy.new()
-        context = self._context(module.models[settings.leading_model], step)
-        callbacks = [made.connect(context) for made in settings.callbacks.values()]
-        datamodule = new_datamodule(settings, self.supply, objective, strategy, context.journal.begin_iteration)
-        trainer = new_trainer(
-            settings, self.machine, self.run_dir, strategy, callbacks, resumed_step=step, hparams=context.hparams
+        step = None if checkpoint is None else int(read_manifest(checkpoint).entries["step"])
+        objective = Objective(config.loss, config.algorithm)
+        module, strategy = build_module(config, objective, self.dataset.samples_per_row), self.strategy.new()
+        context = self._context(module.models[config.trained_model], step)
+        callbacks = [made.connect(context) for made in config.callbacks.values()]
+        datamodule = build_datamodule(config, self.dataset, objective, strategy, context.metrics_log.begin_iteration)
+        trainer = build_trainer(
+            config, self.machine, self.run_dir, strategy, callbacks, resumed_step=step, hparams=context.hparams
         )
-        with interrupts_kept():
+        with reraise_keyboard_interrupt():
             trainer.fit(
                 module,
                 datamodule=datamodule,
                 ckpt_path=None if checkpoint is None else checkpoint / STATE_FILE,
                 weights_only=True,
             )
-        if context.is_first and "report" not in settings.callbacks:
+        if context.is_rank_zero and "report" not in config.callbacks:
             print(f"run finished {self.run_dir.root}")
 
     def result(self) -> float | None:
@@ -244,11 +244,13 @@ class Session:
         return next((float(value) for value in values if value is not None), None)
 
     def _context(self, leading: nn.Module, resumed_step: int | None) -> RunContext:
-        s = self.settings
-        is_first = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")))) == 0
+        s = self.config
+        is_rank_zero = (
+            int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")))) == 0
+        )
         return RunContext(
             run_dir=self.run_dir.root,
-            is_first=is_first,
+            is_rank_zero=is_rank_zero,
             max_iterations=s.trainer.max_epochs,
             describe=self._plan(leading).lines(),
             hparams=flat(
@@ -257,7 +259,7 @@ class Session:
                     "algorithm": asdict(s.algorithm),
                     "batching": asdict(s.batching),
                     "rollout": asdict(s.rollout),
-                    "seed": s.run.seed,
+                    "seed": s.general.seed,
                 }
             ),
             resumed_step=resumed_step,
@@ -266,15 +268,15 @@ class Session:
         )
 
     def _plan(self, leading: nn.Module) -> RunPlan:
-        model, supply = self.settings.model, self.supply
+        model, dataset = self.config.model, self.dataset
         name = model.path or str(model.architecture.get("model_type"))
         return RunPlan(
-            self.settings,
+            self.config,
             self.strategy.layout,
-            ModelFacts(name, parameter_count(leading), str(leading.loading)),
+            ModelSummary(name, parameter_count(leading), str(leading.loading)),
             self.machine.describe(),
-            supply.describe(),
-            supply.describe_iteration(),
-            supply.describe_held_out(),
-            supply.samples_per_row,
+            dataset.describe(),
+            dataset.describe_iteration(),
+            dataset.describe_held_out(),
+            dataset.samples_per_row,
         )

@@ -1,7 +1,7 @@
 """First packings of a mini-batch: how high each micro-step shall be, and samples put in one by one, dearest first.
 
 A height is the cost meant for the dearest cell of a micro-step; a cell is one micro-batch, ``micro-step * dp_size +
-place``. Levelling what comes out is in ``exchange.py``.
+place``. Levelling what comes out is in ``local_search.py``.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ class Problem:
 
     def least_cost(self, num_steps: int) -> float:
         """Lock-step cost that no packing can beat."""
-        running = np.concatenate([[0.0], np.cumsum(self.cost)])  # [n + 1]
+        run_state = np.concatenate([[0.0], np.cumsum(self.cost)])  # [n + 1]
         # Samples above half the budget never share a cell: dp_size of them at most go into one micro-step.
         big = self.cost[self.length > self.token_budget / 2][:: self.dp_size].sum()
         # Of the dearest k * num_cells + 1 samples some cell holds k + 1, and these cost the k + 1 cheapest or more.
         num_cells = num_steps * self.dp_size
         last = np.arange(0, len(self.cost), num_cells)  # k * num_cells
-        crowded = (running[last + 1] - running[last - np.arange(len(last))]).max(initial=0.0)
-        return max(float(running[-1]) / self.dp_size, float(big), float(crowded))
+        crowded = (run_state[last + 1] - run_state[last - np.arange(len(last))]).max(initial=0.0)
+        return max(float(run_state[-1]) / self.dp_size, float(big), float(crowded))
 
 
 @dataclass(frozen=True, eq=False)
-class Heights:
+class Targets:
     """What the dearest cell of each micro-step is meant to cost.
 
     Args:
@@ -71,8 +71,8 @@ class Heights:
     from_sample: NDArray[np.bool_]
 
 
-def water_filled(problem: Problem, num_steps: int, tilt: float = 0.0) -> Heights:
-    """Heights that add up to the work of a rank: as high as the largest sample must be, level for the rest.
+def water_filled(problem: Problem, num_steps: int, tilt: float = 0.0) -> Targets:
+    """Targets that add up to the work of a rank: as high as the largest sample must be, level for the rest.
 
     Args:
         problem: the samples; sample ``i * dp_size`` is taken to open micro-step i.
@@ -94,29 +94,29 @@ def water_filled(problem: Problem, num_steps: int, tilt: float = 0.0) -> Heights
         if not short.any():
             break
         fixed |= short
-    return Heights(np.where(fixed, largest, level * slope), fixed)
+    return Targets(np.where(fixed, largest, level * slope), fixed)
 
 
-def filled_roomiest(problem: Problem, heights: Heights) -> Ints | None:
+def worst_fit(problem: Problem, targets: Targets) -> Ints | None:
     """Each sample into the cell with most room below its height among those that can hold its tokens.
 
     Returns:
         [n] cell of each sample; None when a sample finds no cell.
     """
-    target = np.repeat(heights.target, problem.dp_size).tolist()
+    target = np.repeat(targets.target, problem.dp_size).tolist()
     cells = _CellsByRoom(target, range(len(target)), problem.token_budget)
     return _collected(cells.place(cost, tokens) for cost, tokens in _samples(problem))
 
 
-def filled_closest(problem: Problem, heights: Heights) -> Ints | None:
+def best_fit(problem: Problem, targets: Targets) -> Ints | None:
     """Each sample into the cell it fills up closest to its height; where it fits under none, into the roomiest.
 
     Sees to large samples that have to share cells: they meet partners that leave no gap.
 
     Returns:
-        As ``filled_roomiest``.
+        As ``worst_fit``.
     """
-    target = np.repeat(heights.target, problem.dp_size).tolist()
+    target = np.repeat(targets.target, problem.dp_size).tolist()
     by_room = sorted((height, cell) for cell, height in enumerate(target))
     free = [problem.token_budget] * len(target)
 
@@ -134,15 +134,15 @@ def filled_closest(problem: Problem, heights: Heights) -> Ints | None:
     return _collected(place(cost, tokens) for cost, tokens in _samples(problem))
 
 
-def filled_tightest(problem: Problem, heights: Heights) -> Ints | None:
+def fill_by_tokens(problem: Problem, targets: Targets) -> Ints | None:
     """All micro-steps but the last as full of tokens as they go; what is left shares the last one evenly.
 
     For budgets that bind: the last micro-step then holds short samples only, and is cheap.
 
     Returns:
-        As ``filled_roomiest``; None too when there is but one micro-step.
+        As ``worst_fit``; None too when there is but one micro-step.
     """
-    target = np.repeat(heights.target, problem.dp_size).tolist()
+    target = np.repeat(targets.target, problem.dp_size).tolist()
     num_tall = len(target) - problem.dp_size
     if num_tall == 0:
         return None

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from rlmodule.algorithm.objective import Objective
-from rlmodule.algorithm.shaping import KLController, overlong_charge
+from rlmodule.algorithm.shaping import KLController, overlong_penalty
 from rlmodule.core.contract import Advantage, Collectives, ValueAdvantage
-from rlmodule.core.types import AdvantageInputs, ExperienceRow, Sample
-from rlmodule.experience.facts import SampleFacts, numbers, rewards_of
-from rlmodule.experience.moving import gathered
-from rlmodule.experience.token_facts import ResponseTokens, gather_energies, gather_tokens, value_metrics
+from rlmodule.core.types import AdvantageInputs, Sample, TrainingSample
+from rlmodule.experience.redistribute import all_gather_dict
+from rlmodule.experience.sample_info import SampleInfo, rewards_of, to_float64
+from rlmodule.experience.token_values import ResponseTokens, gather_energies, gather_tokens, value_metrics
 from rlmodule.ops.kl import kl_per_token
 
 
 @dataclass(frozen=True)
-class Estimation:
+class AdvantageStage:
     """Makes advantages of facts and scores, the same on every rank.
 
     Args:
@@ -55,17 +55,17 @@ class Estimation:
         return isinstance(self.advantage, ValueAdvantage) and self.advantage.bootstrap_truncated
 
     def inputs(
-        self, facts: Sequence[SampleFacts], rows: Mapping[int, ExperienceRow], metrics: dict[str, float]
+        self, sample_info: Sequence[SampleInfo], rows: Mapping[int, TrainingSample], metrics: dict[str, float]
     ) -> AdvantageInputs | None:
         """What advantages are made of; None where the loss needs none. Adds to ``metrics``."""
         if not self.objective.needs("advantage"):
             return None
         assert self.advantage is not None, "this loss needs an advantage estimator"
-        loss_tokens = [f.meta.loss_tokens for f in facts]
-        reward, kl_coef = self._shaped_rewards(facts, metrics), 0.0
+        loss_tokens = [f.meta.loss_tokens for f in sample_info]
+        reward, kl_coef = self._shaped_rewards(sample_info, metrics), 0.0
         if self.kl_controller is not None:
             kl_coef = self.kl_controller.coef
-            kl = self._kl_per_response(len(facts), rows, metrics, torch.isfinite(reward))
+            kl = self._kl_per_response(len(sample_info), rows, metrics, torch.isfinite(reward))
             if "tokens" not in self.advantage.needs:  # which is charged token by token
                 reward = reward - kl_coef * kl
         tokens = None
@@ -74,18 +74,18 @@ class Estimation:
             tokens = gather_tokens(mine, loss_tokens, self.collectives)
         return AdvantageInputs(
             reward=reward,
-            group=torch.tensor([f.meta.group_id for f in facts]),
+            group=torch.tensor([f.meta.group_id for f in sample_info]),
             loss_tokens=torch.tensor(loss_tokens),
             parts={
-                name: numbers([f.parts.get(name) for f in facts])
-                for name in sorted({name for f in facts for name in f.parts})
+                name: to_float64([f.parts.get(name) for f in sample_info])
+                for name in sorted({name for f in sample_info for name in f.parts})
             },
-            baseline=numbers([f.baseline for f in facts]) if "baseline" in self.advantage.needs else None,
+            baseline=to_float64([f.baseline for f in sample_info]) if "baseline" in self.advantage.needs else None,
             tokens=tokens,
             energy=self._energies(rows, loss_tokens) if self.needs_energy else None,
         )
 
-    def _energies(self, rows: Mapping[int, ExperienceRow], loss_tokens: Sequence[int]) -> Tensor:
+    def _energies(self, rows: Mapping[int, TrainingSample], loss_tokens: Sequence[int]) -> Tensor:
         """[N] float64 over the loss tokens of all responses."""
         mine = {}
         for position, row in rows.items():
@@ -93,18 +93,18 @@ class Estimation:
             mine[position] = row.energy[row.sample.loss_mask].double()
         return gather_energies(mine, loss_tokens, self.collectives)
 
-    def _shaped_rewards(self, facts: Sequence[SampleFacts], metrics: dict[str, float]) -> Tensor:
+    def _shaped_rewards(self, sample_info: Sequence[SampleInfo], metrics: dict[str, float]) -> Tensor:
         """[B] float64: verdicts minus the charge for length."""
-        settings = self.objective.settings
-        reward = rewards_of(facts)
-        if settings.overlong_buffer.enable:
-            charge = overlong_charge(torch.tensor([f.meta.response_len for f in facts]), settings.overlong_buffer)
-            metrics["reward/overlong_charge"] = _mean_over(charge, torch.isfinite(reward))
-            reward = reward - charge
+        config = self.objective.config
+        reward = rewards_of(sample_info)
+        if config.overlong_buffer.enable:
+            penalty = overlong_penalty(torch.tensor([f.meta.response_len for f in sample_info]), config.overlong_buffer)
+            metrics["reward/overlong_penalty"] = _mean_over(penalty, torch.isfinite(reward))
+            reward = reward - penalty
         return reward
 
     def _kl_per_response(
-        self, count: int, rows: Mapping[int, ExperienceRow], metrics: dict[str, float], is_scored: Tensor
+        self, count: int, rows: Mapping[int, TrainingSample], metrics: dict[str, float], is_scored: Tensor
     ) -> Tensor:
         """[B] float64: sum over the loss tokens of each response; one exchange of one number per response.
 
@@ -113,26 +113,26 @@ class Estimation:
         assert self.kl_controller is not None, "KL has a price"
         mine = {position: float(self._kl(row).sum()) for position, row in rows.items()}
         kl = torch.zeros(count, dtype=torch.float64)
-        for position, value in gathered(mine, self.collectives).items():
+        for position, value in all_gather_dict(mine, self.collectives).items():
             kl[position] = value
         metrics["reward/kl"] = _mean_over(kl, is_scored)
         metrics["reward/kl_coef"] = self.kl_controller.coef
         self.kl_controller.update(_mean_over(kl, is_scored), int(is_scored.sum()))
         return kl
 
-    def _kl(self, row: ExperienceRow) -> Tensor:
+    def _kl(self, row: TrainingSample) -> Tensor:
         """[n] float64 KL to the reference at each loss token of a row."""
         assert row.old_logprob is not None, "KL in the reward needs both scores"
         assert row.ref_logprob is not None, "KL in the reward needs both scores"
         mask = row.sample.loss_mask
         old, ref = row.old_logprob[mask].double(), row.ref_logprob[mask].double()
-        return kl_per_token(old, ref, self.objective.settings.kl_in_reward.estimator)
+        return kl_per_token(old, ref, self.objective.config.kl_in_reward.estimator)
 
-    def _tokens(self, row: ExperienceRow, kl_coef: float) -> ResponseTokens:
+    def _tokens(self, row: TrainingSample, kl_coef: float) -> ResponseTokens:
         assert row.old_value is not None, "this advantage needs values"
         value = row.old_value[row.sample.loss_mask].double()
-        charge = kl_coef * self._kl(row) if self.kl_controller is not None else torch.zeros_like(value)
-        return ResponseTokens(value, charge, row.next_value)
+        penalty = kl_coef * self._kl(row) if self.kl_controller is not None else torch.zeros_like(value)
+        return ResponseTokens(value, penalty, row.next_value)
 
     def advantages(self, inputs: AdvantageInputs | None) -> list[Tensor] | None:
         """Of each response: [1], or one per loss token; None where there is nothing to make them of."""
@@ -144,8 +144,8 @@ class Estimation:
         return list(self.advantage(inputs).split(sizes))
 
     def with_returns(
-        self, rows: dict[int, ExperienceRow], inputs: AdvantageInputs | None, metrics: dict[str, float]
-    ) -> dict[int, ExperienceRow]:
+        self, rows: dict[int, TrainingSample], inputs: AdvantageInputs | None, metrics: dict[str, float]
+    ) -> dict[int, TrainingSample]:
         """Rows with what the value function is to say, where there is one; adds to ``metrics`` what it said."""
         if inputs is None or inputs.tokens is None:
             return rows
@@ -153,28 +153,30 @@ class Estimation:
         returns = self.advantage.returns(inputs)
         metrics |= value_metrics(inputs.tokens, returns)
         by_response = returns.split(inputs.loss_tokens.tolist())
-        return {p: replace(row, returns=_spread(row.sample, by_response[p])) for p, row in rows.items()}
+        return {p: replace(row, returns=broadcast_to_tokens(row.sample, by_response[p])) for p, row in rows.items()}
 
 
-def with_advantages(rows: dict[int, ExperienceRow], per_response: Sequence[Tensor] | None) -> dict[int, ExperienceRow]:
+def with_advantages(
+    rows: dict[int, TrainingSample], per_response: Sequence[Tensor] | None
+) -> dict[int, TrainingSample]:
     """Rows with what their response is worth, where the loss reads it."""
     if per_response is None:
         return rows
-    return {p: replace(row, advantage=_spread(row.sample, per_response[p])) for p, row in rows.items()}
+    return {p: replace(row, advantage=broadcast_to_tokens(row.sample, per_response[p])) for p, row in rows.items()}
 
 
 def means(per_response: Sequence[Tensor] | None) -> Tensor | None:
     """[B] float64, the mean over the tokens of each response; 0 for one without any."""
     if per_response is None:
         return None
-    return torch.cat([a.mean()[None] if len(a) else a.new_zeros(1) for a in per_response] or [numbers([])])
+    return torch.cat([a.mean()[None] if len(a) else a.new_zeros(1) for a in per_response] or [to_float64([])])
 
 
 def _mean_over(values: Tensor, mask: Tensor) -> float:
     return float(values[mask].mean()) if bool(mask.any()) else math.nan
 
 
-def _spread(sample: Sample, values: Tensor) -> Tensor:
+def broadcast_to_tokens(sample: Sample, values: Tensor) -> Tensor:
     """[1], or one per loss token -> [R] float32; tokens without loss get 0 where loss tokens have their own."""
     mask = sample.loss_mask
     if len(values) == 1:

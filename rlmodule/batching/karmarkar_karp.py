@@ -9,7 +9,7 @@ from rlmodule.batching.partition import Ints, balanced_counts, by_falling_cost, 
 from rlmodule.batching.workload import Floats
 
 
-def plan_classic(cost: Floats, length: Ints, dp_size: int, token_budget: int, multiple_of: int) -> Packing:
+def plan_karmarkar_karp(cost: Floats, length: Ints, dp_size: int, token_budget: int, multiple_of: int) -> Packing:
     """Part the mini-batch over ranks in equal counts, then every rank's share into micro-batches by itself.
 
     Args:
@@ -49,7 +49,7 @@ def plan_fixed_size(cost: Floats, dp_size: int, micro_batch_size: int) -> Packin
     return packing_of(cells).with_ranks_evened(cost)
 
 
-def plan_fixed_size_classic(cost: Floats, dp_size: int, micro_batch_size: int) -> Packing:
+def plan_fixed_size_karmarkar_karp(cost: Floats, dp_size: int, micro_batch_size: int) -> Packing:
     """Part the mini-batch over ranks in equal counts; every rank cuts its share, dearest first."""
     shares = [np.array(share, np.int64) for share in balanced_counts(cost, dp_size)]
     shares = [share[by_falling_cost(cost[share])] for share in shares]

@@ -2,7 +2,7 @@
 
 import torch
 
-from rlmodule.ops.keyed import uniform_of
+from rlmodule.ops.random import uniform_of
 
 
 def test_a_number_depends_on_its_key_and_the_seed_alone():

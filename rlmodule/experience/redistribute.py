@@ -11,11 +11,11 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 
-def move(
+def redistribute(
     held: Mapping[int, T], owners: Mapping[int, Iterable[int]], layout: Layout, collectives: Collectives
 ) -> dict[int, T]:
     """Send each held item to all ranks of the data ranks that own its position, if any; returns what is owned here."""
-    outgoing: list[dict[int, T]] = [{} for _ in range(layout.token_ranks)]
+    outgoing: list[dict[int, T]] = [{} for _ in range(layout.dp_sp_size)]
     for position, item in held.items():
         for data_rank in owners.get(position, ()):
             for sp_rank in range(layout.sp_size):
@@ -23,6 +23,6 @@ def move(
     return {p: item for parcel in collectives.exchange(outgoing) for p, item in parcel.items()}
 
 
-def gathered(mine: Mapping[K, T], collectives: Collectives) -> dict[K, T]:
+def all_gather_dict(mine: Mapping[K, T], collectives: Collectives) -> dict[K, T]:
     """What every rank holds, on every rank. Ranks that hold the same key hold the same under it."""
     return {key: item for part in collectives.gather_objects(dict(mine)) for key, item in part.items()}

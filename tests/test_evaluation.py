@@ -17,20 +17,20 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.errors import ConfigError, DataError
-from rlmodule.core.types import ExperienceRow, StepTotals
+from rlmodule.core.types import StepTotals, TrainingSample
 from rlmodule.data.preferences import Pair
 from rlmodule.data.stream import PromptStream
-from rlmodule.examination import PairExamination
-from rlmodule.experience.estimation import Estimation
+from rlmodule.evaluation import PairEvaluator
+from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
-from rlmodule.experience.sources import Draw, WrittenSource
+from rlmodule.experience.sources import OfflineSource, RowSampler
 from rlmodule.losses.dpo import DPO
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.run.session import Session
+from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.sessions import compose, small_session
+from tests.helpers.runs import compose, small_run
 from tests.helpers.tiny import sample, tiny_policy, wrap_here
 
 BETA = 0.2
@@ -53,16 +53,16 @@ def examine(rank, budget, *, agg="prompt-mean"):
     make = partial(
         ExperienceMaker,
         Scorer(strategy, objective, DynamicCollator(), torch.device("cpu")),
-        Estimation(objective, GRPO(), strategy.collectives),
+        AdvantageStage(objective, GRPO(), strategy.collectives),
         lambda metas: BalancedSampler(metas, batching, strategy.layout, seed=0, iteration=0),
     )
-    draw = Draw(PromptStream(len(PAIRS), seed=0), len(PAIRS), lambda: strategy.layout)
-    source = WrittenSource([pair.samples for pair in PAIRS], (1.0, -1.0), draw)
-    examination = PairExamination(source, make, "policy")
-    first = examination()
+    draw = RowSampler(PromptStream(len(PAIRS), seed=0), len(PAIRS), lambda: strategy.layout)
+    source = OfflineSource([pair.samples for pair in PAIRS], (1.0, -1.0), draw)
+    evaluator = PairEvaluator(source, make, "policy")
+    first = evaluator()
     for parameter in inner["reference"].parameters():
         parameter.zero_()
-    second = examination()
+    second = evaluator()
     return first, second, any(p.grad is not None for p in inner["policy"].parameters())
 
 
@@ -71,7 +71,7 @@ def by_hand():
     inner = models()
 
     def logprob_of(model, response):
-        packed = pack_rows([ExperienceRow(response)], StepTotals(tokens=99, sequences=1))
+        packed = pack_rows([TrainingSample(response)], StepTotals(tokens=99, sequences=1))
         with torch.no_grad():
             return math.fsum(inner[model](packed).logprob.tolist())
 
@@ -129,15 +129,15 @@ def test_ranks_change_nothing_in_held_out_numbers(expected, world_size):
 FILES = ("data=files", "data.max_prompt_length=32", "data.max_response_length=8", "warm_start.steps=0")
 
 
-def from_files(tmp_path, algorithm, *held_out, **settings):
+def from_files(tmp_path, algorithm, *held_out, **overrides):
     for name, rows in (("train", [{"prompt": "q", "chosen": "a", "rejected": "b"}]), ("val", held_out)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     named = [f"data.{split}_files=[{tmp_path / split}.jsonl]" for split in ("train", "val")]
-    more = [f"{key}={value}" for key, value in settings.items()]
-    config = compose(f"algorithm={algorithm}", *FILES, *named, *more)
-    session = Session.read(config, RunDirectory(tmp_path / "run"), STRATEGIES)
-    session.check()
-    return session
+    more = [f"{key}={value}" for key, value in overrides.items()]
+    node = compose(f"algorithm={algorithm}", *FILES, *named, *more)
+    run = Run.read(node, RunDirectory(tmp_path / "run"), STRATEGIES)
+    run.check()
+    return run
 
 
 GOOD = {"prompt": "ask", "chosen": "yes", "rejected": "no"}
@@ -145,15 +145,15 @@ GOOD = {"prompt": "ask", "chosen": "yes", "rejected": "no"}
 
 @pytest.mark.parametrize(("algorithm", "tokens"), [("dpo", (4, 3)), ("rm", (1, 1))])
 def test_pairs_of_files_are_held_out_and_their_prompts_are_not_asked(tmp_path, algorithm, tokens):
-    supply = from_files(tmp_path, algorithm, GOOD, {**GOOD, "prompt": "more"}).supply
-    assert [pair.chosen.prompt.text for pair in supply.val_pairs] == ["ask", "more"]
-    assert [int(s.loss_mask.sum()) for s in (supply.val_pairs[0].chosen, supply.val_pairs[0].rejected)] == [*tokens]
-    assert len(supply.val_prompts) == 0
-    assert supply.describe_held_out() == "2 pairs"
+    dataset = from_files(tmp_path, algorithm, GOOD, {**GOOD, "prompt": "more"}).dataset
+    assert [pair.chosen.prompt.text for pair in dataset.val_pairs] == ["ask", "more"]
+    assert [int(s.loss_mask.sum()) for s in (dataset.val_pairs[0].chosen, dataset.val_pairs[0].rejected)] == [*tokens]
+    assert len(dataset.val_prompts) == 0
+    assert dataset.describe_held_out() == "2 pairs"
 
 
 def test_only_the_first_rows_are_used_where_that_is_asked(tmp_path):
-    assert len(from_files(tmp_path, "dpo", GOOD, GOOD, **{"data.val_max_rows": 1}).supply.val_pairs) == 1
+    assert len(from_files(tmp_path, "dpo", GOOD, GOOD, **{"data.val_max_rows": 1}).dataset.val_pairs) == 1
 
 
 def test_held_out_rows_are_checked_before_a_model_is_loaded(tmp_path):
@@ -164,13 +164,13 @@ def test_held_out_rows_are_checked_before_a_model_is_loaded(tmp_path):
 
 
 def test_a_task_holds_out_a_pair_for_each_of_its_test_prompts(tmp_path):
-    supply = small_session(tmp_path, "algorithm=dpo", "warm_start.steps=0").supply
-    held_out = [pair.chosen.prompt.text for pair in supply.val_pairs]
-    assert held_out == [prompt.text for prompt in supply.val_prompts]
-    assert not set(held_out) & {pair.chosen.prompt.text for pair in supply.pairs}
-    assert supply.describe_held_out() == "4 prompts, 4 pairs"
+    dataset = small_run(tmp_path, "algorithm=dpo", "warm_start.steps=0").dataset
+    held_out = [pair.chosen.prompt.text for pair in dataset.val_pairs]
+    assert held_out == [prompt.text for prompt in dataset.val_prompts]
+    assert not set(held_out) & {pair.chosen.prompt.text for pair in dataset.pairs}
+    assert dataset.describe_held_out() == "4 prompts, 4 pairs"
 
 
 @pytest.mark.parametrize("words", [("algorithm=grpo",), ("algorithm=sft",), ("algorithm=dpo", "loss=sft")])
 def test_no_pairs_are_held_out_where_the_loss_compares_none(tmp_path, words):
-    assert len(small_session(tmp_path, *words, "warm_start.steps=0").supply.val_pairs) == 0
+    assert len(small_run(tmp_path, *words, "warm_start.steps=0").dataset.val_pairs) == 0

@@ -26,12 +26,12 @@ from rlmodule.data.prompts import DataConfig
 from rlmodule.environments import TASKS
 from rlmodule.losses import LOSSES
 from rlmodule.losses.sft import SFT
-from rlmodule.models.description import NO_VALUE, ONLY, SEPARATE, SHARED, ModelConfig
-from rlmodule.models.lora import LoraSettings
-from rlmodule.optim.optimizer import OptimizerConfig
+from rlmodule.models.description import NO_VALUE, SEPARATE, SHARED, ModelConfig
+from rlmodule.models.lora import LoraConfig
+from rlmodule.optim.adamw import OptimizerConfig
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
-from rlmodule.rollout.hf import HFRollout
+from rlmodule.rollout.hf import HFRolloutConfig
 
 TRAIN, PARITY = "train", "parity"
 STORED = "stored"  # beside the words of algorithm.source: what data.rollouts names
@@ -72,7 +72,7 @@ class WarmStartConfig:
     steps: int = 0  # optimizer steps; 0 for none
     batch_size: int = 64  # demonstrations of one step
     lr: float = 2e-3  # peak learning rate, cosine to a tenth of it
-    shared: str | None = (
+    cache_dir: str | None = (
         None  # folder that keeps the weights for every run with this model, data and seed; one at a time
     )
 
@@ -89,7 +89,7 @@ class ParityConfig:
     layouts: list[str] = field(default_factory=list)  # names of layouts to compare; empty for all
     steps: int = 5  # optimizer steps
     samples_per_step: int = 16  # samples of one step; the last step has a single one
-    longest: int = 64  # tokens of the longest sample; a micro-batch holds twice as many
+    max_length: int = 64  # tokens of the longest sample; a micro-batch holds twice as many
     tolerance: float = 1e-5  # largest relative difference of loss, gradient norm and every metric
     parameter_tolerance: float = 1e-4  # largest relative difference of every weight after the last step
     timeout: float = 600.0  # seconds one layout may take before it counts as hanging
@@ -97,12 +97,12 @@ class ParityConfig:
     def __post_init__(self) -> None:
         at_least("steps", self.steps, 2)
         at_least("samples_per_step", self.samples_per_step, 2)
-        at_least("longest", self.longest, 4)
+        at_least("longest", self.max_length, 4)
         more_than("timeout", self.timeout, 0)
 
 
 @dataclass(frozen=True)
-class RunSection:
+class GeneralConfig:
     """The keys at the top of the configuration."""
 
     task: str = TRAIN  # train, or parity: show that every layout gives the same numbers
@@ -116,13 +116,13 @@ class RunSection:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunConfig:
     """Everything about a run but the strategy's own options, which only ``train.py`` can read."""
 
-    run: RunSection
+    general: GeneralConfig
     model: ModelConfig
     data: DataConfig
-    rollout: HFRollout
+    rollout: HFRolloutConfig
     algorithm: AlgorithmConfig
     loss: Loss
     batching: BatchingConfig
@@ -139,13 +139,13 @@ class Settings:
     callbacks: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, node: DictConfig) -> Settings:
+    def read(cls, node: DictConfig) -> RunConfig:
         """Convert every section.
 
         Raises:
             ConfigError: names the full key of the first thing that is wrong.
         """
-        _refuse_unknown_sections(node)
+        _check_sections(node)
         data = convert(DataConfig, node.data, "data")
         logger = str(node.logger.get("name"))
         if logger not in LOGGERS:
@@ -157,7 +157,9 @@ class Settings:
         loss, imitates = component(LOSSES, node.loss), algorithm.source == DEMONSTRATIONS
         has_advantage = "advantage" in loss.needs and not imitates
         return cls(
-            run=convert(RunSection, {k: node[k] for k in ("task", "seed", "resume", "run_dir", "output_root")}, ""),
+            general=convert(
+                GeneralConfig, {k: node[k] for k in ("task", "seed", "resume", "run_dir", "output_root")}, ""
+            ),
             model=model,
             data=data,
             rollout=component(ROLLOUTS, node.rollout),
@@ -178,7 +180,7 @@ class Settings:
             else convert(TASKS.get(data.task, "data.task"), data.task_args, "data.task_args"),
             advantage=component(ADVANTAGES, node.advantage) if has_advantage else None,
             # A reward model answers no prompt.
-            reward=None if imitates or model.value == ONLY else component(REWARDS, node.reward),
+            reward=None if imitates or model.is_reward_model else component(REWARDS, node.reward),
             logger=logger,
             callbacks={
                 name: convert(CALLBACKS.get(name, "callbacks"), node.callbacks[name] or {}, f"callbacks.{name}")
@@ -187,7 +189,7 @@ class Settings:
         )
 
     @property
-    def supply(self) -> str:
+    def dataset(self) -> str:
         """What the run learns from: ``rollouts`` of its policy, ``stored`` ones, or others' responses."""
         return self.algorithm.source if self.data.rollouts is None else STORED
 
@@ -195,9 +197,9 @@ class Settings:
     def needs_warm_start(self) -> bool:
         """Whether the model must first learn some habits: random weights, and demonstrations to learn from."""
         is_random = self.model.path is None and self.algorithm.source != DEMONSTRATIONS
-        return is_random and self.warm_start.steps > 0 and self.run.task == TRAIN
+        return is_random and self.warm_start.steps > 0 and self.general.task == TRAIN
 
-    def for_warm_start(self) -> Settings:
+    def for_warm_start(self) -> RunConfig:
         """The supervised run that makes the starting weights.
 
         Nothing in it depends on how the main run is cut, so every layout starts from the same weights, bit for bit.
@@ -215,7 +217,7 @@ class Settings:
         )
         return replace(
             self,
-            model=replace(self.model, lora=LoraSettings(), compile=False, value=NO_VALUE),
+            model=replace(self.model, lora=LoraConfig(), compile=False, value=NO_VALUE),
             data=replace(self.data, rollouts=None, completion_key=self.data.completion_key or self._preferred_key),
             algorithm=AlgorithmConfig(
                 source=DEMONSTRATIONS, train_batch_size=warm.batch_size * steps_per_iteration, log_entropy=False
@@ -245,7 +247,7 @@ class Settings:
         """Column of what is worth imitating where rows are pairs; elsewhere empty, as the format says."""
         return self.data.chosen_key if self.algorithm.source == PREFERENCES else ""
 
-    def starting_from(self, path: str) -> Settings:
+    def starting_from(self, path: str) -> RunConfig:
         """The same run from the weights (and the tokenizer) in a folder."""
         return replace(self, model=replace(self.model, path=path, architecture={}, tokenizer=None))
 
@@ -266,21 +268,21 @@ class Settings:
     @property
     def value_model(self) -> str | None:
         """Name of the model that says values, if any does."""
-        return {NO_VALUE: None, SHARED: POLICY, SEPARATE: CRITIC, ONLY: None}[self.model.value]
+        return {NO_VALUE: None, SHARED: POLICY, SEPARATE: CRITIC}[self.model.value]
 
     @property
-    def leading_model(self) -> str:
+    def trained_model(self) -> str:
         """Name of the model that a run is about."""
-        return REWARD_MODEL if self.model.value == ONLY else POLICY
+        return REWARD_MODEL if self.model.is_reward_model else POLICY
 
     @property
     def mini_batch_sizes(self) -> dict[str, int]:
         """Name of each model that trains -> samples of one of its optimizer steps."""
         size = self.batching.mini_batch_size
-        sizes = {self.leading_model: size}
+        sizes = {self.trained_model: size}
         return sizes | {CRITIC: self.critic.mini_batch_size or size} if self.model.value == SEPARATE else sizes
 
-    def trains_in(self, iteration: int) -> dict[str, int]:
+    def trained_models(self, iteration: int) -> dict[str, int]:
         """The same for one iteration: while the critic warms up it trains alone."""
         sizes = self.mini_batch_sizes
         if self.model.value == SEPARATE and iteration < self.critic.warmup_iterations:
@@ -308,7 +310,7 @@ class Settings:
         return sum(
             self.steps_per_iteration(samples_per_row, name, replayed=min(iteration, self.replayed))
             for iteration in range(self.trainer.max_epochs)
-            if name in self.trains_in(iteration)
+            if name in self.trained_models(iteration)
         )
 
 
@@ -325,9 +327,9 @@ def component(registry: Registry[Any], node: DictConfig) -> Any:
     return convert(registry.get(str(name)), node, registry.kind, ignore=("name",))
 
 
-def _refuse_unknown_sections(node: DictConfig) -> None:
-    known = {f for f in Settings.__dataclass_fields__ if f not in ("run", "task", "backend")}
-    known |= {"strategy", *RunSection.__dataclass_fields__}
+def _check_sections(node: DictConfig) -> None:
+    known = {f for f in RunConfig.__dataclass_fields__ if f not in ("general", "task", "backend")}
+    known |= {"strategy", *GeneralConfig.__dataclass_fields__}
     for name in node:
         if str(name) not in known:
             raise ConfigError(

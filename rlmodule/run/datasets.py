@@ -21,21 +21,19 @@ from rlmodule.data.demonstrations import file_demonstrations, task_demonstration
 from rlmodule.data.preferences import Pair, file_preferences, task_preferences
 from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.rollouts import RolloutTable, load_rollouts
-from rlmodule.experience.sources import Draw, RolloutSource, Source, StoredSource, WrittenSource
-from rlmodule.experience.token_facts import one_token_on
-from rlmodule.models.description import ONLY
+from rlmodule.experience.sources import OfflineSource, RolloutSource, RowSampler, Source, StoredSource
+from rlmodule.run.config import STORED, RunConfig
 from rlmodule.run.preflight.lengths import check_lengths
 from rlmodule.run.preflight.stored_rollouts import check_rollouts
-from rlmodule.run.settings import STORED, Settings
 
-MADE_UP_DEMONSTRATIONS, MADE_UP_PAIRS = 16384, 4096  # drawn from a built-in task that is asked for some
+SYNTHETIC_DEMONSTRATIONS, SYNTHETIC_PAIRS = 16384, 4096  # drawn from a built-in task that is asked for some
 
 
 @dataclass(eq=False)
-class Supply(ABC):
+class TrainingDataset(ABC):
     """Rows in an order of their own; an iteration takes ``algorithm.train_batch_size`` of them."""
 
-    settings: Settings
+    config: RunConfig
     tokenizer: PreTrainedTokenizerBase
     hf_config: PreTrainedConfig
 
@@ -59,11 +57,11 @@ class Supply(ABC):
     @cached_property
     def val_prompts(self) -> Sequence[Prompt]:
         """Held-out prompts to answer; none where the data has none, or nobody judges answers."""
-        s = self.settings
+        s = self.config
         if not s.data.has_validation or s.reward is None:
             return []
         prompts = load_prompts(s.data, self.tokenizer, "test", s.task)
-        prompts.refuse(s.reward.lacks)
+        prompts.check(s.reward.missing_fields)
         return prompts
 
     @cached_property
@@ -89,17 +87,17 @@ class Supply(ABC):
         """Rows that lend their tokens to made-up samples."""
 
     @abstractmethod
-    def source(self, draw: Draw, engine: Callable[[], RolloutEngine]) -> Source:
+    def source(self, draw: RowSampler, engine: Callable[[], RolloutEngine]) -> Source:
         """What gives the samples of each iteration."""
 
 
-class Prompts(Supply):
+class Prompts(TrainingDataset):
     """Prompts that the policy answers."""
 
     @cached_property
     def table(self) -> PromptTable:
         """The prompts; reading them checks them."""
-        return load_prompts(self.settings.data, self.tokenizer, "train", self.settings.task)
+        return load_prompts(self.config.data, self.tokenizer, "train", self.config.task)
 
     def __len__(self) -> int:
         return len(self.table)
@@ -107,7 +105,7 @@ class Prompts(Supply):
     @property
     def samples_per_row(self) -> float:
         """Every prompt is answered so often."""
-        return self.settings.group_size
+        return self.config.group_size
 
     def describe(self) -> str:
         """Prompts and their lengths."""
@@ -115,21 +113,21 @@ class Prompts(Supply):
 
     def describe_iteration(self) -> str:
         """Prompts, responses, samples."""
-        prompts, n = self.settings.algorithm.train_batch_size, self.settings.rollout.n
+        prompts, n = self.config.algorithm.train_batch_size, self.config.rollout.n
         return f"{prompts} prompts x {n} responses = {prompts * n} samples"
 
     def check(self, layout: Layout) -> None:
         """Every prompt can be judged; lengths of samples follow from the settings, which were checked."""
-        assert self.settings.reward is not None, "rollouts are judged"
-        self.table.refuse(self.settings.reward.lacks)
+        assert self.config.reward is not None, "rollouts are judged"
+        self.table.check(self.config.reward.missing_fields)
 
     def examples(self) -> Sequence[Prompt | Sample]:
         """The prompts."""
         return self.table
 
-    def source(self, draw: Draw, engine: Callable[[], RolloutEngine]) -> Source:
+    def source(self, draw: RowSampler, engine: Callable[[], RolloutEngine]) -> Source:
         """Rollouts of the current policy."""
-        s = self.settings
+        s = self.config
         assert s.reward is not None, "rollouts are judged"
         return RolloutSource(
             self.table,
@@ -137,15 +135,15 @@ class Prompts(Supply):
             s.rollout.n,
             engine,
             s.reward,
-            s.run.seed,
+            s.general.seed,
             greedy_baseline=s.advantage_reads("baseline"),
         )
 
 
-class Written(Supply):
+class OfflineDataset(TrainingDataset):
     """Responses that somebody wrote, one row after the other."""
 
-    verdicts: ClassVar[tuple[float, ...]]  # of the samples of every row
+    rewards: ClassVar[tuple[float, ...]]  # of the samples of every row
 
     @property
     @abstractmethod
@@ -158,40 +156,40 @@ class Written(Supply):
     @property
     def samples_per_row(self) -> float:
         """Every row has as many."""
-        return self.settings.group_size
+        return self.config.group_size
 
     def describe(self) -> str:
         """How many."""
-        return f"{len(self)} {self.settings.algorithm.source}"
+        return f"{len(self)} {self.config.algorithm.source}"
 
     def describe_iteration(self) -> str:
         """How many at a time."""
-        return f"{self.settings.algorithm.train_batch_size} {self.settings.algorithm.source}"
+        return f"{self.config.algorithm.train_batch_size} {self.config.algorithm.source}"
 
     def check(self, layout: Layout) -> None:
         """None is longer than a micro-batch."""
-        check_lengths(_lengths(self.rows, "row"), self.settings, layout)
+        check_lengths(_lengths(self.rows, "row"), self.config, layout)
 
     def examples(self) -> Sequence[Prompt | Sample]:
         """All of them."""
         return [sample for samples in self.rows for sample in samples]
 
-    def source(self, draw: Draw, engine: Callable[[], RolloutEngine]) -> Source:
+    def source(self, draw: RowSampler, engine: Callable[[], RolloutEngine]) -> Source:
         """The same rows again and again."""
-        return WrittenSource(self.rows, self.verdicts, draw)
+        return OfflineSource(self.rows, self.rewards, draw)
 
 
-class Demonstrations(Written):
+class Demonstrations(OfflineDataset):
     """Samples to imitate."""
 
-    verdicts: ClassVar[tuple[float, ...]] = (1.0,)
+    rewards: ClassVar[tuple[float, ...]] = (1.0,)
 
     @cached_property
     def samples(self) -> Sequence[Sample]:
         """The demonstrations of a task or of files."""
-        s = self.settings
+        s = self.config
         if s.task is not None:
-            return task_demonstrations(s.task, MADE_UP_DEMONSTRATIONS, s.run.seed, s.data, self.tokenizer)
+            return task_demonstrations(s.task, SYNTHETIC_DEMONSTRATIONS, s.general.seed, s.data, self.tokenizer)
         return file_demonstrations(s.data, self.tokenizer, "train")
 
     @cached_property
@@ -200,24 +198,24 @@ class Demonstrations(Written):
         return [(sample,) for sample in self.samples]
 
 
-class Preferences(Written):
+class Preferences(OfflineDataset):
     """Pairs of a better and a worse response."""
 
-    verdicts: ClassVar[tuple[float, ...]] = (1.0, -1.0)
+    rewards: ClassVar[tuple[float, ...]] = (1.0, -1.0)
 
     @cached_property
     def pairs(self) -> Sequence[Pair]:
         """The pairs of a task or of files."""
-        s = self.settings
+        s = self.config
         if s.task is None:
             return self._to_score(file_preferences(s.data, self.tokenizer, "train"))
-        made = s.task.preferences(MADE_UP_PAIRS, s.run.seed)
+        made = s.task.preferences(SYNTHETIC_PAIRS, s.general.seed)
         return self._to_score(task_preferences(made, s.data, self.tokenizer))
 
     @cached_property
     def val_pairs(self) -> Sequence[Pair]:
         """Those of the files for validation, or of a task's test prompts; none for a loss that compares no pairs."""
-        s = self.settings
+        s = self.config
         if not s.data.has_validation or "group" not in s.loss.needs:
             return []
         if s.task is None:
@@ -228,13 +226,13 @@ class Preferences(Written):
     @cached_property
     def val_prompts(self) -> Sequence[Prompt]:
         """Those of a task; rows of files are pairs, and nobody knows answers to their prompts."""
-        return [] if self.settings.task is None else super().val_prompts
+        return [] if self.config.task is None else super().val_prompts
 
     def _to_score(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
         """As the model wants them; a reward model gives its score at the place after the end."""
-        if self.settings.model.value != ONLY:
+        if not self.config.model.is_reward_model:
             return pairs
-        return [Pair(one_token_on(pair.chosen), one_token_on(pair.rejected)) for pair in pairs]
+        return [Pair(pair.chosen.extended_by_one(), pair.rejected.extended_by_one()) for pair in pairs]
 
     @cached_property
     def rows(self) -> Sequence[Sequence[Sample]]:
@@ -244,16 +242,16 @@ class Preferences(Written):
     def check(self, layout: Layout) -> None:
         """No pair is longer than a micro-batch."""
         super().check(layout)
-        check_lengths(_lengths([pair.samples for pair in self.val_pairs], "held-out row"), self.settings, layout)
+        check_lengths(_lengths([pair.samples for pair in self.val_pairs], "held-out row"), self.config, layout)
 
 
-class StoredRollouts(Supply):
+class StoredRollouts(TrainingDataset):
     """Responses that were sampled and judged earlier, by group."""
 
     @cached_property
     def table(self) -> RolloutTable:
         """The responses; reading them checks them."""
-        data = self.settings.data
+        data = self.config.data
         assert data.rollouts is not None, "somebody named them"
         vocab_size = self.hf_config.get_text_config().vocab_size
         return load_rollouts(data.rollouts, data, self.tokenizer, vocab_size)
@@ -272,21 +270,21 @@ class StoredRollouts(Supply):
 
     def describe_iteration(self) -> str:
         """Groups and about how many samples they come to."""
-        groups = self.settings.algorithm.train_batch_size
+        groups = self.config.algorithm.train_batch_size
         return (
             f"{groups} groups x {self.samples_per_row:g} stored responses = {groups * self.samples_per_row:g} samples"
         )
 
     def check(self, layout: Layout) -> None:
         """Every row has what the objective asks for, and fits."""
-        check_rollouts(self.table, self.settings, self.hf_config, layout)
+        check_rollouts(self.table, self.config, self.hf_config, layout)
 
     def examples(self) -> Sequence[Prompt | Sample]:
         """The responses of the first group."""
         rows = self.table.read(self.table.groups[0])
         return [row.scored(sample_id, 0).sample for sample_id, row in enumerate(rows)]
 
-    def source(self, draw: Draw, engine: Callable[[], RolloutEngine]) -> Source:
+    def source(self, draw: RowSampler, engine: Callable[[], RolloutEngine]) -> Source:
         """Groups in a seeded order."""
         return StoredSource(self.table, draw)
 
@@ -296,7 +294,7 @@ def _lengths(rows: Sequence[Sequence[Sample]], word: str) -> Iterator[tuple[str,
     return ((f"{word} {r[0].prompt.row + 1}", [sample.meta.length for sample in r]) for r in rows)
 
 
-SUPPLIES: Mapping[str, type[Supply]] = {
+DATASETS: Mapping[str, type[TrainingDataset]] = {
     ROLLOUTS: Prompts,
     STORED: StoredRollouts,
     DEMONSTRATIONS: Demonstrations,

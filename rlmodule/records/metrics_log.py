@@ -44,7 +44,7 @@ class Record:
 
 
 @dataclass
-class Lap:
+class Elapsed:
     """Wall and CPU seconds of this process."""
 
     seconds: float = 0.0
@@ -56,25 +56,25 @@ class PhaseClock:
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
-        self._laps: dict[str, Lap] = {}
+        self._laps: dict[str, Elapsed] = {}
         self._mark = (perf_counter(), process_time())
 
     def switch(self, phase: str) -> None:
         """End the phase that runs and begin another."""
         now = (perf_counter(), process_time())
-        lap = self._laps.setdefault(self.phase, Lap())
-        lap.seconds += now[0] - self._mark[0]
-        lap.cpu_seconds += now[1] - self._mark[1]
+        spent = self._laps.setdefault(self.phase, Elapsed())
+        spent.seconds += now[0] - self._mark[0]
+        spent.cpu_seconds += now[1] - self._mark[1]
         self.phase, self._mark = phase, now
 
-    def read(self) -> dict[str, Lap]:
+    def read(self) -> dict[str, Elapsed]:
         """Phase -> time so far, the phase that runs included."""
         self.switch(self.phase)
-        return {phase: Lap(lap.seconds, lap.cpu_seconds) for phase, lap in self._laps.items()}
+        return {phase: Elapsed(spent.seconds, spent.cpu_seconds) for phase, spent in self._laps.items()}
 
 
 @dataclass
-class Journal:
+class MetricsLog:
     """The records of a run in this process, the phase it is in, and the listeners told of both.
 
     Args:
@@ -90,7 +90,7 @@ class Journal:
     _on_phase: list[Callable[[str], None]] = field(default_factory=list)
     _unwritten: set[str] = field(default_factory=set)
 
-    def listen(
+    def subscribe(
         self, on_record: Callable[[Record], None] | None = None, on_phase: Callable[[str], None] | None = None
     ) -> None:
         """Be told of every record to come, and of every phase that begins."""
@@ -109,23 +109,23 @@ class Journal:
         self._tell(phase)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[Lap]:
+    def phase(self, name: str) -> Iterator[Elapsed]:
         """Enclose a phase that interrupts another; the time it took is in the lap afterwards."""
-        before, start = self.clock.phase, self.clock.read().get(name, Lap())
-        lap = Lap()
+        before, start = self.clock.phase, self.clock.read().get(name, Elapsed())
+        spent = Elapsed()
         self.enter(name)
         try:
-            yield lap
+            yield spent
         finally:
             end = self.clock.read()[name]
-            lap.seconds, lap.cpu_seconds = end.seconds - start.seconds, end.cpu_seconds - start.cpu_seconds
+            spent.seconds, spent.cpu_seconds = end.seconds - start.seconds, end.cpu_seconds - start.cpu_seconds
             self.enter(before)
 
     def add(self, record: Record) -> None:
         """Keep a record and tell the listeners."""
         self.records.append(record)
-        for tell in self._on_record:
-            tell(record)
+        for notify in self._on_record:
+            notify(record)
 
     def value_at(self, step: int, metric: str) -> float | None:
         """The finite value that a metric had when the run stood at ``step``; None where it was not taken there."""
@@ -137,7 +137,7 @@ class Journal:
         return None
 
     @contextmanager
-    def tolerating(self, what: str) -> Iterator[None]:
+    def warn_on_write_error(self, what: str) -> Iterator[None]:
         """Around the write of a log: where it fails that is said once, and training goes on."""
         try:
             yield
@@ -151,8 +151,8 @@ class Journal:
                 )
 
     def _tell(self, phase: str) -> None:
-        for tell in self._on_phase:
-            tell(phase)
+        for notify in self._on_phase:
+            notify(phase)
 
 
 def to_line(record: Record) -> str:
@@ -198,14 +198,14 @@ class RecordFile:
         self._file.close()
 
 
-def rewind(path: Path, step: int | None) -> list[Record]:
+def truncate_after(path: Path, step: int | None) -> list[Record]:
     """Cut a file of records back to those up to ``step`` (None: to nothing) and return them.
 
     What was logged after the checkpoint a run resumes from will be logged again, and so will a line that the end of the
     process left half written.
     """
     kept = [] if step is None else [r for r in read_records(path) if r.step <= step]
-    with whole_file(path) as aside:
+    with atomic_write(path) as aside:
         aside.write_text("".join(to_line(r) + "\n" for r in kept), encoding="utf-8")
     return kept
 
@@ -224,7 +224,7 @@ def read_records(path: Path) -> Sequence[Record]:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A place to write aside; it takes the place of ``path`` at the end, and nothing does when writing fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.stem}.writing{path.suffix}")

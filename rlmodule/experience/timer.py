@@ -9,7 +9,7 @@ from time import perf_counter
 
 
 @dataclass
-class Stopwatch:
+class Timer:
     """Seconds of wall clock by phase, on this rank."""
 
     seconds: dict[str, float] = field(default_factory=dict)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlmodule.core.contract import Layout
-from rlmodule.models.description import NO_VALUE, ONLY, SHARED
-from rlmodule.run.settings import Settings
+from rlmodule.models.description import NO_VALUE, SHARED
+from rlmodule.run.config import RunConfig
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelSummary:
     """What is said of the policy: its name, its size, and how its weights come from disk (empty where they do not)."""
 
     name: str
@@ -23,7 +23,7 @@ class RunPlan:
     """What a run will do, for people and for the summary.
 
     Args:
-        settings, layout: of the run.
+        config, layout: of the run.
         model, num_devices: what trains, and where.
         rows: what it learns from.
         samples: what an iteration takes of that.
@@ -31,9 +31,9 @@ class RunPlan:
         samples_per_row: samples that a row comes to.
     """
 
-    settings: Settings
+    config: RunConfig
     layout: Layout
-    model: ModelFacts
+    model: ModelSummary
     num_devices: str
     rows: str
     samples: str
@@ -41,8 +41,8 @@ class RunPlan:
     samples_per_row: float
 
     def _value_model(self) -> dict[str, str]:
-        s = self.settings
-        if s.model.value in (NO_VALUE, ONLY):
+        s = self.config
+        if s.model.value == NO_VALUE:
             return {}
         if s.model.value == SHARED:
             return {"value": f"a head on the policy's trunk, value loss x {s.critic.coef:g}"}
@@ -52,9 +52,9 @@ class RunPlan:
 
     def lines(self) -> dict[str, str]:
         """Label -> text, in reading order."""
-        s = self.settings
-        run_steps = s.run_steps(self.samples_per_row, s.leading_model)
-        steps = s.steps_per_iteration(self.samples_per_row, s.leading_model, replayed=s.replayed)
+        s = self.config
+        run_steps = s.run_steps(self.samples_per_row, s.trained_model)
+        steps = s.steps_per_iteration(self.samples_per_row, s.trained_model, replayed=s.replayed)
         again = f" and those of {s.replayed} iterations before" if s.replayed else ""
         micro = (
             f"{s.batching.max_token_len_per_gpu:,} tokens per micro-batch and device ({s.batching.planner} planner)"
@@ -76,5 +76,5 @@ class RunPlan:
             f"{self.layout.sp_size} sequence x {self.layout.tp_size} tensor",
             "iteration": f"{self.samples}{again}, {steps} optimizer steps of {s.batching.mini_batch_size} samples",
             "budget": micro,
-            "run": f"{s.trainer.max_epochs} iterations, {run_steps:,} optimizer steps, seed {s.run.seed}",
+            "run": f"{s.trainer.max_epochs} iterations, {run_steps:,} optimizer steps, seed {s.general.seed}",
         }

@@ -14,11 +14,11 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.errors import TrainingError
-from rlmodule.core.types import Score, ScoredSample
-from rlmodule.experience.estimation import Estimation
+from rlmodule.core.types import RewardResult, ScoredSample
+from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
-from rlmodule.experience.stopwatch import Stopwatch
+from rlmodule.experience.timer import Timer
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
 from rlmodule.training.reduction import reduce_metrics
@@ -33,13 +33,13 @@ LENGTHS = ((3, 4), (5, 1), (2, 9), (4, 3), (1, 6), (6, 2), (3, 11), (2, 2), (4, 
 CONFIG = BatchingConfig(mini_batch_size=6, max_token_len_per_gpu=16)
 
 
-def responses(rewards=REWARDS, sampler_logprob=True):
+def responses(rewards=REWARDS, rollout_logprob=True):
     out = []
     for i, ((prompt, length), reward) in enumerate(zip(LENGTHS, rewards, strict=True)):
         drawn = sample(i, prompt, length, group=i // 3)
-        if sampler_logprob:
-            drawn = replace(drawn, sampler_logprob=torch.full((length,), -4.0))
-        out.append(ScoredSample(drawn, Score(reward)))
+        if rollout_logprob:
+            drawn = replace(drawn, rollout_logprob=torch.full((length,), -4.0))
+        out.append(ScoredSample(drawn, RewardResult(reward)))
     return out
 
 
@@ -48,10 +48,10 @@ def iteration_of(stepper, algorithm, scored, config=CONFIG, epochs=1, loss=None)
     layout = strategy.layout
     maker = ExperienceMaker(
         Scorer(strategy, objective, DynamicCollator(), torch.device("cpu")),
-        Estimation(objective, GRPO(), strategy.collectives),
+        AdvantageStage(objective, GRPO(), strategy.collectives),
         lambda metas: BalancedSampler(metas, config, layout, seed=0, iteration=0, epochs=epochs),
     )
-    return maker(lambda: scored[layout.dp_rank :: layout.dp_size], Stopwatch())
+    return maker(lambda: scored[layout.dp_rank :: layout.dp_size], Timer())
 
 
 def train(rank, skip, rewards=REWARDS, config=CONFIG, mode="token-mean"):
@@ -139,7 +139,7 @@ def test_metrics_per_token_are_means_over_trained_tokens():
     trained = sum(len(m.labels) for m in batch.micro_batches)
     assert trained < batch.totals.tokens
     assert result.metrics["actor/entropy"].weight == trained
-    assert share.metrics["balance/left_out_samples"] == 6 - sum(map(len, share.micro_batches))
+    assert share.metrics["balance/skipped_samples"] == 6 - sum(map(len, share.micro_batches))
 
 
 def test_what_is_left_out_gets_no_old_log_probabilities():
@@ -147,7 +147,7 @@ def test_what_is_left_out_gets_no_old_log_probabilities():
     iteration = iteration_of(Stepper(tiny_policy()), algorithm, responses())
     assert set(iteration.experience.rows) == set(range(12)) - LEFT_OUT
     assert all(row.old_logprob is not None for row in iteration.experience.rows.values())
-    assert [f.reward for f in iteration.facts] == REWARDS, "everybody still knows of them"
+    assert [f.reward for f in iteration.sample_info] == REWARDS, "everybody still knows of them"
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Unpromised(PPOClip):
 
 
 @pytest.mark.parametrize(
-    ("loss", "settings"),
+    ("loss", "config"),
     [
         (PPOClip(), {"skip_zero_advantage": False}),
         (PPOClip(), {"entropy_coeff": 0.1}),
@@ -167,29 +167,29 @@ class Unpromised(PPOClip):
         (Unpromised(), {}),
     ],
 )
-def test_samples_stay_where_their_gradient_may_not_be_0(loss, settings):
+def test_samples_stay_where_their_gradient_may_not_be_0(loss, config):
     assert Objective(PPOClip(), AlgorithmConfig()).ignores_zero_advantage
-    assert not Objective(loss, AlgorithmConfig(**settings)).ignores_zero_advantage
+    assert not Objective(loss, AlgorithmConfig(**config)).ignores_zero_advantage
 
 
 # ---- the sampler's own log-probabilities
 
 
 def test_the_samplers_log_probabilities_are_taken_as_they_are():
-    algorithm = AlgorithmConfig(old_logprob="sampler")
+    algorithm = AlgorithmConfig(old_logprob="rollout")
     iteration = iteration_of(Stepper(tiny_policy()), algorithm, responses())
     for row in iteration.experience.rows.values():
-        assert torch.equal(row.old_logprob, row.sample.sampler_logprob)
+        assert torch.equal(row.old_logprob, row.sample.rollout_logprob)
 
 
 def half_of_them(rank):
     stepper = Stepper(tiny_policy(), ddp)
     scored = [
-        s if i % 2 == 0 else ScoredSample(replace(s.sample, sampler_logprob=None), s.score)
+        s if i % 2 == 0 else ScoredSample(replace(s.sample, rollout_logprob=None), s.score)
         for i, s in enumerate(responses())
     ]
     try:
-        iteration_of(stepper, AlgorithmConfig(old_logprob="sampler"), scored)
+        iteration_of(stepper, AlgorithmConfig(old_logprob="rollout"), scored)
     except TrainingError as error:
         return str(error)
     return "no error"

@@ -13,24 +13,24 @@ from torch import Tensor
 
 from rlmodule.core.contract import Collectives
 from rlmodule.core.types import Sample
-from rlmodule.experience.moving import gathered
+from rlmodule.experience.redistribute import all_gather_dict
 
 
-class ReferenceScores:
+class ReferenceLogprobCache:
     """[R] log-probabilities by row and response; the same on every rank."""
 
     def __init__(self) -> None:
         self._scores: dict[tuple[int, bytes], Tensor] = {}
 
-    def of(self, samples: Mapping[int, Sample], collectives: Collectives) -> dict[int, Tensor] | None:
+    def get(self, samples: Mapping[int, Sample], collectives: Collectives) -> dict[int, Tensor] | None:
         """The scores of these samples; None, on every rank, where some rank lacks one of its own."""
         known = {p: self._scores.get(_key(sample)) for p, sample in samples.items()}
         found = {p: scores for p, scores in known.items() if scores is not None}
         return found if all(collectives.gather_objects(len(found) == len(samples))) else None
 
-    def keep(self, samples: Mapping[int, Sample], scores: Mapping[int, Tensor], collectives: Collectives) -> None:
+    def put(self, samples: Mapping[int, Sample], scores: Mapping[int, Tensor], collectives: Collectives) -> None:
         """Learn what every rank has scored."""
-        self._scores |= gathered({_key(sample): scores[p] for p, sample in samples.items()}, collectives)
+        self._scores |= all_gather_dict({_key(sample): scores[p] for p, sample in samples.items()}, collectives)
 
 
 def _key(sample: Sample) -> tuple[int, bytes]:

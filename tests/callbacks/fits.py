@@ -17,25 +17,25 @@ from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.callbacks.metrics import purge_step
-from rlmodule.callbacks.parts.run_context import EventLog, RunContext
-from rlmodule.core.types import Prompt, Sample, Score
+from rlmodule.callbacks.parts.context import RunContext, TolerantTensorBoardLogger
+from rlmodule.core.types import Prompt, RewardResult, Sample
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
-from rlmodule.examination import PromptExamination
-from rlmodule.experience.estimation import Estimation
+from rlmodule.evaluation import PromptEvaluator
+from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
-from rlmodule.experience.sources import Draw, RolloutSource, Source, WrittenSource
+from rlmodule.experience.sources import OfflineSource, RolloutSource, RowSampler, Source
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
 from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
 from rlmodule.module import RLModule
-from rlmodule.optim.optimizer import OptimizerConfig
-from rlmodule.rollout.hf import HFRollout
+from rlmodule.optim.adamw import OptimizerConfig
+from rlmodule.rollout.hf import HFRolloutConfig
 from rlmodule.training.update import Trainable
-from strategies.ddp import DDPOptions, DDPStrategy
-from strategies.single import SingleOptions, SingleStrategy
+from strategies.ddp import DDPConfig, DDPStrategy
+from strategies.single import SingleConfig, SingleStrategy
 from tests.callbacks.builders import TOKENIZER, scored
 
 STEPS_PER_ITERATION = 2
@@ -62,11 +62,11 @@ PROMPTS = [
 class EvenTokens:
     """Share of even token ids; every fifth sample cannot be scored."""
 
-    def __call__(self, samples: Sequence[Sample]) -> list[Score]:
+    def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
         return [
-            Score(None)
+            RewardResult(None)
             if s.sample_id % 5 == 4
-            else Score(float((s.response_ids % 2 == 0).double().mean()), {"length": len(s.response_ids)})
+            else RewardResult(float((s.response_ids % 2 == 0).double().mean()), {"length": len(s.response_ids)})
             for s in samples
         ]
 
@@ -77,7 +77,7 @@ class SmallRun:
 
     Args:
         run_dir: where it writes.
-        settings: callback -> its settings, connected in this order.
+        config: callback -> its settings, connected in this order.
         iterations: to train.
         resumed_step: as the context says it.
         world_size, rank: place of this process; more than one needs a process group.
@@ -88,14 +88,14 @@ class SmallRun:
     """
 
     run_dir: Path
-    settings: Mapping[str, Mapping[str, Any]]
+    config: Mapping[str, Mapping[str, Any]]
     iterations: int = 2
     resumed_step: int | None = None
     world_size: int = 1
     rank: int = 0
     extra: tuple[L.Callback, ...] = ()
     tensorboard: bool = True
-    reward: Callable[[Sequence[Sample]], list[Score]] = EvenTokens()
+    reward: Callable[[Sequence[Sample]], list[RewardResult]] = EvenTokens()
     imitates: bool = False
 
     def fit(self, checkpoint: Path | None = None) -> RunContext:
@@ -103,38 +103,38 @@ class SmallRun:
         strategy = self._strategy()
         objective = Objective(SFT() if self.imitates else PPOClip(), AlgorithmConfig())
         policy = build_policy(ModelConfig(architecture=ARCHITECTURE, tokenizer="byte"), seed=0, temperature=1.0)
-        engine = HFRollout(n=2, max_response_length=4).connect(
+        engine = HFRolloutConfig(n=2, max_response_length=4).connect(
             lambda: strategy.wrapped("policy"), lambda: strategy.eval_mode("policy"), TOKENIZER, torch.device("cpu")
         )
         stream = PromptStream(len(PROMPTS), seed=0)
         layout = lambda: strategy.layout  # noqa: E731
-        source: Source = RolloutSource(PROMPTS, Draw(stream, 4, layout), 2, lambda: engine, self.reward, seed=0)
+        source: Source = RolloutSource(PROMPTS, RowSampler(stream, 4, layout), 2, lambda: engine, self.reward, seed=0)
         if self.imitates:
             demonstrations = [[scored(i, prompt.text, "09", 1.0).sample] for i, prompt in enumerate(PROMPTS)]
-            source = WrittenSource(demonstrations, [1.0], Draw(stream, 8, layout))
+            source = OfflineSource(demonstrations, [1.0], RowSampler(stream, 8, layout))
 
         def make(iteration: int) -> ExperienceMaker:
             batching = BatchingConfig(mini_batch_size=4)
             return ExperienceMaker(
                 Scorer(strategy, objective, DynamicCollator(pad_token_id=256), torch.device("cpu")),
-                Estimation(objective, GRPO(), strategy.collectives),
+                AdvantageStage(objective, GRPO(), strategy.collectives),
                 lambda metas: BalancedSampler(metas, batching, strategy.layout, seed=0, iteration=iteration),
             )
 
         context = RunContext(
             run_dir=self.run_dir,
-            is_first=self.rank == 0,
+            is_rank_zero=self.rank == 0,
             max_iterations=self.iterations,
             describe={"model": "tiny"},
             hparams={"seed": 0, "optimizer.lr": 1e-2},
             resumed_step=self.resumed_step,
             tokenizer=TOKENIZER,
         )
-        examinations = [] if self.imitates else [PromptExamination(PROMPTS[:3], lambda: engine, self.reward, strategy)]
-        data = RLDataModule(source, stream, make, examinations=examinations, start=context.journal.begin_iteration)
+        evaluators = [] if self.imitates else [PromptEvaluator(PROMPTS[:3], lambda: engine, self.reward, strategy)]
+        data = RLDataModule(source, stream, make, evaluators=evaluators, start=context.metrics_log.begin_iteration)
         trainable = Trainable("policy", objective, OptimizerConfig(lr=1e-2, warmup_steps=0), run_steps=8)
         module = RLModule({"policy": policy}, [trainable], max_skipped_in_a_row=3)
-        callbacks = [CALLBACKS.get(name)(**kwargs).connect(context) for name, kwargs in self.settings.items()]
+        callbacks = [CALLBACKS.get(name)(**kwargs).connect(context) for name, kwargs in self.config.items()]
         self._trainer(strategy, [*callbacks, *self.extra]).fit(
             module, datamodule=data, ckpt_path=checkpoint, weights_only=True
         )
@@ -146,11 +146,11 @@ class SmallRun:
 
     def _strategy(self) -> Any:
         if self.world_size == 1:
-            return SingleStrategy(SingleOptions(), device="cpu", num_processes=1, num_nodes=1)
-        return DDPStrategy(DDPOptions(), device="cpu", num_processes=self.world_size, num_nodes=1)
+            return SingleStrategy(SingleConfig(), device="cpu", num_processes=1, num_nodes=1)
+        return DDPStrategy(DDPConfig(), device="cpu", num_processes=self.world_size, num_nodes=1)
 
     def _trainer(self, strategy: Any, callbacks: list[L.Callback]) -> L.Trainer:
-        logger = EventLog(
+        logger = TolerantTensorBoardLogger(
             self.run_dir,
             name="tensorboard",
             version="",
@@ -169,7 +169,7 @@ class SmallRun:
             use_distributed_sampler=False,
             limit_val_batches=0,
             num_sanity_val_steps=0,
-            enable_checkpointing="checkpoint" in self.settings,
+            enable_checkpointing="checkpoint" in self.config,
             enable_progress_bar=False,
             enable_model_summary=False,
         )

@@ -7,23 +7,23 @@ Leaves out who says them (``scoring.py``) and what they mean (``ops/value.py``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rlmodule.core.contract import Collectives
-from rlmodule.core.types import Sample, TokenFacts
-from rlmodule.experience.moving import gathered
+from rlmodule.core.types import TokenValues
+from rlmodule.experience.redistribute import all_gather_dict
 from rlmodule.ops.value import explained_variance
 
 
 @dataclass(frozen=True, eq=False)
 class ResponseTokens:
-    """One response's part of TokenFacts: ``value`` and ``charge`` [n] float64, ``next_value`` as there."""
+    """One response's part of TokenValues: ``value`` and ``penalty`` [n] float64, ``next_value`` as there."""
 
     value: Tensor
-    charge: Tensor
+    penalty: Tensor
     next_value: float = 0.0
 
 
@@ -32,7 +32,7 @@ NOTHING = ResponseTokens(torch.zeros(0, dtype=torch.float64), torch.zeros(0, dty
 
 def gather_tokens(
     mine: Mapping[int, ResponseTokens], loss_tokens: Sequence[int], collectives: Collectives
-) -> TokenFacts:
+) -> TokenValues:
     """Position -> this rank's responses, one exchange -> all of them; a response nobody has has no loss tokens.
 
     Args:
@@ -40,33 +40,25 @@ def gather_tokens(
         loss_tokens: of every response of the iteration.
         collectives: of the token ranks.
     """
-    everyone = gathered(mine, collectives)
+    everyone = all_gather_dict(mine, collectives)
     responses = [everyone.get(position, NOTHING) for position in range(len(loss_tokens))]
     assert [len(r.value) for r in responses] == list(loss_tokens), "one value per loss token"
-    return TokenFacts(
+    return TokenValues(
         value=torch.cat([NOTHING.value, *(r.value for r in responses)]),
-        charge=torch.cat([NOTHING.charge, *(r.charge for r in responses)]),
+        penalty=torch.cat([NOTHING.penalty, *(r.penalty for r in responses)]),
         next_value=torch.tensor([r.next_value for r in responses], dtype=torch.float64),
     )
 
 
 def gather_energies(mine: Mapping[int, Tensor], loss_tokens: Sequence[int], collectives: Collectives) -> Tensor:
     """Position -> [n] of this rank's responses, one exchange -> [N] float64 of all of them, end to end."""
-    everyone = gathered(mine, collectives)
+    everyone = all_gather_dict(mine, collectives)
     responses = [everyone.get(position, NOTHING.value) for position in range(len(loss_tokens))]
     assert [len(r) for r in responses] == list(loss_tokens), "one energy per loss token"
     return torch.cat([NOTHING.value, *responses])
 
 
-def one_token_on(sample: Sample) -> Sample:
-    """The sample with one more token, which alone counts: its value is what is expected after the last one."""
-    mask = torch.zeros(len(sample.loss_mask) + 1, dtype=torch.bool)
-    mask[-1] = True
-    ids = torch.cat([sample.response_ids, sample.response_ids[-1:]])  # nobody reads which token it is
-    return replace(sample, response_ids=ids, loss_mask=mask, sampler_logprob=None)
-
-
-def value_metrics(tokens: TokenFacts, returns: Tensor) -> dict[str, float]:
+def value_metrics(tokens: TokenValues, returns: Tensor) -> dict[str, float]:
     """What the value function said before the update, and what it should have said; over [N] tokens of all ranks."""
     if len(returns) == 0:
         return {}

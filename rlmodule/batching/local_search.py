@@ -9,11 +9,11 @@ from itertools import combinations
 import numpy as np
 from numpy.typing import NDArray
 
-from rlmodule.batching.filling import Heights, Problem
+from rlmodule.batching.initial_packings import Problem, Targets
 from rlmodule.batching.partition import Ints
 from rlmodule.batching.workload import Floats
 
-# Exchanges weighed at once: enough to hide the interpreter, few enough to stay in cache.
+# Swaps weighed at once: enough to hide the interpreter, few enough to stay in cache.
 WEIGHED_AT_ONCE = 10_000
 # Samples of a cell that are offered, at least and at most; more cells leave fewer offers for each.
 OFFERED = (4, 8)
@@ -74,7 +74,7 @@ class Cells:
 
 
 @dataclass(frozen=True, eq=False)
-class Exchanges:
+class Swaps:
     """One exchange for each of P pairs of cells.
 
     Args:
@@ -89,9 +89,9 @@ class Exchanges:
     taken: Ints
     miss: Floats
 
-    def chosen(self, which: Ints | NDArray[np.bool_]) -> Exchanges:
+    def chosen(self, which: Ints | NDArray[np.bool_]) -> Swaps:
         """Those of some pairs."""
-        return Exchanges(self.first[which], self.second[which], self.given[which], self.taken[which], self.miss[which])
+        return Swaps(self.first[which], self.second[which], self.given[which], self.taken[which], self.miss[which])
 
     def make(self, cells: Cells) -> None:
         """Carry them out; no cell may be in two pairs."""
@@ -106,7 +106,7 @@ class Exchanges:
         cells.replace_members(rows, np.concatenate([np.where(leaves, none, held), comes], axis=1))
 
 
-def best_exchanges(cells: Cells, first: Ints, second: Ints, wished: Floats, turn: int) -> Exchanges:
+def best_swaps(cells: Cells, first: Ints, second: Ints, wished: Floats, turn: int) -> Swaps:
     """For each pair of cells the exchange, at most two samples each way, that moves nearest to the wished cost.
 
     Args:
@@ -132,25 +132,25 @@ def best_exchanges(cells: Cells, first: Ints, second: Ints, wished: Floats, turn
     best = flat.argmin(axis=1)
     sets = subsets[np.concatenate(np.divmod(best, len(subsets)))]  # [2P, w]
     moved = np.where(sets, offers, len(cells.cost) - 1)
-    return Exchanges(first, second, moved[:pairs], moved[pairs:], flat[np.arange(pairs), best])
+    return Swaps(first, second, moved[:pairs], moved[pairs:], flat[np.arange(pairs), best])
 
 
-def level(cells: Cells, heights: Heights, rounds: int, good_enough: float) -> float:
+def improve(cells: Cells, targets: Targets, rounds: int, good_enough: float) -> float:
     """Pair the cells furthest above their height with those furthest below, over and over.
 
     A height that comes from a sample stands; the others follow the mean of their cells. Pairs reach across micro-steps.
 
     Args:
         cells: changed in place, left as they were at their best.
-        heights: of the micro-steps the cells were filled for.
+        targets: of the micro-steps the cells were filled for.
         rounds: most rounds.
         good_enough: lock-step cost that ends the work early.
 
     Returns:
         Lock-step cost.
     """
-    target = np.repeat(heights.target, cells.dp_size)
-    movable = np.repeat(~heights.from_sample, cells.dp_size)
+    target = np.repeat(targets.target, cells.dp_size)
+    movable = np.repeat(~targets.from_sample, cells.dp_size)
     best, kept, fruitless = cells.lockstep_cost, cells.members.copy(), 0
     num_pairs = len(target) // 2
     for turn in range(rounds):
@@ -164,7 +164,7 @@ def level(cells: Cells, heights: Heights, rounds: int, good_enough: float) -> fl
         shift = fruitless * max(1, num_pairs // (PATIENCE + 1))
         first, second = falling[:num_pairs], falling[-1 - (np.arange(num_pairs) + shift) % num_pairs]
         wished = (excess[first] - excess[second]) / 2
-        found = best_exchanges(cells, first, second, wished, turn)
+        found = best_swaps(cells, first, second, wished, turn)
         found.chosen(found.miss < wished * (1 - 1e-9)).make(cells)
         now = cells.lockstep_cost
         fruitless = 0 if now < best * (1 - LEAST_GAIN) else fruitless + 1
@@ -175,7 +175,7 @@ def level(cells: Cells, heights: Heights, rounds: int, good_enough: float) -> fl
     return best
 
 
-def polish(cells: Cells, attempts: int, good_enough: float) -> float:
+def refine(cells: Cells, attempts: int, good_enough: float) -> float:
     """The cell that sets the cost of a micro-step against every other cell, one micro-step after the other.
 
     Args:
@@ -193,7 +193,7 @@ def polish(cells: Cells, attempts: int, good_enough: float) -> float:
         dearest, excess = _excess_over_others(cells, fruitless)
         others = np.delete(np.arange(len(excess)), dearest)
         wished = (excess[dearest] - excess[others]) / 2
-        found = best_exchanges(cells, np.full(len(others), dearest), others, wished, turn)
+        found = best_swaps(cells, np.full(len(others), dearest), others, wished, turn)
         # The dearer of the two cells afterwards, over what it may cost.
         worse = found.miss + (excess[dearest] + excess[others]) / 2
         before = cells.members.copy()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.optim.optimizer import OptimizerConfig, build_optimizer, build_schedule, lr_factor, matrices_of
+from rlmodule.optim.adamw import OptimizerConfig, build_optimizer, build_schedule, lr_factor, matrices_of
 
 
 def factors(steps, run_steps=20, **keys):

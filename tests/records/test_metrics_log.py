@@ -10,16 +10,16 @@ import time
 
 import pytest
 
-from rlmodule.records.journal import (
-    Journal,
+from rlmodule.records.metrics_log import (
+    MetricsLog,
     PhaseClock,
     Record,
     RecordFile,
+    atomic_write,
     from_line,
     read_records,
-    rewind,
     to_line,
-    whole_file,
+    truncate_after,
 )
 
 
@@ -43,7 +43,7 @@ def test_every_line_is_on_disk_before_the_next_one_is_made(tmp_path):
     script = (
         "import sys, os, signal\n"
         "from pathlib import Path\n"
-        "from rlmodule.records.journal import Record, RecordFile\n"
+        "from rlmodule.records.metrics_log import Record, RecordFile\n"
         "file = RecordFile(Path(sys.argv[1]))\n"
         "for step in range(1, 51): file.write(Record('step', step, 1, {f'metric/{i}': float(i) for i in range(40)}))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -61,19 +61,19 @@ def test_rewinding_drops_later_steps_and_a_torn_line(tmp_path):
     file.close()
     with path.open("a") as torn:
         torn.write('{"kind": "step", "st')
-    assert [record.step for record in rewind(path, 6)] == [1, 2, 3, 4, 5, 6]
+    assert [record.step for record in truncate_after(path, 6)] == [1, 2, 3, 4, 5, 6]
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_new_run_begins_with_an_empty_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(to_line(Record("step", 1, 1, {})) + "\n")
-    assert rewind(path, None) == []
+    assert truncate_after(path, None) == []
     assert path.read_text() == ""
 
 
 def test_rewinding_without_a_file_keeps_nothing(tmp_path):
-    assert rewind(tmp_path / "metrics.jsonl", 6) == []
+    assert truncate_after(tmp_path / "metrics.jsonl", 6) == []
 
 
 def test_a_file_whose_writing_fails_is_left_as_it_was(tmp_path):
@@ -81,7 +81,7 @@ def test_a_file_whose_writing_fails_is_left_as_it_was(tmp_path):
     path.write_text("old")
 
     def write_half() -> None:
-        with whole_file(path) as aside:
+        with atomic_write(path) as aside:
             aside.write_text("ne")
             raise OSError("the disk is full")
 
@@ -96,31 +96,33 @@ def test_time_is_counted_in_one_phase_at_a_time():
     time.sleep(0.02)
     clock.switch("update")
     time.sleep(0.01)
-    laps = clock.read()
-    assert laps["collect"].seconds >= 0.02
-    assert laps["update"].seconds >= 0.01
-    assert laps["update"].seconds < clock.read()["update"].seconds  # it goes on
+    elapsed = clock.read()
+    assert elapsed["collect"].seconds >= 0.02
+    assert elapsed["update"].seconds >= 0.01
+    assert elapsed["update"].seconds < clock.read()["update"].seconds  # it goes on
 
 
 def test_an_interrupting_phase_gives_the_word_back_and_says_how_long_it_took():
-    journal, phases, laps = Journal(), [], []
-    journal.listen(on_phase=phases.append)
-    journal.begin_iteration(0)
+    metrics_log, phases, elapsed = MetricsLog(), [], []
+    metrics_log.subscribe(on_phase=phases.append)
+    metrics_log.begin_iteration(0)
     for _ in range(2):
-        with journal.phase("validate") as lap:
+        with metrics_log.phase("validate") as spent:
             time.sleep(0.01)
-        laps.append(lap)
-    assert all(lap.seconds >= 0.01 for lap in laps)
-    assert sum(lap.seconds for lap in laps) <= journal.clock.read()["validate"].seconds  # no lap counts another's time
+        elapsed.append(spent)
+    assert all(spent.seconds >= 0.01 for spent in elapsed)
+    assert (
+        sum(spent.seconds for spent in elapsed) <= metrics_log.clock.read()["validate"].seconds
+    )  # no lap counts another's time
     assert phases == ["collect", "validate", "collect", "validate", "collect"]
-    assert journal.iteration == 1
+    assert metrics_log.iteration == 1
 
 
 def test_every_listener_hears_every_record():
-    journal, heard = Journal(), []
-    journal.listen(on_record=heard.append)
-    journal.listen(on_record=heard.append)
+    metrics_log, heard = MetricsLog(), []
+    metrics_log.subscribe(on_record=heard.append)
+    metrics_log.subscribe(on_record=heard.append)
     record = Record("step", 1, 1, {})
-    journal.add(record)
+    metrics_log.add(record)
     assert heard == [record, record]
-    assert journal.records == [record]
+    assert metrics_log.records == [record]

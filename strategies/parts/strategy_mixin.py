@@ -20,27 +20,27 @@ from rlmodule.core.contract import Collectives, Layout, SequenceRanks
 from rlmodule.core.parameters import tied
 from strategies.parts.collectives import LocalCollectives
 from strategies.parts.loading import load
-from strategies.parts.offload import Offloaded, OffloadOptions
+from strategies.parts.offload import OffloadConfig, Offloaded
 from strategies.parts.saved_state import SavedState
 
 HF_PREFIX = "lm."  # the transformers model sits at ``lm``; what comes after it is the Hugging Face name
 
 
-class InnerModels(SavedState):
+class StrategyMixin(SavedState):
     """Mixin for Lightning strategies: the part of the Strategy contract that does not depend on the backend."""
 
     layout: Layout = Layout()
     collectives: Collectives = LocalCollectives()
     sequence: SequenceRanks | None = None
     root_device: torch.device
-    offload: OffloadOptions = OffloadOptions()
+    offload: OffloadConfig = OffloadConfig()
     _models: Mapping[str, nn.Module] = {}
     _wrapped: Mapping[str, nn.Module] = {}
     _offloaded: Mapping[str, Offloaded] = {}  # parameters of each model
     _moments: Mapping[Optimizer, Offloaded] = {}  # states of each optimizer
 
     @property
-    def works_inside_blocks(self) -> bool:
+    def gathers_inside_blocks(self) -> bool:
         """Whether it runs operations of its own in the middle of a block, other ones forward than backward."""
         return False
 
@@ -58,9 +58,9 @@ class InnerModels(SavedState):
             model.sequence = self.sequence  # type: ignore[assignment]
         self._wrapped = {name: self.wrap(name, model) for name, model in models.items()}
         if self.offload.offload_params:
-            self._offloaded = {name: Offloaded(partial(self.pieces, name)) for name in models}
+            self._offloaded = {name: Offloaded(partial(self.local_shards, name)) for name in models}
             for offloaded in self._offloaded.values():
-                offloaded.put_away()
+                offloaded.offload()
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """The module to call in place of ``model``."""
@@ -71,7 +71,7 @@ class InnerModels(SavedState):
         """The module to call for model ``name``."""
         return self._wrapped[name]
 
-    def agree(self, problem: str | None) -> str | None:
+    def gather_first_error(self, problem: str | None) -> str | None:
         """The first problem that any process has, on every process."""
         return problem
 
@@ -95,7 +95,7 @@ class InnerModels(SavedState):
         if math.isfinite(norm):
             if max_norm > 0:
                 scale_gradients(parameters, min(1.0, max_norm / (norm + 1e-6)))
-            with self.moments_at_hand(optimizer, changes=True):
+            with self.optimizer_on_device(optimizer, changes=True):
                 optimizer.step()
         optimizer.zero_grad()
         return norm
@@ -106,7 +106,7 @@ class InnerModels(SavedState):
 
     # ---- whole weights
 
-    def whole_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """(all its names before sharding, whole tensor) of each parameter, one at a time; every process takes part."""
         for names, parameter in tied(self._models[name]):
             yield names, parameter.detach()
@@ -116,8 +116,8 @@ class InnerModels(SavedState):
 
         What lies outside of the transformers model (a value head beside it) goes by its own name.
         """
-        with self.parameters_at_hand(name):
-            for names, tensor in self.whole_parameters(name):
+        with self.parameters_on_device(name):
+            for names, tensor in self.full_parameters(name):
                 tensor = tensor.to(dtype=dtype if tensor.is_floating_point() else None)
                 for full_name in names:
                     yield full_name.removeprefix(HF_PREFIX), tensor
@@ -141,21 +141,21 @@ class InnerModels(SavedState):
 
         Moments come to the device for the step alone, in ``clip_and_step``.
         """
-        with self.parameters_at_hand(name, changes=True), _mode(self._wrapped[name], training=True):
+        with self.parameters_on_device(name, changes=True), _mode(self._wrapped[name], training=True):
             yield
 
     @contextmanager
     def eval_mode(self, name: str) -> Iterator[None]:
         """Eval mode without gradients and parameters at hand inside, as it was before afterwards, also on error."""
-        with self.parameters_at_hand(name), _mode(self._wrapped[name], training=False), torch.no_grad():
+        with self.parameters_on_device(name), _mode(self._wrapped[name], training=False), torch.no_grad():
             yield
 
-    def parameters_at_hand(self, name: str, *, changes: bool = False) -> AbstractContextManager[None]:
+    def parameters_on_device(self, name: str, *, changes: bool = False) -> AbstractContextManager[None]:
         """What this process keeps of a model is on the device inside, also where it waits in host memory otherwise."""
         offloaded = self._offloaded.get(name)
-        return nullcontext() if offloaded is None else offloaded.at_hand(changes=changes)
+        return nullcontext() if offloaded is None else offloaded.on_device(changes=changes)
 
-    def moments_at_hand(
+    def optimizer_on_device(
         self, optimizer: Optimizer | LightningOptimizer, *, changes: bool
     ) -> AbstractContextManager[None]:
         """The same of an optimizer's states, which may be made inside."""
@@ -164,31 +164,31 @@ class InnerModels(SavedState):
             return nullcontext()
         if made not in self._moments:
             self._moments = {**self._moments, made: Offloaded(partial(states_of, made))}
-        return self._moments[made].at_hand(changes=changes)
+        return self._moments[made].on_device(changes=changes)
 
     @contextmanager
-    def everything_at_hand(self, *, changes: bool) -> Iterator[None]:
+    def all_on_device(self, *, changes: bool) -> Iterator[None]:
         """What a checkpoint holds is on the device inside."""
         with ExitStack() as stack:
             for name, optimizer in self.models_and_optimizers():
-                stack.enter_context(self.parameters_at_hand(name, changes=changes))
-                stack.enter_context(self.moments_at_hand(optimizer, changes=changes))
+                stack.enter_context(self.parameters_on_device(name, changes=changes))
+                stack.enter_context(self.optimizer_on_device(optimizer, changes=changes))
             yield
 
-    def pieces(self, name: str) -> Iterator[Tensor]:
+    def local_shards(self, name: str) -> Iterator[Tensor]:
         """What this process keeps of each parameter of a model between passes, as plain tensors."""
         return (local(parameter.detach()) for _, parameter in self.named_parameters(name))
 
     def teardown(self) -> None:
         """Lightning moves everything to host memory: what waits there has to be on the device for that."""
         for offloaded in (*self._offloaded.values(), *self._moments.values()):
-            offloaded.bring()
+            offloaded.onload()
         self._offloaded, self._moments = {}, {}
         super().teardown()  # type: ignore[misc]  # Lightning's, which this is mixed into
 
     # ---- what a checkpoint holds; see SavedState
 
-    def saved_parts(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+    def state_dict_to_save(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
         """What this process holds, as torch.distributed.checkpoint wants it, by names that know no strategy."""
         parts: dict[str, Tensor] = {}
         for key, parameter in self.named_parameters(name):
@@ -197,7 +197,7 @@ class InnerModels(SavedState):
                 parts[f"{name}.{key}@{moment}"] = tensor
         return parts
 
-    def parts_to_load(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+    def state_dict_to_load(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
         """The same, every tensor there is to be filled in place."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -206,9 +206,9 @@ class InnerModels(SavedState):
                     "exp_avg": torch.zeros_like(parameter.detach()),
                     "exp_avg_sq": torch.zeros_like(parameter.detach()),
                 }
-        return self.saved_parts(name, optimizer)
+        return self.state_dict_to_save(name, optimizer)
 
-    def put_loaded(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
         """Parts were filled in place: nothing is left to do."""
 
     def models_and_optimizers(self) -> list[tuple[str, Optimizer]]:

@@ -15,7 +15,7 @@ from rlmodule.run.launchers.local import launched_from_outside
 from rlmodule.records.run_directory import RunDirectory
 
 
-def join_peers(machine: Machine, run_dir: RunDirectory) -> tuple[RunDirectory, bool]:
+def init_distributed(machine: Machine, run_dir: RunDirectory) -> tuple[RunDirectory, bool]:
     """Meet the other ranks, if there are any yet.
 
     Returns:

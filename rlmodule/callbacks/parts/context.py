@@ -22,12 +22,12 @@ from rlmodule.datamodule import RLDataModule
 from rlmodule.models.policy import PolicyModel
 from rlmodule.models.value import ValueModel
 from rlmodule.module import RLModule
-from rlmodule.records.journal import Journal
+from rlmodule.records.metrics_log import MetricsLog
 
-EVENTS = "TensorBoard's event file"
+EVENT_FILE = "TensorBoard's event file"
 
 
-class EventLog(TensorBoardLogger):
+class TolerantTensorBoardLogger(TensorBoardLogger):
     """TensorBoard's logger; a run whose event file cannot be written still comes to its end."""
 
     def finalize(self, status: str) -> None:
@@ -42,31 +42,31 @@ class RunContext:
 
     Args:
         run_dir: where this run writes.
-        is_first: whether this process writes files and talks to the user.
+        is_rank_zero: whether this process writes files and talks to the user.
         max_iterations: iterations of the whole run, those before a resume included.
         describe: the run's plan, label -> words, as it is shown to people.
         hparams: every setting, dotted key -> plain value; ``seed`` is one of them.
         resumed_step: mini-batches seen by the checkpoint this run goes on from, None for a new run.
         tokenizer: of the policy.
         sampling: how responses are drawn: ``temperature``, ``top_k`` and ``top_p``.
-        journal: where metrics go; ``journal.begin_iteration`` is what ``RLDataModule(start=...)`` wants.
+        metrics_log: where metrics go; ``metrics_log.begin_iteration`` is what ``RLDataModule(start=...)`` wants.
         started: reading of ``perf_counter`` when the run began.
     """
 
     run_dir: Path
-    is_first: bool
+    is_rank_zero: bool
     max_iterations: int
     describe: Mapping[str, str]
     hparams: Mapping[str, object]
     resumed_step: int | None
     tokenizer: PreTrainedTokenizerBase
     sampling: Mapping[str, float] = field(default_factory=dict)
-    journal: Journal = field(default_factory=Journal)
+    metrics_log: MetricsLog = field(default_factory=MetricsLog)
     started: float = field(default_factory=perf_counter)
 
 
 @dataclass(frozen=True)
-class Running:
+class RunState:
     """The parts of a trainer that runs, by the project's own types."""
 
     trainer: L.Trainer
@@ -74,7 +74,7 @@ class Running:
     data: RLDataModule
 
     @classmethod
-    def of(cls, trainer: L.Trainer) -> Running:
+    def of(cls, trainer: L.Trainer) -> RunState:
         """See a Lightning trainer this way."""
         module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
         assert isinstance(module, RLModule), "the trainer fits an RLModule"

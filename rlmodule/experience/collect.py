@@ -1,0 +1,81 @@
+"""The responses of an iteration, over all ranks: checked, and asked for again where flat groups are replaced.
+
+Leaves out where they come from (``experience/sources.py``) and what is told of each (``sample_info.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rlmodule.algorithm.objective import Objective
+from rlmodule.algorithm.shaping import first_groups, has_reward_variance
+from rlmodule.core.contract import Collectives
+from rlmodule.core.errors import TrainingError
+from rlmodule.core.types import Sample, ScoredSample
+from rlmodule.experience.sample_info import SampleInfo, gather_sample_info, rewards_of
+
+
+def collect_groups(
+    collect: Callable[[], list[ScoredSample]], objective: Objective, collectives: Collectives
+) -> tuple[list[Sample], list[SampleInfo], dict[str, float]]:
+    """(this rank's samples, facts of all, metrics); asks for more where flat groups are to be replaced.
+
+    Which groups stay follows from the facts, which every rank has: the first ones that tell anything, in the order
+    of the prompts. When the rounds are used up the iteration is smaller; when no group tells anything, the last
+    round is kept as it is.
+    """
+    config = objective.config
+
+    def more() -> tuple[list[Sample], list[SampleInfo]]:
+        return gather_sample_info(
+            lambda: check_logprobs(collect(), objective), collectives, mask_truncated=config.mask_truncated
+        )
+
+    mine, sample_info = last_mine, last_facts = more()
+    if not config.filter_groups.enable:
+        return mine, sample_info, {}
+    num_groups = len({f.meta.group_id for f in sample_info})
+    rounds = 1
+    kept = _groups_with_variance(sample_info, num_groups)
+    while len(kept) < num_groups and rounds < config.filter_groups.max_num_gen_batches:
+        last_mine, last_facts = more()
+        mine, sample_info, rounds = mine + last_mine, sample_info + last_facts, rounds + 1
+        kept = _groups_with_variance(sample_info, num_groups)
+    rewards = [f.reward for f in sample_info if f.reward is not None and math.isfinite(f.reward)]
+    metrics = {
+        "filter_groups/gen_batches": float(rounds),
+        "filter_groups/kept": len(kept) / max(len({f.meta.group_id for f in sample_info}), 1),
+        "filter_groups/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
+    }
+    if not kept:
+        return last_mine, last_facts, metrics
+    return (
+        [s for s in mine if s.group_id in kept],
+        [f for f in sample_info if f.meta.group_id in kept],
+        metrics,
+    )
+
+
+def _groups_with_variance(sample_info: Sequence[SampleInfo], count: int) -> set[int]:
+    group = [f.meta.group_id for f in sample_info]
+    tells = has_reward_variance(rewards_of(sample_info), torch.tensor(group)).tolist() if sample_info else []
+    return first_groups(group, tells, count)
+
+
+def check_logprobs(scored: list[ScoredSample], objective: Objective) -> list[ScoredSample]:
+    """The same samples; each has the log-probabilities that somebody is going to read."""
+    config = objective.config
+    for reader, remedy, is_on in (
+        ("old_logprob=rollout", "old_logprob=recompute", config.old_logprob == "rollout"),
+        ("rollout_correction", "rollout_correction.mode=none", config.rollout_correction.is_on),
+    ):
+        for sample in (s.sample for s in scored if is_on and objective.needs_old_logprob):
+            if sample.rollout_logprob is None:
+                raise TrainingError(
+                    f"sample {sample.sample_id} comes without the log-probabilities it was drawn with, "
+                    f"which algorithm.{reader} wants. Use algorithm.{remedy}"
+                )
+    return scored
