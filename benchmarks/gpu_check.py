@@ -283,9 +283,9 @@ def command(place: Place, *overrides: str) -> Finding:
 def parity(place: Place) -> Finding:
     """The same numbers however one device's batch is cut."""
     layouts = "half_budget" if place.small else "half_budget,other_order,fixed_size,shared_prompts"
-    steps = ("parity.steps=2", "parity.samples_per_step=4") if place.small else ()
-    limits = ("parity.tolerance=1e-4", "parity.parameter_tolerance=1e-3")  # sums on a GPU come in any order
-    return command(place, "task=parity", f"parity.layouts=[{layouts}]", *limits, *steps)
+    steps = ("command.steps=2", "command.samples_per_step=4") if place.small else ()
+    limits = ("command.tolerance=1e-4", "command.parameter_tolerance=1e-3")  # sums on a GPU come in any order
+    return command(place, "parity", f"command.layouts=[{layouts}]", *limits, *steps)
 
 
 FAST = ("debug=fast", "model.precision=bf16-mixed", "callbacks.report.curves=false", "logger=none")

@@ -1,8 +1,8 @@
-"""Train a language model by reinforcement learning: `python train.py`, `python train.py --help` for the menus.
+"""The command line: ``python train.py`` or ``rlmodule``; ``--help`` lists what can be chosen.
 
-The one place that knows everything: composes the configuration (Hydra lives here alone), chooses the strategy, and has
-``rlmodule/run/run.py`` check, build and fit. Several processes on one machine are started by a supervisor
-(``rlmodule/run/launchers/local.py``); under torchrun or srun every process runs this file by itself.
+The one place that knows everything: it composes the configuration (Hydra lives here alone), hands over the strategies,
+and calls a command (``commands/``). The ranks of one machine are started by a supervisor (``run/launchers/local.py``);
+under torchrun or srun every process runs this file by itself.
 """
 
 from __future__ import annotations
@@ -11,19 +11,28 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import QuotedString
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from rlmodule.core.errors import ConfigError, Preempted, RLModuleError, TrainingError, did_you_mean
+from rlmodule.commands.parts.arguments import with_command, with_open_mappings
+from rlmodule.commands.parts.sweep import JobResult, read_jobs, show_jobs
+from rlmodule.core.errors import ConfigError, Preempted, RLModuleError, TrainingError, did_you_mean, nearest
+from rlmodule.core.renamed import instead_of
 from rlmodule.records import run_directory
 from rlmodule.records.run_directory import RunDirectory
+from rlmodule.records.secrets import from_environment, mask, to_environment
 from rlmodule.run.launchers import local as launch
 
 if TYPE_CHECKING:
@@ -32,31 +41,64 @@ if TYPE_CHECKING:
 # Threads that wait for work by spinning make a shared machine ten times slower; read when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-NO_PLACE_TO_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR)
+NO_PLACE_TO_WRITE = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOTDIR,
+    errno.EEXIST,
+)
 CONF = Path(__file__).absolute().parent / "conf"
 # How a rank is started: by this package, whatever stands in the folder where the run was started.
 PROGRAM = (
     "-c",
     f"import sys; sys.path[0] = {str(CONF.parents[1])!r}; from rlmodule.cli import main; sys.exit(main())",
 )
+BUG = 1  # exit code of a bug of ours, which keeps its traceback
+
+deferred_errors: list[RLModuleError] = []  # raised by a resolver, where OmegaConf would wrap them in its own
+sweep_dirs: list[Path] = []  # of the sweep that this process runs
 
 
 def main() -> int:
     """Run as told by the command line; returns the exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of being printed and swallowed by Hydra
+    return reported(_main)
+
+
+def _main() -> int:
     flag, *rest = sys.argv[1:] or [""]
+    if flag == launch.WORKER_FLAG:
+        from rlmodule.commands.train import fit
+
+        launch.end_with_supervisor()
+        fit(load_run(rest))
+    elif flag == launch.WARM_START_FLAG:
+        from rlmodule.run.warm_start import WarmStart
+
+        WarmStart(load_run(rest)).fit()
+    else:
+        sys.argv[1:] = with_open_mappings(with_command(sys.argv[1:], menu("command")))
+        check_choices(sys.argv[1:])
+        from_command_line()
+    return end_of_sweep()
+
+
+def reported(action: Callable[[], int]) -> int:
+    """The exit code of ``action``; an error that the user can mend is told without a traceback."""
     try:
-        if flag == launch.WORKER_FLAG:
-            launch.end_with_supervisor()
-            load_run(RunDirectory(Path(rest[0]))).fit()
-        elif flag == launch.WARM_START_FLAG:
-            load_run(RunDirectory(Path(rest[0]))).fit_warm_start()
-        else:
-            from_command_line()
+        return action()
     except RLModuleError as error:
         return report(error)
-    except HydraException as error:
+    except (HydraException, OmegaConfBaseException) as error:
         return report(to_config_error(error))
+    except BrokenPipeError:  # whoever read the output has seen enough: `--cfg job | head`
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         if error.errno not in NO_PLACE_TO_WRITE:
             raise
@@ -64,11 +106,10 @@ def main() -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 def report(error: Exception) -> int:
-    """Say what the user can do about it."""
+    """Say what the user can do about it; returns the exit code."""
     if os.environ.get("RLMODULE_TRACEBACK") == "1":
         traceback.print_exception(error)
     if isinstance(error, Preempted):
@@ -78,37 +119,98 @@ def report(error: Exception) -> int:
     return launch.USER_ERROR
 
 
+# ---- one run, or the jobs of a sweep
+
+
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def from_command_line(config: DictConfig) -> float | None:
-    """One run, alone or as a job of a sweep; returns what a sweeper maximises: accuracy on held-out prompts."""
+    """One run, alone or as a job of a sweep; returns what a sweeper compares: the result on held-out rows."""
     run_dir = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
-    try:
-        if deferred_errors:
-            raise deferred_errors[0]
-        run = prepare(config, run_dir, command_of_this_run())
-        if run.config.general.task == "parity":
-            if not same_everywhere(run):
-                raise SystemExit(launch.DIFFERENT_NUMBERS)
-        elif run.machine.needs_supervisor:
-            code = launch.supervise(PROGRAM, run.run_dir.root, run.machine.num_processes)
-            if code:
-                raise SystemExit(code)
-        else:
-            run.fit()
-    except RLModuleError as error:
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        return job_of_sweep(config, run_dir)
+    code = reported(partial(carry_out, config, run_dir))
+    if code:
         run_directory.remove_if_unused(run_dir)
-        raise SystemExit(report(error)) from None  # Hydra would print a line of its own above ours
-    return run.result()
+        raise SystemExit(code)  # Hydra would print a line of its own above ours
+    return run_directory.result(run_dir)
 
 
-def prepare(config: DictConfig, run_dir: RunDirectory, command: Sequence[str]) -> Run:
-    """Check everything that can be checked, write down what is run, and make the starting weights if there are none."""
+def job_of_sweep(config: DictConfig, run_dir: RunDirectory) -> float | None:
+    """One job; the sweep goes on when it fails, but not when a person or a scheduler ends it."""
+    job = HydraConfig.get().job
+    problems: list[BaseException] = []
+
+    def attempt() -> int:
+        try:
+            return carry_out(config, run_dir)
+        except BaseException as error:
+            problems.append(error)
+            raise
+
+    try:
+        code = reported(attempt)
+    except Exception:
+        traceback.print_exc()
+        code = BUG
+    result = run_directory.result(run_dir) if code == 0 else None
+    problem = str(problems[-1]) if problems else "" if code == 0 else f"exit code {code}"
+    JobResult(int(job.num), list(HydraConfig.get().overrides.task), code, result, problem).save(run_dir.root)
+    if code in (launch.PREEMPTED, 130):
+        raise SystemExit(code)
+    return float("nan") if code else result
+
+
+def end_of_sweep() -> int:
+    """Show how the jobs of a sweep ended; the exit code is that of the first that failed."""
+    return show_jobs(read_jobs(sweep_dirs[0]), sweep_dirs[0]) if sweep_dirs else 0
+
+
+def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
+    """Call the command that the configuration chooses; returns the exit code."""
+    # torch and friends take seconds to import: --help, --cfg and tab completion must not wait for them.
+    from rlmodule.commands import COMMANDS, Invocation
+    from rlmodule.run.config import component
+
+    if deferred_errors:
+        raise deferred_errors[0]
+    command = component(COMMANDS, config.command)
     run = build(config, run_dir)
-    run.init_distributed()
-    run.check()
-    run.save_config(OmegaConf.to_yaml(config, resolve=True), run_directory.provenance(command))
-    run.warm_start(alone=lambda root: launch.run_alone(PROGRAM, root))
-    return run
+    to_save, secrets = mask(without_environment(config))
+    to_environment(secrets)
+    return command(
+        Invocation(
+            run,
+            OmegaConf.to_yaml(to_save),
+            run_directory.provenance(command_of_this_run()),
+            start_ranks=partial(launch.supervise, PROGRAM),
+            make_starting_weights=partial(launch.run_alone, PROGRAM),
+        )
+    )
+
+
+def without_environment(config: DictConfig) -> dict[str, Any]:
+    """The resolved configuration; what it takes from the environment stays a reference, which the ranks resolve."""
+
+    def walk(node: DictConfig) -> dict[str, Any]:
+        raw = OmegaConf.to_container(node, resolve=False)
+        assert isinstance(raw, dict)
+        out: dict[str, Any] = {}
+        for name, value in raw.items():
+            if isinstance(value, str) and "${oc.env:" in value:
+                out[str(name)] = value
+                continue
+            found = node[name]
+            is_tree = isinstance(found, DictConfig)
+            out[str(name)] = (
+                walk(found)
+                if is_tree
+                else OmegaConf.to_container(found, resolve=True)
+                if OmegaConf.is_list(found)
+                else found
+            )
+        return out
+
+    return walk(config)
 
 
 def command_of_this_run() -> list[str]:
@@ -117,45 +219,55 @@ def command_of_this_run() -> list[str]:
     return sys.argv if job.mode == RunMode.RUN else [sys.argv[0], *job.overrides.task]
 
 
-def load_run(run_dir: RunDirectory) -> Run:
-    """The session whose configuration the supervisor has written down."""
+def load_run(arguments: Sequence[str]) -> Run:
+    """The run whose configuration the supervisor has saved; for its ranks.
+
+    Raises:
+        ConfigError: no run was prepared there; these options are for the supervisor.
+    """
+    run_dir = RunDirectory(Path(*arguments[:1]))
+    if not run_dir.config.is_file():
+        raise ConfigError(
+            key=launch.WORKER_FLAG,
+            got=" ".join(arguments),
+            because="a rank is started by the supervisor, on a run directory that it has prepared",
+            fix="Use python train.py KEY=VALUE ...",
+        )
     config = OmegaConf.load(run_dir.config)
     assert isinstance(config, DictConfig)
+    for key, secret in from_environment().items():
+        OmegaConf.update(config, key, secret)
     return build(config, run_dir)
 
 
 def build(config: DictConfig, run_dir: RunDirectory) -> Run:
-    """Settings and strategy of one run."""
-    # torch and friends take seconds to import: --help, --cfg and tab completion must not wait for them.
+    """The run of a configuration, with the strategies to choose from."""
     from rlmodule.run.run import Run
     from strategies.registry import STRATEGIES
 
     return Run.read(config, run_dir, STRATEGIES)
 
 
-def same_everywhere(run: Run) -> bool:
-    """Train the same steps under every layout and say how far apart they are."""
-    from rlmodule.parity.report import check_parity
-
-    return check_parity(run)
+# ---- errors of Hydra and OmegaConf in the words of all our errors: key, value, reason, remedy
 
 
-def to_config_error(error: HydraException) -> ConfigError:
-    """Hydra's error in the words of all our errors: key, value, reason, remedy."""
+def to_config_error(error: Exception) -> ConfigError:
+    """The same error as a ConfigError."""
     text = str(error).strip()
+    first_line = text.splitlines()[0] if text else type(error).__name__
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, name = error.missing_cfg_file.rpartition("/")
-        return ConfigError(
-            key=group or "config", got=name, because=f"no {group} has that name", fix=did_you_mean(name, menu(group))
-        )
+        return _unknown_choice(str(error.missing_cfg_file))
     if isinstance(error, OverrideParseException):
+        key, _, value = error.override.partition("=")
         return ConfigError(
-            key=error.override.partition("=")[0],
-            got=error.override.partition("=")[2],
-            because=f"it cannot be read as KEY=VALUE ({text.splitlines()[0]})",
+            key=key,
+            got=value,
+            because=f"it cannot be read as KEY=VALUE ({first_line})",
             fix="Quote values that hold spaces, commas or brackets: 'key=\"value\"'",
         )
-    if isinstance(error, ConfigCompositionException) and text.startswith("Multiple values for "):
+    if isinstance(error, OmegaConfBaseException):
+        return _unresolved(error, first_line)
+    if text.startswith("Multiple values for "):
         group = text.removeprefix("Multiple values for ").split(".")[0]
         name = text.rpartition(": ")[2].rstrip("'")
         return ConfigError(
@@ -164,13 +276,60 @@ def to_config_error(error: HydraException) -> ConfigError:
             because=f"a {group} is chosen already, and + would add a second one",
             fix=f"Use {group}={name}",
         )
-    if isinstance(error, ConfigCompositionException) and text.startswith("Could not override '"):
-        key = text.split("'")[1]
-        value = next((a.partition("=")[2] for a in sys.argv if a.lstrip("+~").partition("=")[0] == key), "")
-        groups = {path.name for path in CONF.iterdir() if path.is_dir()}
-        known = known_keys([a for a in sys.argv[1:] if a.partition("=")[0] in groups])
-        return ConfigError(key=key, got=value, because="there is no such key", fix=did_you_mean(key, known))
-    return ConfigError(key="configuration", got=text.splitlines()[0], because="Hydra cannot compose it", fix=text)
+    if text.startswith(("Could not override '", "Error merging override ", "Could not delete", "Key '")):
+        return _bad_override(text, error)
+    return ConfigError(key="configuration", got=first_line, because="Hydra cannot compose it", fix=text)
+
+
+def _unknown_choice(missing: str) -> ConfigError:
+    """No file of that name in a menu."""
+    group, _, name = missing.rpartition("/")
+    if not group:
+        return ConfigError(
+            key="--config-name",
+            got=name,
+            because="there is one configuration, and it is called train",
+            fix="Leave --config-name out, and choose with GROUP=NAME; --help lists the groups",
+        )
+    hint = instead_of(f"{group}.{name}")
+    because = f"no {group} has that name"
+    return ConfigError(key=group, got=name, because=because, fix=hint or did_you_mean(name, menu(group)))
+
+
+def _unresolved(error: OmegaConfBaseException, first_line: str) -> ConfigError:
+    """A value that refers to something that is not there."""
+    return ConfigError(
+        key=error.full_key or "configuration",
+        got=_as_typed(error.full_key or ""),
+        because=first_line,
+        fix=r"Refer to a key by its full name, or write \${...} for the characters themselves",
+    )
+
+
+def _bad_override(text: str, error: Exception) -> ConfigError:
+    """A key that is not there, cannot be deleted or cannot take the value."""
+    quoted = text.split("'")[1] if "'" in text else text
+    key, _, value = quoted.partition("=")
+    key = key.lstrip("+~")
+    value = value or _as_typed(key)
+    cause = error.__cause__
+    known = known_keys([word for word in sys.argv[1:] if word.partition("=")[0] in groups()])
+    if key in known and isinstance(cause, OmegaConfBaseException):
+        because = str(cause.msg or cause).splitlines()[0].rstrip(".")
+        return ConfigError(key=key, got=value, because=because, fix="See the key in `python train.py --cfg job`")
+    if key in known:
+        return ConfigError(key=key, got=value, because="it cannot be taken away", fix=f"Set {key}=... instead")
+    return ConfigError(
+        key=key,
+        got=value,
+        because="there is no such key",
+        fix=instead_of(key) or nearest(key, known) or "`python train.py --cfg job` prints every key",
+    )
+
+
+def _as_typed(key: str) -> str:
+    """The value that the command line gives a key; empty where it gives none."""
+    return next((w.partition("=")[2] for w in sys.argv[1:] if w.lstrip("+~").partition("=")[0] == key), "")
 
 
 def cannot_write(error: OSError) -> TrainingError:
@@ -181,9 +340,34 @@ def cannot_write(error: OSError) -> TrainingError:
     )
 
 
+# ---- what there is to choose from
+
+
+def groups() -> set[str]:
+    """Config groups."""
+    return {path.name for path in CONF.iterdir() if path.is_dir()}
+
+
 def menu(group: str) -> list[str]:
     """Names that can be chosen in a config group."""
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def check_choices(arguments: Sequence[str]) -> None:
+    """Refuse a choice that is on no menu; in a sweep before its first job, not in the middle.
+
+    Raises:
+        ConfigError: names the group and the name.
+    """
+    words = [word for word in arguments if "=" in word and not word.startswith(("-", "~"))]
+    for override in OverridesParser.create().parse_overrides(words):
+        if override.key_or_group not in groups():
+            continue
+        group, value = override.key_or_group, override.value()
+        chosen = list(override.sweep_string_iterator()) if override.is_sweep_override() else value
+        for name in chosen if isinstance(chosen, list) else [chosen]:
+            if not (isinstance(name, QuotedString | str) and str(name) in menu(group)):
+                raise _unknown_choice(f"{group}/{'null' if name is None else name}")
 
 
 def known_keys(choices: Sequence[str] = ()) -> list[str]:
@@ -202,30 +386,25 @@ def known_keys(choices: Sequence[str] = ()) -> list[str]:
     return walk(config, "")
 
 
-deferred_errors: list[RLModuleError] = []
+# ---- where a run writes, as Hydra's configuration asks for it
 
 
-def run_dir_of(run_dir: str | None, output_root: str, resume: str | None) -> str:
+def run_dir_of(run_dir: object, output_root: object, resume: object) -> str:
     """Resolver of ``hydra.run.dir``; a rank that torchrun or srun started learns the directory from rank 0 later on."""
     if launch.outside_rank():
         return "."
     try:
         return str(run_directory.choose(run_dir, output_root, resume))
     except RLModuleError as error:
-        deferred_errors.append(error)  # OmegaConf would wrap it in an error of its own
+        deferred_errors.append(error)
         return "."
 
 
-def sweep_dir_of(output_root: str) -> str:
+def sweep_dir_of(output_root: object) -> str:
     """Resolver of ``hydra.sweep.dir``."""
-    return str(run_directory.choose(None, f"{output_root}/sweeps", None))
-
-
-def output_subdir() -> str | None:
-    """Resolver of ``hydra.output_subdir``: where there is a run directory, Hydra notes there what it composed."""
-    return None if launch.outside_rank() or deferred_errors else ".hydra"
+    sweep_dirs.append(run_directory.choose(None, f"{output_root}/sweeps", None))
+    return str(sweep_dirs[-1])
 
 
 OmegaConf.register_new_resolver("rlmodule_run_dir", run_dir_of, use_cache=True)
 OmegaConf.register_new_resolver("rlmodule_sweep_dir", sweep_dir_of, use_cache=True)
-OmegaConf.register_new_resolver("rlmodule_output_subdir", output_subdir, use_cache=True)

@@ -27,6 +27,7 @@ LAYERS = (
     {"callbacks"},
     {"run"},
     {"parity"},
+    {"commands"},
     {"cli"},
 )
 # Tighter than the layers: what maths and plans may see, whatever lies to their left.
@@ -74,9 +75,12 @@ LIBRARIES = {
     "rlmodule/callbacks/progress.py": {"rich"},
     "rlmodule/callbacks/report.py": {"rich", "matplotlib"},
     "rlmodule/run": TORCH | {"transformers", "omegaconf"},
+    "rlmodule/run/run.py": {"lightning"},
     "rlmodule/run/build": {"lightning"},
     "rlmodule/parity": TORCH | {"lightning"},
     "rlmodule/parity/report.py": {"rich"},
+    "rlmodule/commands": TORCH,
+    "rlmodule/commands/parts/sweep.py": {"rich"},
     "rlmodule/cli.py": {"hydra", "omegaconf"},
     "strategies": TORCH | {"lightning"},
     "strategies/deepspeed.py": {"deepspeed"},
@@ -85,10 +89,13 @@ LIBRARIES = {
 
 # Imports inside a function: a chosen component's optional dependency, and these, each for the reason beside it.
 DEFERRED = {
-    ("rlmodule/cli.py", "rlmodule.run.run"),  # --help and tab completion must not wait for torch
+    ("rlmodule/cli.py", "rlmodule.commands"),  # --help and tab completion must not wait for torch
+    ("rlmodule/cli.py", "rlmodule.commands.train"),  # likewise
+    ("rlmodule/cli.py", "rlmodule.run.config"),  # likewise
+    ("rlmodule/cli.py", "rlmodule.run.run"),  # likewise
+    ("rlmodule/cli.py", "rlmodule.run.warm_start"),  # likewise
     ("rlmodule/cli.py", "strategies.registry"),  # likewise
     ("strategies/deepspeed.py", ""),  # the device must be named before it is imported
-    ("rlmodule/cli.py", "rlmodule.parity.report"),  # likewise
     ("rlmodule/models/lora.py", ""),  # peft, optional: for those who train adapters
     (
         "rlmodule/models/description.py",
@@ -104,6 +111,7 @@ MENUS = {
     "environments": "TASKS",
     "rollout": "ROLLOUTS",
     "callbacks": "CALLBACKS",
+    "commands": "COMMANDS",
 }
 
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}

@@ -19,6 +19,7 @@ from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.critic import CriticConfig
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
+from rlmodule.commands import COMMANDS
 from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.data.prompts import DataConfig
 from rlmodule.environments import TASKS
@@ -28,7 +29,7 @@ from rlmodule.optim.adamw import OptimizerConfig
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
-from rlmodule.run.config import GeneralConfig, ParityConfig, RunConfig, TrainerConfig, WarmStartConfig
+from rlmodule.run.config import GeneralConfig, RunConfig, TrainerConfig, WarmStartConfig
 from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
 
@@ -124,8 +125,9 @@ def test_every_field_of_a_callback_can_be_seen_and_set(name):
 
 def test_the_keys_at_the_top_are_those_of_the_run():
     groups = {path.parent.name for path in cli.CONF.glob("*/*.yaml")} - {"experiment", "sweep", "debug"}
-    assert set(compose()) == groups | fields_of(GeneralConfig) | {"parity"}
-    assert set(compose().parity) == fields_of(ParityConfig)
+    assert set(compose()) == groups | fields_of(GeneralConfig)
+    for command in COMMANDS.names():
+        assert set(compose(f"command={command}").command) == fields_of(COMMANDS.get(command)) | {"name"}
 
 
 @pytest.mark.parametrize("group", COMPONENTS)

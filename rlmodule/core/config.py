@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from rlmodule.core.errors import ConfigError, did_you_mean
+from rlmodule.core.renamed import EARLIER_VALUES, HINTS, instead_of
 
 T = TypeVar("T")
 
@@ -31,8 +32,7 @@ def convert(cls: type[T], node: DictConfig | Mapping[str, Any], key: str, *, ign
     Raises:
         ConfigError: unknown key, missing key, value of the wrong type, or a value that ``cls`` refuses.
     """
-    given = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
-    assert isinstance(given, dict), f"{key} is not a mapping"
+    given = _resolved(node, key)
     given = {str(name): value for name, value in given.items() if name not in set(ignore)}
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     for name in given:
@@ -41,7 +41,7 @@ def convert(cls: type[T], node: DictConfig | Mapping[str, Any], key: str, *, ign
                 key=_full(key, name),
                 got=given[name],
                 because=f"{key or 'the configuration'} has no such key",
-                fix=did_you_mean(name, fields),
+                fix=instead_of(_full(key, name)) or did_you_mean(name, fields),
             )
     for name, field in fields.items():
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
@@ -58,6 +58,40 @@ def convert(cls: type[T], node: DictConfig | Mapping[str, Any], key: str, *, ign
     except ConfigError as error:
         fix = _with_full_keys(error.fix, fields, key)
         raise ConfigError(key=_full(key, error.key), got=error.got, because=error.because, fix=fix) from None
+
+
+def _resolved(node: DictConfig | Mapping[str, Any], key: str) -> dict[Any, Any]:
+    """The node as a plain mapping.
+
+    Raises:
+        ConfigError: it is no mapping, or refers to something that is not there.
+    """
+    if not isinstance(node, Mapping):
+        because = "a section with keys of its own belongs here"
+        raise ConfigError(
+            key=key, got=node, because=because, fix=f"Choose one with {key}=NAME, and set {key}.KEY=VALUE"
+        )
+    if not isinstance(node, DictConfig):
+        return dict(node)
+    try:
+        given = OmegaConf.to_container(node, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            key=error.full_key or key,
+            got=_raw(node, error.full_key or key),
+            because=str(error).splitlines()[0],
+            fix=r"Refer to a key by its full name, or write \${...} for the characters themselves",
+        ) from None
+    assert isinstance(given, dict), "a mapping stays one"
+    return given
+
+
+def _raw(node: DictConfig, full_key: str) -> object:
+    """What is written at a key, references unresolved."""
+    whole: Any = OmegaConf.to_container(node._get_root() or node, resolve=False)
+    for name in full_key.split("."):
+        whole = whole.get(name, "") if isinstance(whole, Mapping) else ""
+    return whole
 
 
 def _make_writable(node: DictConfig) -> None:
@@ -94,7 +128,7 @@ def _assign(schema: DictConfig, cls: type, name: str, value: object, key: str) -
             key=_full(key, error.full_key or name),
             got=_given(value, name, error.full_key),
             because=reason.rstrip("."),
-            fix=_how_to_write(_type_name(cls, name), _full(key, name), value),
+            fix=_how_to_write(cls, name, _full(key, name), value),
         ) from None
 
 
@@ -107,10 +141,23 @@ def _given(value: object, name: str, full_key: str | None) -> object:
     return value
 
 
-def _how_to_write(declared: str, key: str, value: object) -> str:
+def _how_to_write(cls: type, name: str, key: str, value: object) -> str:
+    declared = _type_name(cls, name)
+    section = _section_of(cls, name)
+    if section is not None:
+        names = [f.name for f in dataclasses.fields(section)]
+        return f"It is a section, so set its keys: {key}.{names[0]}=... (it has {', '.join(names)})"
+    if key in HINTS:
+        return HINTS[key]
     if declared.startswith("list[") and isinstance(value, str):
         return f"It is a list: '{key}=[{value}]'"
     return f"Give a value of type {declared}"
+
+
+def _section_of(cls: type, name: str) -> Any:
+    """The dataclass that a field holds; None where it holds a plain value."""
+    factory = next(f.default_factory for f in dataclasses.fields(cls) if f.name == name)
+    return factory if dataclasses.is_dataclass(factory) else None
 
 
 def _type_name(cls: type, name: str) -> str:
@@ -128,7 +175,9 @@ def one_of(field: str, got: str, known: Iterable[str]) -> None:
     """
     names = list(known)
     if got not in names:
-        raise ConfigError(key=field, got=got, because="not one of the known words", fix=did_you_mean(str(got), names))
+        today = EARLIER_VALUES.get(field, {}).get(str(got))
+        fix = f"It is written {today} now" if today else did_you_mean(str(got), names)
+        raise ConfigError(key=field, got=got, because="not one of the known words", fix=fix)
 
 
 def at_least(field: str, got: float, least: float) -> None:

@@ -76,8 +76,14 @@ _SHORT_LIST = 12  # names that still read as one line
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Sentence that names the nearest known words, and all of them where they are few; empty when none are known."""
     names = sorted(known)
-    near = difflib.get_close_matches(word, names, n=3, cutoff=0.54)  # half the letters can be alike by chance
-    parts = [f"Did you mean {' or '.join(near)}?"] if near else []
+    near = nearest(word, names)
+    parts = [near] if near else []
     if names and (len(names) <= _SHORT_LIST or not near):
         parts.append(f"Known: {', '.join(names)}")
     return " ".join(parts)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Question that names the nearest known words; empty where none is near."""
+    near = difflib.get_close_matches(word, sorted(known), n=3, cutoff=0.54)  # half the letters can be alike by chance
+    return f"Did you mean {' or '.join(near)}?" if near else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -132,6 +133,13 @@ def load_model_config(config: ModelConfig, section: str = "model") -> PreTrained
 
 def _of_files(path: str, trust_remote_code: bool, section: str) -> PreTrainedConfig:
     base = base_of(path)
+    if base.startswith(("/", "./", "../", "~")) and not Path(base).exists():
+        raise ConfigError(
+            key=f"{section}.path",
+            got=path,
+            because="no model configuration can be read there (there is no such folder)",
+            fix="Give a folder that holds config.json and safetensors files, or the name of a model on the hub",
+        )
     prefer_cache_if_unreachable(base)
     try:
         return AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)

@@ -17,7 +17,7 @@ class ParityLayout:
     """One way to cut the same training.
 
     Args:
-        name: as in ``parity.layouts``.
+        name: as in ``command.layouts``.
         title: as in the table.
         backend: strategy.
         processes: it runs on.
@@ -72,6 +72,6 @@ def chosen(names: Sequence[str]) -> list[ParityLayout]:
     for name in names:
         if name not in known:
             raise ConfigError(
-                key="parity.layouts", got=name, because="no layout has that name", fix=did_you_mean(name, known)
+                key="command.layouts", got=name, because="no layout has that name", fix=did_you_mean(name, known)
             )
     return [layout for layout in LAYOUTS if not names or layout.name in names or layout is REFERENCE]

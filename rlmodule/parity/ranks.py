@@ -29,6 +29,7 @@ from rlmodule.core.types import POLICY
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.parity.compare import parameter_difference
+from rlmodule.parity.config import ParityConfig
 from rlmodule.parity.layouts import ParityLayout
 from rlmodule.parity.samples import FixedSource, SyntheticAdvantage, make_samples
 from rlmodule.run.build.data import build_maker
@@ -58,9 +59,9 @@ class Outcome:
     seconds: float
 
 
-def run_for_layout(run: Run, layout: ParityLayout) -> Run:
+def run_for_layout(run: Run, layout: ParityLayout, parity: ParityConfig) -> Run:
     """The user's session, cut like this, on the fixed rollouts."""
-    s, parity = run.config, run.config.parity
+    s = run.config
     # Two of the longest samples, or of the longest pairs.
     budget = 2 * parity.max_length * (2 if s.batching.keep_groups else 1)
     batching = replace(
@@ -90,17 +91,17 @@ def run_for_layout(run: Run, layout: ParityLayout) -> Run:
         callbacks={},
         logger="none",
     )
-    return Run(config, run.run_dir, run.menu, dict(layout.options), is_rank_zero=False)
+    return Run(config, run.run_dir, run.registry, dict(layout.options))
 
 
-def run_layout(run: Run, *, is_reference: bool) -> Outcome | str:
+def run_layout(run: Run, parity: ParityConfig, *, is_reference: bool) -> Outcome | str:
     """Train in ``run.machine.num_processes`` processes; returns what came out, or what went wrong."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     world_size, port = run.machine.num_processes, free_port()
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
-        context.Process(target=_rank, args=(rank, world_size, port, run, is_reference, sender), daemon=True)
+        context.Process(target=_rank, args=(rank, world_size, port, run, parity, is_reference, sender), daemon=True)
         for rank, (_, sender) in enumerate(pipes)
     ]
     for process in ranks:
@@ -108,7 +109,7 @@ def run_layout(run: Run, *, is_reference: bool) -> Outcome | str:
     for _, sender in pipes:
         sender.close()
     try:
-        answers = _answers([receiver for receiver, _ in pipes], run.config.parity.timeout)
+        answers = _answers([receiver for receiver, _ in pipes], parity.timeout)
     finally:
         for process in ranks:
             process.join(2)
@@ -149,11 +150,13 @@ def _received(receiver: Connection) -> Outcome | str | None:
         return "died without a word"
 
 
-def _rank(rank: int, world_size: int, port: int, run: Run, is_reference: bool, sender: Connection) -> None:
+def _rank(
+    rank: int, world_size: int, port: int, run: Run, parity: ParityConfig, is_reference: bool, sender: Connection
+) -> None:
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
-        answer: Outcome | str | None = train(run, is_rank_zero=rank == 0, is_reference=is_reference)
+        answer: Outcome | str | None = train(run, parity, is_rank_zero=rank == 0, is_reference=is_reference)
     except RLModuleError as error:
         answer = str(error)
     except Exception:
@@ -163,15 +166,15 @@ def _rank(rank: int, world_size: int, port: int, run: Run, is_reference: bool, s
     os._exit(0)  # process groups of a failed layout would wait for each other
 
 
-def train(run: Run, *, is_rank_zero: bool, is_reference: bool) -> Outcome | None:
+def train(run: Run, parity: ParityConfig, *, is_rank_zero: bool, is_reference: bool) -> Outcome | None:
     """Train this rank's part; the first rank tells what came out."""
     silence_warnings()
     config = run.config
     torch.set_num_threads(config.trainer.num_threads or 1)
-    samples = make_samples(run.dataset.examples(), config.parity)
+    samples = make_samples(run.dataset.examples(), parity)
     objective = Objective(config.loss, config.algorithm)
     module = build_module(config, objective, run.dataset.samples_per_row)
-    strategy = run.strategy.new()
+    strategy = run.strategy.build()
     data = RLDataModule(
         FixedSource(samples, lambda: strategy.layout),
         PromptStream(len(samples), config.general.seed),

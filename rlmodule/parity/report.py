@@ -1,4 +1,4 @@
-"""Runs every layout and says how far each is from one process, and whether that is rounding (``task=parity``)."""
+"""Runs every layout and says how far each is from one process, and whether that is rounding (``command=parity``)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rlmodule.core.errors import ConfigError, RLModuleError, TrainingError
+from rlmodule.core.errors import RLModuleError, TrainingError
 from rlmodule.parity.compare import GRAD_NORM, LOSS, largest_of, metric_differences
+from rlmodule.parity.config import ParityConfig
 from rlmodule.parity.layouts import REFERENCE, ParityLayout, chosen
 from rlmodule.parity.ranks import REFERENCE_FILE, Outcome, run_for_layout, run_layout
-from rlmodule.run.config import ParityConfig
-from rlmodule.run.launchers.local import launched_from_outside
 from rlmodule.run.run import Run
 
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
@@ -52,25 +51,17 @@ class LayoutResult:
     by_metric: dict[str, float] = field(default_factory=dict)
 
 
-def check_parity(run: Run, console: Console | None = None) -> bool:
+def check_parity(run: Run, config: ParityConfig, console: Console | None = None) -> bool:
     """Compare every layout with one process; prints the table, writes ``parity.json``, returns whether none failed.
 
     Raises:
-        ConfigError: started by torchrun or srun.
         TrainingError: one process alone cannot train, so there is nothing to compare with.
     """
-    if launched_from_outside():
-        raise ConfigError(
-            key="task",
-            got="parity",
-            because="it starts processes of its own, and torchrun or srun has started this one",
-            fix="Run python train.py task=parity by itself, in an allocation with the devices it needs",
-        )
     console = console or (Console() if Console().is_terminal else Console(width=WIDTH))
-    config, where = run.config.parity, run.run_dir.root / FILE_NAME
+    where = run.run_dir.root / FILE_NAME
     run.run_dir.root.mkdir(parents=True, exist_ok=True)
     try:
-        results = _verdicts(run, console)
+        results = _results(run, config, console)
     finally:
         (run.run_dir.root / REFERENCE_FILE).unlink(missing_ok=True)
     write(where, results, config)
@@ -83,23 +74,23 @@ def check_parity(run: Run, console: Console | None = None) -> bool:
     return count[FAIL] == 0
 
 
-def _verdicts(run: Run, console: Console) -> list[LayoutResult]:
+def _results(run: Run, config: ParityConfig, console: Console) -> list[LayoutResult]:
     """Every layout after the other; the first one is what the others are compared with."""
     results: list[LayoutResult] = []
     reference: Outcome | None = None
-    for layout in chosen(run.config.parity.layouts):
+    for layout in chosen(config.layouts):
         console.print(f"parity: {layout.title} ...", highlight=False)
-        cut = run_for_layout(run, layout)
+        cut = run_for_layout(run, layout, config)
         reason = refusal(cut)
         if reason is not None:
             results.append(LayoutResult(layout.name, layout.title, SKIP, reason))
             continue
-        outcome = run_layout(cut, is_reference=reference is None)
+        outcome = run_layout(cut, config, is_reference=reference is None)
         if reference is None:
             if isinstance(outcome, str):
                 raise TrainingError(f"parity: one process alone cannot train this model. {outcome}")
             reference = outcome
-        results.append(compare_layout(layout, outcome, reference, run.config.parity))
+        results.append(compare_layout(layout, outcome, reference, config))
     return results
 
 

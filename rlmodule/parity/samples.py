@@ -19,7 +19,7 @@ from rlmodule.core.contract import Layout
 from rlmodule.core.types import AdvantageInputs, Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.experience.sources import share_of_rank
 from rlmodule.experience.timer import Timer
-from rlmodule.run.config import ParityConfig
+from rlmodule.parity.config import ParityConfig
 
 SHORTEST = 3  # tokens: a prompt of one and a response of two
 GOLDEN = 0.618034  # steps of it, modulo 1, are spread evenly and in no order

@@ -9,6 +9,7 @@ outputs/2026-11-29/15-04-05/
 
 from __future__ import annotations
 
+import json
 import shlex
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from datetime import datetime
 from pathlib import Path
 
 from rlmodule.core.errors import CheckpointError, ConfigError
+from rlmodule.records.secrets import mask_arguments
 
 AUTO = "auto"
 
@@ -55,21 +57,38 @@ class RunDirectory:
         return self.root / "summary.json"
 
 
-def choose(run_dir: str | None, output_root: str, resume: str | None) -> Path:
+def choose(run_dir: object, output_root: object, resume: object) -> Path:
     """The directory of this run: as told, that of the run to resume, or a new one named by date and time.
 
     Raises:
-        ConfigError: resume=auto, and there is nothing to resume.
-        CheckpointError: resume=PATH, and there is no such path.
+        ConfigError: one of the three is no path, the directory holds a run already, or there is nothing to resume.
+        CheckpointError: resume=PATH, and no run has written there.
     """
-    if resume and resume != AUTO:
-        return _run_of(Path(resume))
-    if run_dir:
-        return Path(run_dir).absolute()
-    root = Path(output_root).absolute()
+    for key, value in (("run_dir", run_dir), ("output_root", output_root), ("resume", resume)):
+        if not (isinstance(value, str) and value.strip()) and not (value is None and key != "output_root"):
+            raise ConfigError(key=key, got=value, because="it must be a path", fix=f"Use {key}=FOLDER")
+    root = Path(str(output_root)).absolute()
+    if resume is not None and resume != AUTO:
+        return _run_of(Path(str(resume)))
+    if run_dir is not None:
+        path = Path(str(run_dir)).absolute()
+        return path if resume == AUTO else _without_a_run(path)
     if resume == AUTO:
         return _newest_unfinished(root)
     return _unused(root / datetime.now().strftime("%Y-%m-%d/%H-%M-%S"))
+
+
+def _without_a_run(path: Path) -> Path:
+    if path.exists() and not path.is_dir():
+        raise ConfigError(key="run_dir", got=path, because="it is a file, not a folder", fix="Use run_dir=FOLDER")
+    if RunDirectory(path).config.exists():
+        raise ConfigError(
+            key="run_dir",
+            got=path,
+            because="a run has written there, and another one would overwrite its metrics and checkpoints",
+            fix=f"Use resume={path} to go on with it, or another run_dir",
+        )
+    return path
 
 
 def _run_of(path: Path) -> Path:
@@ -88,8 +107,12 @@ def _run_of(path: Path) -> Path:
 
 
 def _newest_unfinished(root: Path) -> Path:
-    runs = [p.parents[1] for p in root.glob("*/*/checkpoints/iteration_*")]
-    unfinished = {run for run in runs if not _finished(run)}
+    """The unfinished run below ``root``, at any depth, that has saved a state most recently."""
+    newest: dict[Path, float] = {}
+    for manifest in root.glob("**/checkpoints/iteration_*/manifest.json"):
+        run = manifest.parents[2]
+        newest[run] = max(newest.get(run, 0.0), manifest.stat().st_mtime)
+    unfinished = {run: time for run, time in newest.items() if RunDirectory(run).config.exists() and not _finished(run)}
     if not unfinished:
         raise ConfigError(
             key="resume",
@@ -97,7 +120,7 @@ def _newest_unfinished(root: Path) -> Path:
             because=f"no unfinished run with a checkpoint lies below {root}",
             fix="Give the run directory itself: resume=PATH or run_dir=PATH",
         )
-    return max(unfinished, key=lambda run: (run.stat().st_mtime, str(run)))
+    return max(unfinished, key=lambda run: (unfinished[run], str(run)))
 
 
 def _finished(run: Path) -> bool:
@@ -116,9 +139,18 @@ def remove_if_unused(run_dir: RunDirectory) -> None:
         shutil.rmtree(run_dir.root)
 
 
+def result(run_dir: RunDirectory) -> float | None:
+    """Result on held-out prompts, or else pairs, at the end, for sweeps; None where none was measured."""
+    if not run_dir.summary.exists():
+        return None
+    summary = json.loads(run_dir.summary.read_text())
+    values = (summary.get(name) for name in ("val_accuracy_end", "val_pair_accuracy_end"))
+    return next((float(value) for value in values if value is not None), None)
+
+
 def provenance(arguments: Sequence[str]) -> str:
-    """The command and the revision of the code it ran, as a small shell-like text."""
-    command = shlex.join(["python", *arguments])
+    """The command and the revision of the code it ran, as a small shell-like text; secrets are masked."""
+    command = shlex.join(["python", *mask_arguments(arguments)])
     return f"command: {command}\ncwd: {Path.cwd()}\ngit: {git_revision()}\npython: {sys.version.split()[0]}\n"
 
 

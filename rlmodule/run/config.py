@@ -17,10 +17,11 @@ from rlmodule.algorithm.config import DEMONSTRATIONS, PREFERENCES, AlgorithmConf
 from rlmodule.algorithm.critic import CriticConfig
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.core.config import at_least, convert, more_than, one_of
+from rlmodule.core.config import at_least, convert, one_of
 from rlmodule.core.contract import Advantage, Loss, Reward, Task
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.registry import Registry
+from rlmodule.core.renamed import instead_of
 from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.data.prompts import DataConfig
 from rlmodule.environments import TASKS
@@ -33,8 +34,11 @@ from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.hf import HFRolloutConfig
 
-TRAIN, PARITY = "train", "parity"
 STORED = "stored"  # beside the words of algorithm.source: what data.rollouts names
+SECTIONS = (
+    *("model", "data", "rollout", "algorithm", "loss", "advantage", "reward", "batching", "optimizer", "critic"),
+    *("warm_start", "trainer", "strategy", "logger", "callbacks", "command"),
+)
 LOGGERS = ("tensorboard", "none")
 
 
@@ -83,36 +87,13 @@ class WarmStartConfig:
 
 
 @dataclass(frozen=True)
-class ParityConfig:
-    """What ``task=parity`` compares, and how closely."""
-
-    layouts: list[str] = field(default_factory=list)  # names of layouts to compare; empty for all
-    steps: int = 5  # optimizer steps
-    samples_per_step: int = 16  # samples of one step; the last step has a single one
-    max_length: int = 64  # tokens of the longest sample; a micro-batch holds twice as many
-    tolerance: float = 1e-5  # largest relative difference of loss, gradient norm and every metric
-    parameter_tolerance: float = 1e-4  # largest relative difference of every weight after the last step
-    timeout: float = 600.0  # seconds one layout may take before it counts as hanging
-
-    def __post_init__(self) -> None:
-        at_least("steps", self.steps, 2)
-        at_least("samples_per_step", self.samples_per_step, 2)
-        at_least("longest", self.max_length, 4)
-        more_than("timeout", self.timeout, 0)
-
-
-@dataclass(frozen=True)
 class GeneralConfig:
     """The keys at the top of the configuration."""
 
-    task: str = TRAIN  # train, or parity: show that every layout gives the same numbers
     seed: int = 0  # keys data order, sampling and random weights
     resume: str | None = None  # null, auto, a run directory, or a checkpoint folder
     run_dir: str | None = None  # where this run writes
     output_root: str = "outputs"  # where runs are kept
-
-    def __post_init__(self) -> None:
-        one_of("task", self.task, (TRAIN, PARITY))
 
 
 @dataclass(frozen=True)
@@ -130,7 +111,6 @@ class RunConfig:
     warm_start: WarmStartConfig
     trainer: TrainerConfig
     backend: str
-    parity: ParityConfig = field(default_factory=ParityConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     task: Task | None = None
     advantage: Advantage | None = None
@@ -157,9 +137,7 @@ class RunConfig:
         loss, imitates = component(LOSSES, node.loss), algorithm.source == DEMONSTRATIONS
         has_advantage = "advantage" in loss.needs and not imitates
         return cls(
-            general=convert(
-                GeneralConfig, {k: node[k] for k in ("task", "seed", "resume", "run_dir", "output_root")}, ""
-            ),
+            general=convert(GeneralConfig, {k: node[k] for k in ("seed", "resume", "run_dir", "output_root")}, ""),
             model=model,
             data=data,
             rollout=component(ROLLOUTS, node.rollout),
@@ -170,7 +148,6 @@ class RunConfig:
             warm_start=convert(WarmStartConfig, node.warm_start, "warm_start"),
             trainer=convert(TrainerConfig, node.trainer, "trainer"),
             backend=str(node.strategy.get("name")),
-            parity=convert(ParityConfig, node.parity, "parity"),
             critic=replace(
                 convert(CriticConfig, node.critic, "critic", ignore=("optimizer",)),
                 optimizer=convert(OptimizerConfig, node.critic.optimizer, "critic.optimizer"),
@@ -197,7 +174,7 @@ class RunConfig:
     def needs_warm_start(self) -> bool:
         """Whether the model must first learn some habits: random weights, and demonstrations to learn from."""
         is_random = self.model.path is None and self.algorithm.source != DEMONSTRATIONS
-        return is_random and self.warm_start.steps > 0 and self.general.task == TRAIN
+        return is_random and self.warm_start.steps > 0
 
     def for_warm_start(self) -> RunConfig:
         """The supervised run that makes the starting weights.
@@ -314,9 +291,9 @@ class RunConfig:
         )
 
 
-def component(registry: Registry[Any], node: DictConfig) -> Any:
+def component(registry: Registry[Any], node: Any) -> Any:
     """The component a section names, made of the section's other keys."""
-    name = node.get("name")
+    name = node.get("name") if isinstance(node, Mapping) else None
     if name is None:
         raise ConfigError(
             key=f"{registry.kind}.name",
@@ -328,13 +305,21 @@ def component(registry: Registry[Any], node: DictConfig) -> Any:
 
 
 def _check_sections(node: DictConfig) -> None:
-    known = {f for f in RunConfig.__dataclass_fields__ if f not in ("general", "task", "backend")}
-    known |= {"strategy", *GeneralConfig.__dataclass_fields__}
-    for name in node:
-        if str(name) not in known:
+    for name in SECTIONS:
+        if not isinstance(node.get(name), Mapping):
             raise ConfigError(
-                key=str(name),
-                got=OmegaConf.select(node, str(name)),
+                key=name,
+                got=node.get(name),
+                because="a run cannot do without this section",
+                fix=f"Choose one with {name}=NAME; --help lists the names",
+            )
+    known = {f for f in RunConfig.__dataclass_fields__ if f not in ("general", "task", "backend")}
+    known |= {"strategy", "command", *GeneralConfig.__dataclass_fields__}
+    for key in map(str, node):
+        if key not in known:
+            raise ConfigError(
+                key=key,
+                got=OmegaConf.select(node, key),
                 because="there is no such section or key",
-                fix=did_you_mean(str(name), known),
+                fix=instead_of(key) or did_you_mean(key, known),
             )

@@ -1,4 +1,4 @@
-"""One run from settings to result: check, write down, warm start, build the parts, fit.
+"""One run from its configuration to its result: check, save the configuration, build the parts, fit.
 
 The parts are made in ``run/build/``. Leaves out the command line (``train.py``) and the start of ranks
 (``run/launchers/local.py``).
@@ -6,7 +6,6 @@ The parts are made in ``run/build/``. Leaves out the command line (``train.py``)
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -14,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -24,10 +24,12 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.callbacks.parts.context import RunContext
 from rlmodule.checkpoint.state import STATE_FILE, newest_whole, read_manifest, verify
 from rlmodule.core.errors import ConfigError
+from rlmodule.datamodule import RLDataModule
 from rlmodule.models.building import parameter_count
 from rlmodule.models.compiled import check_compiler
 from rlmodule.models.description import SEPARATE, load_model_config, load_tokenizer
 from rlmodule.models.recompute import SELECTIVE, check_offload
+from rlmodule.module import RLModule
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.build.data import build_datamodule
 from rlmodule.run.build.distributed import init_distributed
@@ -36,10 +38,9 @@ from rlmodule.run.build.models import build_module, critic_model
 from rlmodule.run.build.provenance import flat, save_config
 from rlmodule.run.build.strategy import StrategyChoice, StrategyRegistry
 from rlmodule.run.build.trainer import build_trainer, reraise_keyboard_interrupt, silence_warnings
-from rlmodule.run.build.warm_start import WarmStart
 from rlmodule.run.config import RunConfig
 from rlmodule.run.datasets import DATASETS, TrainingDataset
-from rlmodule.run.launchers.local import launched_from_outside
+from rlmodule.run.launchers.local import process_rank
 from rlmodule.run.plan import ModelSummary, RunPlan
 from rlmodule.run.preflight.checks import check
 from rlmodule.run.preflight.layout import check_layout
@@ -49,6 +50,24 @@ from rlmodule.run.preflight.value_model import check_value_model
 AUTO_BACKEND = "auto"
 
 
+@dataclass(frozen=True, eq=False)
+class RunParts:
+    """The parts of a run on one rank, built and not started.
+
+    Args:
+        trainer: Lightning's, with strategy, callbacks and loggers.
+        module, datamodule: what it fits, and on what.
+        context: what the callbacks were given.
+        checkpoint: the state it goes on from, None for a new run.
+    """
+
+    trainer: L.Trainer
+    module: RLModule
+    datamodule: RLDataModule
+    context: RunContext
+    checkpoint: Path | None
+
+
 @dataclass
 class Run:
     """One run.
@@ -56,19 +75,17 @@ class Run:
     Args:
         config: checked configuration.
         run_dir: where it writes.
-        menu: strategies to choose from.
+        registry: strategies to choose from.
         strategy_node: the strategy section as configured; its keys belong to the chosen strategy.
-        is_rank_zero: whether this process writes files and talks.
     """
 
     config: RunConfig
     run_dir: RunDirectory
-    menu: StrategyRegistry
+    registry: StrategyRegistry
     strategy_node: Mapping[str, Any] = field(default_factory=dict)
-    is_rank_zero: bool = True
 
     @classmethod
-    def read(cls, node: DictConfig, run_dir: RunDirectory, menu: StrategyRegistry) -> Run:
+    def read(cls, node: DictConfig, run_dir: RunDirectory, registry: StrategyRegistry) -> Run:
         """Convert the configuration.
 
         Raises:
@@ -77,7 +94,7 @@ class Run:
         config = RunConfig.read(node)
         if config.backend == AUTO_BACKEND:
             config = replace(config, backend="single" if Machine(config.trainer).world_size == 1 else "ddp")
-        return cls(config, run_dir, menu, node.strategy)
+        return cls(config, run_dir, registry, node.strategy)
 
     @property
     def machine(self) -> Machine:
@@ -85,13 +102,18 @@ class Run:
         return Machine(self.config.trainer)
 
     @property
+    def is_rank_zero(self) -> bool:
+        """Whether this process writes files and talks to the user."""
+        return (dist.get_rank() if dist.is_initialized() else process_rank()) == 0
+
+    @property
     def strategy(self) -> StrategyChoice:
         """How its models are spread."""
-        return StrategyChoice(self.config, self.machine, self.menu, self.strategy_node)
+        return StrategyChoice(self.config, self.machine, self.registry, self.strategy_node)
 
     def init_distributed(self) -> None:
         """Under torchrun or srun: meet the other ranks, and learn the run directory from the first."""
-        self.run_dir, self.is_rank_zero = init_distributed(self.machine, self.run_dir)
+        self.run_dir = init_distributed(self.machine, self.run_dir)
 
     # ---- before anything is loaded
 
@@ -136,7 +158,7 @@ class Run:
         Raises:
             RLModuleError: what is wrong and what to do about it.
         """
-        strategy, mode = self.strategy.new(), self.config.model.activation_checkpointing
+        strategy, mode = self.strategy.build(), self.config.model.activation_checkpointing
         if mode == SELECTIVE and strategy.gathers_inside_blocks:
             raise ConfigError(
                 key="model.activation_checkpointing",
@@ -172,45 +194,15 @@ class Run:
         if self.is_rank_zero:
             save_config(self.run_dir, config, provenance, is_resumed=bool(self.config.general.resume))
 
-    # ---- starting weights
-
-    @property
-    def _warm_start(self) -> WarmStart:
-        return WarmStart(self.config, self.run_dir)
-
-    def warm_start(self, alone: Callable[[Path], None]) -> None:
-        """Make the starting weights of a random model, once per run directory.
-
-        Args:
-            alone: makes them in a process of its own, where this one has peers.
-        """
-        if not self.config.needs_warm_start or self._warm_start.is_there:
-            return
-        if not launched_from_outside():
-            self.fit_warm_start()
-            return
-        if self.is_rank_zero:
-            alone(self.run_dir.root)
-        dist.barrier()
-
-    def fit_warm_start(self) -> None:
-        """Imitate demonstrations with the random model, on one process whatever the layout of the run."""
-        inner = self._warm_start.run_dir
-        inner.root.mkdir(parents=True, exist_ok=True)
-        steps = self.config.warm_start.steps
-        print(f"warm start: {steps} steps of imitation, so that there is something to reinforce")
-        Run(self.config.for_warm_start(), inner, self.menu).fit()
-        self._warm_start.stamp()
-
     # ---- the run
 
-    def fit(self) -> None:
-        """Build the parts and train; every rank of the run calls it."""
+    def build(self) -> RunParts:
+        """Make every part of the run on this rank; nothing trains yet, and no weight is read.
+
+        Raises:
+            CheckpointError: the checkpoint to resume from is damaged.
+        """
         config = self.config
-        if config.needs_warm_start:
-            started = config.starting_from(str(self._warm_start.run_dir.policy))
-            Run(started, self.run_dir, self.menu, self.strategy_node, self.is_rank_zero).fit()
-            return
         silence_warnings()
         torch.set_num_threads(
             config.trainer.num_threads or max(1, min(2, os.cpu_count() or 1) // self.machine.num_processes)
@@ -218,39 +210,33 @@ class Run:
         checkpoint = self.resume_from()
         step = None if checkpoint is None else int(read_manifest(checkpoint).entries["step"])
         objective = Objective(config.loss, config.algorithm)
-        module, strategy = build_module(config, objective, self.dataset.samples_per_row), self.strategy.new()
+        module, strategy = build_module(config, objective, self.dataset.samples_per_row), self.strategy.build()
         context = self._context(module.models[config.trained_model], step)
         callbacks = [made.connect(context) for made in config.callbacks.values()]
         datamodule = build_datamodule(config, self.dataset, objective, strategy, context.metrics_log.begin_iteration)
         trainer = build_trainer(
             config, self.machine, self.run_dir, strategy, callbacks, resumed_step=step, hparams=context.hparams
         )
+        return RunParts(trainer, module, datamodule, context, checkpoint)
+
+    def fit(self) -> None:
+        """Build the parts and train; every rank of the run calls it."""
+        parts = self.build()
         with reraise_keyboard_interrupt():
-            trainer.fit(
-                module,
-                datamodule=datamodule,
-                ckpt_path=None if checkpoint is None else checkpoint / STATE_FILE,
+            parts.trainer.fit(
+                parts.module,
+                datamodule=parts.datamodule,
+                ckpt_path=None if parts.checkpoint is None else parts.checkpoint / STATE_FILE,
                 weights_only=True,
             )
-        if context.is_rank_zero and "report" not in config.callbacks:
+        if parts.context.is_rank_zero and "report" not in self.config.callbacks:
             print(f"run finished {self.run_dir.root}")
-
-    def result(self) -> float | None:
-        """Accuracy on held-out prompts, or else pairs, at the end, for sweeps; None where none was measured."""
-        if not self.run_dir.summary.exists():
-            return None
-        summary = json.loads(self.run_dir.summary.read_text())
-        values = (summary.get(name) for name in ("val_accuracy_end", "val_pair_accuracy_end"))
-        return next((float(value) for value in values if value is not None), None)
 
     def _context(self, leading: nn.Module, resumed_step: int | None) -> RunContext:
         s = self.config
-        is_rank_zero = (
-            int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")))) == 0
-        )
         return RunContext(
             run_dir=self.run_dir.root,
-            is_rank_zero=is_rank_zero,
+            is_rank_zero=self.is_rank_zero,
             max_iterations=s.trainer.max_epochs,
             describe=self._plan(leading).lines(),
             hparams=flat(

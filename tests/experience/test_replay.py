@@ -123,7 +123,6 @@ def test_ranks_change_nothing(whole, tmp_path):
 
 def _fit(run_dir, rank):
     run = small_run(run_dir, *STALE, "trainer.max_epochs=4", "trainer.devices=2", "strategy=ddp")
-    run.is_rank_zero = rank == 0
     run.fit()
 
 

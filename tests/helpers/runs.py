@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+from omegaconf import OmegaConf
 
 from rlmodule import cli
+from rlmodule.commands import Invocation
 from rlmodule.records.metrics_log import Record, read_records
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.run import Run
@@ -56,6 +58,17 @@ def small_run(run_dir: Path, *overrides: str) -> Run:
     run = Run.read(config, RunDirectory(run_dir), STRATEGIES)
     run.check()
     return run
+
+
+def invocation(run_dir: Path, *overrides: str) -> Invocation:
+    """A call of a command on a small run, in this process; no rank is started."""
+
+    def not_here(*_: object) -> Any:
+        raise AssertionError("a test in one process starts no other")
+
+    node = compose(*SMALL, f"run_dir={run_dir}", *overrides)
+    run = Run.read(node, RunDirectory(run_dir), STRATEGIES)
+    return Invocation(run, OmegaConf.to_yaml(node, resolve=True), "command: a test\n", not_here, not_here)
 
 
 def run_small(run_dir: Path, *overrides: str) -> list[Record]:

@@ -1,4 +1,4 @@
-"""``task=parity`` passes where only the cut differs, fails on a fault that depends on the cut, and skips with a reason."""
+"""``command=parity`` passes where only the cut differs, fails on a fault that depends on the cut, and skips with a reason."""
 
 from __future__ import annotations
 
@@ -18,47 +18,54 @@ from rich.console import Console
 
 from rlmodule import cli
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
+from rlmodule.commands import COMMANDS
+from rlmodule.commands.parity import Parity
 from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError, TrainingError
 from rlmodule.core.types import LossInputs, TokenLoss
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.parity.compare import metric_differences, parameter_difference
+from rlmodule.parity.config import ParityConfig
 from rlmodule.parity.layouts import LAYOUTS, REFERENCE, ParityLayout, chosen
 from rlmodule.parity.ranks import Outcome, run_for_layout
-from rlmodule.parity.report import check_parity, judge, refusal
+from rlmodule.parity.report import check_parity, compare_layout, refusal
 from rlmodule.parity.samples import make_samples
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.run.config import ParityConfig
+from rlmodule.run.config import component
 from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
 
 ROOT = Path(__file__).parents[2]
 
 
-def session_in(folder: Path, *overrides: str) -> Run:
+def parity_in(folder: Path, *overrides: str) -> tuple[Run, Parity]:
     with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        config = hydra.compose("train", ["task=parity", "model.architecture.hidden_size=32", *overrides])
-    return Run.read(config, RunDirectory(folder), STRATEGIES)
+        node = hydra.compose("train", ["command=parity", "model.architecture.hidden_size=32", *overrides])
+    return Run.read(node, RunDirectory(folder), STRATEGIES), component(COMMANDS, node.command)
 
 
-def verdicts_of(run: Run) -> tuple[bool, dict[str, dict[str, Any]], str]:
+def run_in(folder: Path, *overrides: str) -> Run:
+    return parity_in(folder, *overrides)[0]
+
+
+def results_of(run: Run, config: ParityConfig) -> tuple[bool, dict[str, dict[str, Any]], str]:
     """(whether none failed, what the file says of each layout, what was printed)."""
     printed = Console(file=StringIO(), width=200)
-    passed = check_parity(run, printed)
+    passed = check_parity(run, config, printed)
     content = json.loads((run.run_dir.root / "parity.json").read_text())
     return passed, {v["name"]: v for v in content["layouts"]}, printed.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.ranks
 def test_layouts_that_only_cut_differently_pass(tmp_path: Path) -> None:
-    layouts = "parity.layouts=[half_budget,other_order,fixed_size,shared_prompts,ddp_2,ddp_2_sp2_shared]"
+    layouts = "command.layouts=[half_budget,other_order,fixed_size,shared_prompts,ddp_2,ddp_2_sp2_shared]"
     kinds = ["algorithm.use_kl_loss=true", "algorithm.entropy_coeff=0.01"]
-    passed, results, printed = verdicts_of(session_in(tmp_path, layouts, *kinds))
+    passed, results, printed = results_of(*parity_in(tmp_path, layouts, *kinds))
     assert passed, printed
     names = ["half_budget", "other_order", "fixed_size", "shared_prompts", "ddp_2", "ddp_2_sp2_shared"]
     assert list(results) == ["single", *names]
     for result in results.values():
-        assert result["verdict"] == "PASS"
+        assert result["result"] == "PASS"
         assert {"actor/loss", "actor/grad_norm", "actor/kl_loss", "actor/entropy"} <= set(result["by_metric"])
     assert results["ddp_2"]["loss"] < 1e-6
     assert results["ddp_2_sp2_shared"]["grad_norm"] < 1e-6
@@ -73,10 +80,10 @@ def test_values_are_compared_too(tmp_path: Path, value: str) -> None:
     overrides = [
         "algorithm=ppo",
         f"model.value={value}",
-        "parity.layouts=[half_budget,ddp_2,ddp_2_sp2]",
-        "parity.steps=3",
+        "command.layouts=[half_budget,ddp_2,ddp_2_sp2]",
+        "command.steps=3",
     ]
-    passed, results, printed = verdicts_of(session_in(tmp_path, *overrides))
+    passed, results, printed = results_of(*parity_in(tmp_path, *overrides))
     assert passed, printed
     for result in results.values():
         assert {"actor/loss", "critic/vf_loss", "critic/vf_clip_frac"} <= set(result["by_metric"])
@@ -101,62 +108,56 @@ class Broken(PPOClip):
 
 @pytest.mark.ranks
 def test_a_loss_that_depends_on_the_cut_fails(tmp_path: Path) -> None:
-    run = session_in(tmp_path, "parity.layouts=[half_budget]", "parity.steps=2")
+    run, command = parity_in(tmp_path, "command.layouts=[half_budget]", "command.steps=2")
     run.config = replace(run.config, loss=DividedByItsOwnSamples())
-    passed, results, printed = verdicts_of(run)
+    passed, results, printed = results_of(run, command)
     assert not passed
-    assert results["single"]["verdict"] == "PASS"
-    assert results["half_budget"]["verdict"] == "FAIL"
+    assert results["single"]["result"] == "PASS"
+    assert results["half_budget"]["result"] == "FAIL"
     assert "actor/pg_loss is off by" in results["half_budget"]["reason"]
     assert "1 passed, 1 failed" in printed
 
 
 @pytest.mark.ranks
 def test_a_reference_that_cannot_train_ends_it_with_its_traceback(tmp_path: Path) -> None:
-    run = session_in(tmp_path, "parity.layouts=[single]")
+    run, command = parity_in(tmp_path, "command.layouts=[single]")
     run.config = replace(run.config, loss=Broken())
     with pytest.raises(
         TrainingError, match=r"(?s)one process alone cannot train this model.*ZeroDivisionError: planted"
     ):
-        check_parity(run, Console(file=StringIO()))
+        check_parity(run, command, Console(file=StringIO()))
 
 
 def test_what_cannot_run_here_is_skipped_with_its_reason(tmp_path: Path) -> None:
-    run = session_in(tmp_path)
-    reason = refusal(run_for_layout(run, ParityLayout("x", "x", "nonesuch", 2)))
+    run = run_in(tmp_path)
+    reason = refusal(run_for_layout(run, ParityLayout("x", "x", "nonesuch", 2), ParityConfig()))
     assert reason is not None
     assert reason.startswith("strategy=nonesuch: no strategy has that name")
-    reason = refusal(run_for_layout(run, ParityLayout("x", "x", "ddp", 3, {"sp_size": 3})))
+    reason = refusal(run_for_layout(run, ParityLayout("x", "x", "ddp", 3, {"sp_size": 3}), ParityConfig()))
     assert reason is not None
     assert "num_attention_heads=4 and num_key_value_heads=2 do not split over sp_size=3" in reason
-    assert refusal(run_for_layout(run, ParityLayout("x", "x", "ddp", 4, {"sp_size": 2}))) is None
-    adapters = session_in(tmp_path, "model.lora.r=4")
-    assert refusal(run_for_layout(adapters, ParityLayout("x", "x", "fsdp2", 2, {"tp_size": 2}))) is None
+    assert refusal(run_for_layout(run, ParityLayout("x", "x", "ddp", 4, {"sp_size": 2}), ParityConfig())) is None
+    adapters = run_in(tmp_path, "model.lora.r=4")
+    assert refusal(run_for_layout(adapters, ParityLayout("x", "x", "fsdp2", 2, {"tp_size": 2}), ParityConfig())) is None
     pytest.importorskip("deepspeed")
-    selective = session_in(tmp_path, "model.activation_checkpointing=selective")
-    reason = refusal(run_for_layout(selective, ParityLayout("x", "x", "deepspeed", 2, {"stage": 3})))
+    selective = run_in(tmp_path, "model.activation_checkpointing=selective")
+    reason = refusal(run_for_layout(selective, ParityLayout("x", "x", "deepspeed", 2, {"stage": 3}), ParityConfig()))
     assert reason is not None
     assert reason.startswith(
         "model.activation_checkpointing=selective: strategy=deepspeed gathers weights inside blocks"
     )
 
 
-def test_under_torchrun_it_says_how_to_start_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    with pytest.raises(ConfigError, match=r"task=parity: it starts processes of its own"):
-        check_parity(session_in(tmp_path))
-
-
 def test_the_reference_always_leads_and_unknown_names_are_refused() -> None:
     assert chosen([]) == list(LAYOUTS)
     assert [layout.name for layout in chosen(["ddp_2"])] == ["single", "ddp_2"]
-    with pytest.raises(ConfigError, match=r"parity.layouts=dpd_2: .*ddp_2"):
+    with pytest.raises(ConfigError, match=r"command.layouts=dpd_2: .*ddp_2"):
         chosen(["dpd_2"])
 
 
 def test_the_rollouts_are_hard_to_cut(tmp_path: Path) -> None:
     config = ParityConfig()
-    samples = make_samples(session_in(tmp_path).dataset.examples(), config)
+    samples = make_samples(run_in(tmp_path).dataset.examples(), config)
     assert len(samples) % config.samples_per_step == 1, "the last mini-batch has one sample: other ranks run dummies"
     lengths = [s.sample.meta.length for s in samples]
     assert min(lengths) <= 4
@@ -199,14 +200,14 @@ def test_what_is_missing_or_not_a_number_is_infinitely_far(steps: list[dict[str,
     assert max(metric_differences(steps, STEPS).values()) == math.inf
     config = ParityConfig()
     reference = Outcome(STEPS, 0.0, "", 1.0)
-    assert judge(REFERENCE, Outcome(steps, 0.0, "", 1.0), reference, config).result == "FAIL"
+    assert compare_layout(REFERENCE, Outcome(steps, 0.0, "", 1.0), reference, config).result == "FAIL"
 
 
 def test_loss_and_norm_are_those_of_whichever_models_train() -> None:
     """Of two the one that is further off; a reward model alone is judged like a policy."""
     steps = [{"reward_model/loss": 2.0, "reward_model/grad_norm": 1.0, "critic/grad_norm": 1.0}]
     other = [{"reward_model/loss": 1.5, "reward_model/grad_norm": 0.75, "critic/grad_norm": 0.5}]
-    result = judge(REFERENCE, Outcome(other, 0.0, "", 1.0), Outcome(steps, 0.0, "", 1.0), ParityConfig())
+    result = compare_layout(REFERENCE, Outcome(other, 0.0, "", 1.0), Outcome(steps, 0.0, "", 1.0), ParityConfig())
     assert (result.loss, result.grad_norm) == (pytest.approx(0.25), pytest.approx(0.5))
 
 
@@ -224,14 +225,14 @@ def test_a_weight_is_held_against_its_tensor() -> None:
     assert parameter_difference([("c", torch.zeros(1)), *reference.items()], reference) == ("c", math.inf)
     nan = {**reference, "b": torch.tensor([math.nan, 0.0])}
     outcome = Outcome(STEPS, parameter_difference(nan.items(), reference)[1], "b", 1.0)
-    assert judge(REFERENCE, outcome, Outcome(STEPS, 0.0, "", 1.0), ParityConfig()).result == "FAIL"
+    assert compare_layout(REFERENCE, outcome, Outcome(STEPS, 0.0, "", 1.0), ParityConfig()).result == "FAIL"
 
 
 @pytest.mark.ranks
 def test_the_command_line_prints_a_table_and_exits_with_1_on_a_failure(tmp_path: Path) -> None:
     """A tolerance below rounding stands for the fault here."""
-    command = [sys.executable, "train.py", "task=parity", "parity.layouts=[half_budget]", "parity.steps=2"]
-    command += ["model.architecture.hidden_size=32", f"run_dir={tmp_path / 'run'}", "parity.parameter_tolerance=1e-12"]
+    command = [sys.executable, "train.py", "command=parity", "command.layouts=[half_budget]", "command.steps=2"]
+    command += ["model.architecture.hidden_size=32", f"run_dir={tmp_path / 'run'}", "command.parameter_tolerance=1e-12"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "single, half the token budget" in done.stdout

@@ -13,13 +13,15 @@ from rlmodule.records.run_directory import RunDirectory, choose, git_revision, p
 
 def a_run(root, name, *, finished=False, iterations=(1,), age=0):
     """A run directory as a run leaves it; ``age`` in seconds."""
-    run = root / name
+    run, stamp = root / name, datetime.now().timestamp() - age
     for iteration in iterations:
-        (run / "checkpoints" / f"iteration_{iteration:06d}").mkdir(parents=True)
+        folder = run / "checkpoints" / f"iteration_{iteration:06d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").write_text("{}")
+        os.utime(folder / "manifest.json", (stamp, stamp))
     run.mkdir(parents=True, exist_ok=True)
+    (run / "config.yaml").write_text("seed: 0\n")
     (run / "summary.json").write_text('{\n  "finished": %s\n}' % ("true" if finished else "false"))
-    stamp = datetime.now().timestamp() - age
-    os.utime(run, (stamp, stamp))
     return run
 
 
@@ -52,6 +54,44 @@ def test_auto_finds_the_newest_unfinished_run(tmp_path):
     a_run(tmp_path / "2026-01-02", "11-00-00", age=100, finished=True)
     a_run(tmp_path / "2026-01-02", "12-00-00", age=50, iterations=())
     assert choose(None, str(tmp_path), "auto") == wanted
+
+
+def test_auto_goes_by_the_time_of_the_last_state_not_by_that_of_the_directory(tmp_path):
+    """Point 17 of the faults found on 2026-11-30: reading an older run made it the newest."""
+    older = a_run(tmp_path / "2026-01-01", "09-00-00", age=300)
+    wanted = a_run(tmp_path / "2026-01-01", "10-00-00", age=200)
+    (older / "notes.txt").write_text("looked at it")
+    os.utime(older)
+    assert choose(None, str(tmp_path), "auto") == wanted
+
+
+def test_auto_finds_unfinished_runs_at_every_depth(tmp_path):
+    a_run(tmp_path, "mine", age=300)
+    wanted = a_run(tmp_path / "sweeps" / "2026-01-01" / "09-00-00", "3", age=10)
+    assert choose(None, str(tmp_path), "auto") == wanted
+
+
+def test_t2b_06_a_directory_that_holds_a_run_is_refused_unless_it_is_resumed(tmp_path):
+    run = a_run(tmp_path, "exp")
+    with pytest.raises(ConfigError, match=f"run_dir={run}: a run has written there.*resume={run}"):
+        choose(str(run), str(tmp_path), None)
+    assert choose(str(run), str(tmp_path), "auto") == run
+    assert choose(None, str(tmp_path), str(run)) == run
+
+
+@pytest.mark.parametrize(
+    ("key", "paths"),
+    [("output_root", (None, None, None)), ("resume", (None, "outputs", 5)), ("run_dir", (["a"], "outputs", None))],
+)
+def test_what_is_no_path_is_refused_by_its_key(key, paths):
+    with pytest.raises(ConfigError, match=f"{key}=.*: it must be a path"):
+        choose(*paths)
+
+
+def test_a_file_is_no_run_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run_dir=.*: it is a file, not a folder"):
+        choose(str(tmp_path / "file"), str(tmp_path), None)
 
 
 def test_auto_takes_a_run_that_was_killed_before_it_wrote_a_summary(tmp_path):

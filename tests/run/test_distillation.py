@@ -93,7 +93,6 @@ def test_ranks_and_shards_change_nothing(teacher, tmp_path, strategy):
 def _fit(run_dir, teacher, strategy, rank):
     words = ("algorithm=distill", f"algorithm.teacher={teacher}", "trainer.max_epochs=2", "trainer.devices=2")
     run = small_run(run_dir, *words, f"strategy={strategy}")
-    run.is_rank_zero = rank == 0
     run.fit()
 
 

@@ -116,7 +116,6 @@ def test_under_adapters_the_reference_is_the_model_without_them(tmp_path):
 def fit(rank, folder, *overrides):
     torch.set_num_threads(1)
     run = small_run(folder, *SMALL, "trainer.max_epochs=2", *overrides)
-    run.is_rank_zero = rank == 0
     run.fit()
 
 

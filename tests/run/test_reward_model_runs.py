@@ -14,6 +14,7 @@ from rlmodule.checkpoint.state import oldest_first, verify
 from rlmodule.core.types import StepTotals, TrainingSample
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.value import build_value_model
+from rlmodule.records.run_directory import RunDirectory, result
 from rlmodule.run.build.models import critic_model
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, run_small, small_run
@@ -54,7 +55,7 @@ def test_a_reward_model_starts_undecided_and_learns_to_tell_pairs_apart(tmp_path
         "mode": "max",
         "value": held_out[-1]["val/pair_accuracy"],
     }
-    assert small_run(tmp_path, *RM).result() == held_out[-1]["val/pair_accuracy"], "what a sweep is told"
+    assert result(RunDirectory(tmp_path)) == held_out[-1]["val/pair_accuracy"], "what a sweep is told"
     assert not (tmp_path / "policy").exists()
     assert not [name for r in records for name in r.metrics if name.startswith(("actor/", "reward/"))]
 

@@ -133,7 +133,6 @@ REFUSED = [
     (["advantage=remax"], {}, "data.rollouts=", "a greedy answer"),
     (["algorithm=sft"], {}, "data.rollouts=", "source=demonstrations"),
     (["batching.keep_groups=true"], {}, "data.rollouts=", "groups of one size"),
-    (["task=parity"], {}, "data.rollouts=", "task=parity"),
 ]
 
 

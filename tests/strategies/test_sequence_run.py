@@ -41,7 +41,6 @@ def session_in(folder: Path, *overrides: str) -> Run:
 def fit(rank: int, folder: Path, *overrides: str) -> None:
     torch.set_num_threads(1)
     run = session_in(folder, *overrides)
-    run.is_rank_zero = rank == 0
     run.check()
     run.fit()
 

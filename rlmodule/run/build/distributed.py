@@ -15,11 +15,11 @@ from rlmodule.run.launchers.local import launched_from_outside
 from rlmodule.records.run_directory import RunDirectory
 
 
-def init_distributed(machine: Machine, run_dir: RunDirectory) -> tuple[RunDirectory, bool]:
+def init_distributed(machine: Machine, run_dir: RunDirectory) -> RunDirectory:
     """Meet the other ranks, if there are any yet.
 
     Returns:
-        The run directory, which is the first rank's, and whether this is the first rank.
+        The run directory, which is the first rank's.
 
     Raises:
         ConfigError: there are more or fewer ranks than was asked for.
@@ -33,7 +33,7 @@ def init_distributed(machine: Machine, run_dir: RunDirectory) -> tuple[RunDirect
                 because="this process was started alone, and several machines need torchrun or srun",
                 fix="Use torchrun --nnodes=... train.py ..., or trainer.num_nodes=1",
             )
-        return run_dir, True
+        return run_dir
     _join_process_group()
     if dist.get_world_size() != machine.world_size:
         raise ConfigError(
@@ -45,7 +45,7 @@ def init_distributed(machine: Machine, run_dir: RunDirectory) -> tuple[RunDirect
         )
     shared = [str(run_dir.root)]
     dist.broadcast_object_list(shared, src=0)
-    return RunDirectory(Path(shared[0])), dist.get_rank() == 0
+    return RunDirectory(Path(shared[0]))
 
 
 def _join_process_group() -> None:

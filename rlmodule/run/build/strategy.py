@@ -1,6 +1,6 @@
 """The strategy chosen by name, for this machine and these models.
 
-The menu is handed in, so that this package never imports ``strategies``.
+The registry is handed in, so that this package never imports ``strategies``.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class StrategyChoice:
     Args:
         config: of the run.
         machine: where it happens.
-        menu: strategies to choose from.
+        registry: strategies to choose from.
         node: the strategy section as configured; its keys belong to the chosen strategy.
     """
 
     config: RunConfig
     machine: Machine
-    menu: StrategyRegistry
+    registry: StrategyRegistry
     node: Mapping[str, Any]
 
     @property
@@ -52,7 +52,7 @@ class StrategyChoice:
         """How the run's processes are laid out, seen from the first."""
         return self._class.layout_of(self._options, self.machine.world_size)
 
-    def new(self) -> Any:
+    def build(self) -> Any:
         """The strategy, which refuses options that do not fit the number of processes."""
         return self._class(
             self._options,
@@ -65,7 +65,7 @@ class StrategyChoice:
     def _class(self) -> Any:
         device = os.environ.get("RLMODULE_DEVICE", self.machine.device)
         found = [
-            self.menu.lookup(kind, self.config.backend, device=device)
+            self.registry.lookup(kind, self.config.backend, device=device)
             for kind in self._model_types
         ]
         assert len(set(found)) == 1, f"one strategy spreads all models of a run, got {found}"

@@ -23,7 +23,7 @@ from rlmodule.core.errors import TrainingError
 WORKER_FLAG = "--worker"
 WARM_START_FLAG = "--warm-start"
 USER_ERROR = 2  # exit code for errors of the user's making
-DIFFERENT_NUMBERS = 1  # exit code of task=parity when a layout does not give the numbers of one process
+DIFFERENT_NUMBERS = 1  # exit code of command=parity when a layout does not give the numbers of one process
 PREEMPTED = 75  # exit code of a run that was asked to stop and has saved its state (EX_TEMPFAIL: try again later)
 _GRACE_SECONDS = 20.0
 _POLL_SECONDS = 0.05
@@ -41,6 +41,11 @@ def launched_from_outside() -> bool:
 def outside_rank() -> int:
     """This process's rank as torchrun or srun gave it; 0 without them."""
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))) if launched_from_outside() else 0
+
+
+def process_rank() -> int:
+    """This process's rank in the run, as whoever started it said; 0 for a process alone."""
+    return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0"))))
 
 
 def supervise(program: Sequence[str], run_dir: Path, num_processes: int) -> int:

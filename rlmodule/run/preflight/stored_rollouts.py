@@ -8,7 +8,7 @@ from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.data.rollouts import RolloutTable
 from rlmodule.models.description import positions_of
-from rlmodule.run.config import PARITY, RunConfig
+from rlmodule.run.config import RunConfig
 from rlmodule.run.preflight.lengths import check_lengths
 
 
@@ -18,7 +18,6 @@ def check_stored(config: RunConfig) -> None:
         return
     for name, is_on in (
         (f"algorithm.source={config.algorithm.source}", not config.algorithm.is_sampled),
-        ("task=parity", config.general.task == PARITY),
         ("batching.keep_groups, which counts on groups of one size", config.batching.keep_groups),
         ("a greedy answer to every prompt", config.advantage_reads("baseline")),
     ):

@@ -1,0 +1,49 @@
+"""What can be done with a configuration, one file per command: the file's name is the command's name.
+
+Leaves out the command line itself (``cli.py``) and what a run is (``run/``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from rlmodule.core.registry import Registry
+
+if TYPE_CHECKING:  # a run needs torch, and the list of commands must not wait for it
+    from rlmodule.run.run import Run
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """How a command was called.
+
+    Args:
+        run: the configured run; nothing of it is built yet.
+        config: the resolved configuration, YAML.
+        provenance: command line and revision of the code, as text.
+        start_ranks: starts a number of processes that each fit the run of a directory, and returns the exit code.
+        make_starting_weights: makes the starting weights of the run of a directory in a process of its own.
+    """
+
+    run: Run
+    config: str
+    provenance: str
+    start_ranks: Callable[[Path, int], int]
+    make_starting_weights: Callable[[Path], None]
+
+
+class Command(Protocol):
+    """A command: a frozen dataclass whose fields are its config keys, ``command.*``."""
+
+    def __call__(self, invocation: Invocation) -> int:
+        """Carry it out; returns the exit code.
+
+        Raises:
+            RLModuleError: what is wrong and what to do about it.
+        """
+
+
+COMMANDS: Registry[Command] = Registry("command", "rlmodule.commands")

@@ -1,0 +1,1 @@
+"""What commands and the command line share; no component."""

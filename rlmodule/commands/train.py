@@ -1,0 +1,48 @@
+"""``command=train``: check, save what is run, make starting weights where a random model needs them, then fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from rlmodule.commands import COMMANDS, Invocation
+from rlmodule.run.launchers.local import launched_from_outside
+from rlmodule.run.run import Run
+from rlmodule.run.warm_start import WarmStart
+
+
+@COMMANDS.register
+@dataclass(frozen=True)
+class Train:
+    """Train the models of a run; without a name the command is this one."""
+
+    def __call__(self, invocation: Invocation) -> int:
+        """Train on as many processes as the run asks for."""
+        run = invocation.run
+        run.init_distributed()
+        run.check()
+        run.save_config(invocation.config, invocation.provenance)
+        make_starting_weights(run, invocation)
+        if run.machine.needs_supervisor:
+            return invocation.start_ranks(run.run_dir.root, run.machine.num_processes)
+        fit(run)
+        return 0
+
+
+def make_starting_weights(run: Run, invocation: Invocation) -> None:
+    """Make the starting weights that the run needs and does not have; every rank calls it."""
+    warm_start = WarmStart(run)
+    if not warm_start.is_due:
+        return
+    if not launched_from_outside():
+        warm_start.fit()
+        return
+    if run.is_rank_zero:  # the warm start has one process, and this one has peers
+        invocation.make_starting_weights(run.run_dir.root)
+    dist.barrier()
+
+
+def fit(run: Run) -> None:
+    """Train one rank's part of a run whose starting weights are there."""
+    WarmStart(run).started().fit()

@@ -1,0 +1,69 @@
+"""The starting weights of a random model: a run of its own, made before the run that starts from them.
+
+Leaves out which settings that run has (``RunConfig.for_warm_start``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from rlmodule.records.run_directory import RunDirectory
+from rlmodule.run.run import Run
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """The warm start of a run: whether it needs one, where its weights are, and how they are made.
+
+    Args:
+        run: the run that starts from the weights.
+    """
+
+    run: Run
+
+    @property
+    def directory(self) -> RunDirectory:
+        """Where the weights are made: in the run's directory, or below ``warm_start.cache_dir`` for several runs."""
+        cache_dir = self.run.config.warm_start.cache_dir
+        if cache_dir is None:
+            return RunDirectory(self.run.run_dir.warm_start)
+        return RunDirectory(Path(cache_dir).absolute() / self._digest[:16])
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the run needs starting weights that were not made yet for this model, data and seed."""
+        if not self.run.config.needs_warm_start:
+            return False
+        return not (self._stamp.exists() and self._stamp.read_text() == self._digest)
+
+    def fit(self) -> None:
+        """Imitate demonstrations with the random model, on one process whatever the layout of the run."""
+        directory, config = self.directory, self.run.config
+        directory.root.mkdir(parents=True, exist_ok=True)
+        print(
+            f"warm start: {config.warm_start.steps} steps of imitation, so that the policy has something to reinforce"
+        )
+        Run(config.for_warm_start(), directory, self.run.registry).fit()
+        self._stamp.write_text(self._digest)
+
+    def started(self) -> Run:
+        """The run on its starting weights; the run itself where it needs none."""
+        if not self.run.config.needs_warm_start:
+            return self.run
+        return replace(self.run, config=self.run.config.starting_from(str(self.directory.policy)))
+
+    @property
+    def _stamp(self) -> Path:
+        """Written last: the weights are complete, and made from these settings."""
+        return self.directory.root / "made_from.sha256"
+
+    @property
+    def _digest(self) -> str:
+        config = self.run.config
+        data = config.for_warm_start().data  # without the keys that do not touch the demonstrations
+        settings = [asdict(config.model), asdict(data), asdict(replace(config.warm_start, cache_dir=None))]
+        text = json.dumps([*settings, config.general.seed], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
