@@ -46,13 +46,13 @@ def write_folder(folder: Path, write: Callable[[Path], None], entries: Mapping[s
     try:
         aside.mkdir(parents=True)
         write(aside)
-        return _finish_reason(aside, folder, entries)
+        return _finish(aside, folder, entries)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
 
 
-def _finish_reason(aside: Path, folder: Path, entries: Mapping[str, Any]) -> Manifest:
+def _finish(aside: Path, folder: Path, entries: Mapping[str, Any]) -> Manifest:
     files = {
         str(p.relative_to(aside)): (p.stat().st_size, _checksum(p)) for p in sorted(aside.rglob("*")) if p.is_file()
     }
@@ -92,7 +92,7 @@ def write_folder_together(
         aside.mkdir(parents=True)
 
     def finish() -> None:
-        _finish_reason(aside, folder, entries)
+        _finish(aside, folder, entries)
 
     for everyone, stage in ((False, begin), (True, lambda: write(aside)), (False, finish)):
         problem = gather_first_error(_attempt(stage) if everyone or is_rank_zero else None)

@@ -12,8 +12,8 @@ from rlmodule.rewards.function import Function
 CODE = """
 import math
 
-def ours(response, answer, prompt, source, meta, finish, bonus=0.0):
-    return {"score": float(response == answer) + bonus, "level": meta["level"], "seen": f"{prompt} {source} {finish}"}
+def ours(response, answer, prompt, source, meta, finish_reason, bonus=0.0):
+    return {"score": float(response == answer) + bonus, "level": meta["level"], "seen": f"{prompt} {source} {finish_reason}"}
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": extra_info["weight"] * (solution_str == ground_truth), "acc": data_source == "s"}
