@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import socket
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +28,16 @@ from torch import Tensor
 from update import Ours, Sizes, make_rows, seconds
 
 from rlmodule.core.contract import Layout
-from rlmodule.run.launchers.local import free_port
 from strategies.registry import STRATEGIES
 
 MEGABYTE = 2**20
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from rlmodule.records import run_directory
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.records.secrets import from_environment, mask, to_environment
 from rlmodule.run.launchers import local as launch
+from rlmodule.training.preemption import PreemptionHandler
 
 if TYPE_CHECKING:
     from rlmodule.run.run import Run
@@ -74,8 +76,9 @@ def _main() -> int:
     if flag == launch.WORKER_FLAG:
         from rlmodule.commands.train import fit
 
-        launch.end_with_supervisor()
-        fit(load_run(rest))
+        PreemptionHandler().install()
+        on_phase = launch.end_with_supervisor()
+        fit(replace(load_run(rest), on_phase=on_phase))
     elif flag == launch.WARM_START_FLAG:
         from rlmodule.run.warm_start import WarmStart
 
@@ -103,6 +106,11 @@ def reported(action: Callable[[], int]) -> int:
         if error.errno not in NO_PLACE_TO_WRITE:
             raise
         return report(cannot_write(error))
+    except RuntimeError as error:
+        if not launch.lost_peers(error):
+            raise
+        print(f"this rank lost its connection to the others ({str(error).splitlines()[0]})", file=sys.stderr)
+        return launch.LOST_PEERS
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -128,7 +136,8 @@ def from_command_line(config: DictConfig) -> float | None:
     run_dir = RunDirectory(Path(HydraConfig.get().runtime.output_dir))
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         return job_of_sweep(config, run_dir)
-    code = reported(partial(carry_out, config, run_dir))
+    with stopped_by_signals(run_dir):
+        code = reported(partial(carry_out, config, run_dir))
     if code:
         run_directory.remove_if_unused(run_dir)
         raise SystemExit(code)  # Hydra would print a line of its own above ours
@@ -148,7 +157,8 @@ def job_of_sweep(config: DictConfig, run_dir: RunDirectory) -> float | None:
             raise
 
     try:
-        code = reported(attempt)
+        with stopped_by_signals(run_dir):
+            code = reported(attempt)
     except Exception:
         traceback.print_exc()
         code = BUG
@@ -163,6 +173,17 @@ def job_of_sweep(config: DictConfig, run_dir: RunDirectory) -> float | None:
 def end_of_sweep() -> int:
     """Show how the jobs of a sweep ended; the exit code is that of the first that failed."""
     return show_jobs(read_jobs(sweep_dirs[0]), sweep_dirs[0]) if sweep_dirs else 0
+
+
+@contextmanager
+def stopped_by_signals(run_dir: RunDirectory) -> Iterator[None]:
+    """A scheduler's signal ends the process with the code that says so, also while it still imports and checks."""
+    handler = PreemptionHandler(before_exit=partial(run_directory.remove_if_unused, run_dir))
+    handler.install()
+    try:
+        yield
+    finally:
+        handler.uninstall()
 
 
 def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
@@ -182,7 +203,7 @@ def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
             run,
             OmegaConf.to_yaml(to_save),
             run_directory.provenance(command_of_this_run()),
-            start_ranks=partial(launch.supervise, PROGRAM),
+            start_ranks=partial(launch.supervise, PROGRAM, timeout=run.config.trainer.timeout * 60),
             make_starting_weights=partial(launch.run_alone, PROGRAM),
         )
     )

@@ -68,7 +68,11 @@ class SaveCheckpoints(Checkpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """From now on a signal means: save, then stop."""
-        RunState.of(trainer).module.preemption.subscribe()
+        RunState.of(trainer).module.preemption.install()
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """What is trained from here on is lost unless it is saved first."""
+        RunState.of(trainer).module.preemption.at_rest = None
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Signals mean what they meant before."""
@@ -128,6 +132,8 @@ class SaveCheckpoints(Checkpoint):
             self._pending = folder, in_background(write)
         else:
             stop_on(write(), folder)
+            if run_goes_on:  # until the next step trains
+                run_state.module.preemption.at_rest = f"its state is saved in {folder}; go on with resume=auto"
 
     def _facts(self, run_state: RunState) -> dict[str, Any]:
         """For the manifest."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,9 +35,10 @@ from rlmodule.parity.config import ParityConfig
 from rlmodule.parity.layouts import ParityLayout
 from rlmodule.parity.samples import FixedSource, SyntheticAdvantage, make_samples
 from rlmodule.run.build.data import build_maker
+from rlmodule.run.build.distributed import meet
 from rlmodule.run.build.models import build_module
 from rlmodule.run.build.trainer import build_trainer, silence_warnings
-from rlmodule.run.launchers.local import free_port
+from rlmodule.run.launchers.local import STORE
 from rlmodule.run.run import Run
 
 PRELOAD = ["rlmodule.parity.ranks"]
@@ -98,10 +101,13 @@ def run_layout(run: Run, parity: ParityConfig, *, is_reference: bool) -> Outcome
     """Train in ``run.machine.num_processes`` processes; returns what came out, or what went wrong."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    world_size, port = run.machine.num_processes, free_port()
+    world_size = run.machine.num_processes
+    meeting = Path(tempfile.mkdtemp(prefix="rlmodule-"))
     pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
-        context.Process(target=_rank, args=(rank, world_size, port, run, parity, is_reference, sender), daemon=True)
+        context.Process(
+            target=_rank, args=(rank, world_size, meeting / "store", run, parity, is_reference, sender), daemon=True
+        )
         for rank, (_, sender) in enumerate(pipes)
     ]
     for process in ranks:
@@ -111,6 +117,7 @@ def run_layout(run: Run, parity: ParityConfig, *, is_reference: bool) -> Outcome
     try:
         answers = _answers([receiver for receiver, _ in pipes], parity.timeout)
     finally:
+        shutil.rmtree(meeting, ignore_errors=True)
         for process in ranks:
             process.join(2)
             if process.is_alive():
@@ -151,10 +158,10 @@ def _received(receiver: Connection) -> Outcome | str | None:
 
 
 def _rank(
-    rank: int, world_size: int, port: int, run: Run, parity: ParityConfig, is_reference: bool, sender: Connection
+    rank: int, world_size: int, store: Path, run: Run, parity: ParityConfig, is_reference: bool, sender: Connection
 ) -> None:
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update({STORE: str(store), "MASTER_ADDR": "127.0.0.1"})
     try:
         answer: Outcome | str | None = train(run, parity, is_rank_zero=rank == 0, is_reference=is_reference)
     except RLModuleError as error:
@@ -170,6 +177,8 @@ def train(run: Run, parity: ParityConfig, *, is_rank_zero: bool, is_reference: b
     """Train this rank's part; the first rank tells what came out."""
     silence_warnings()
     config = run.config
+    if run.machine.num_processes > 1:
+        meet(parity.timeout)
     torch.set_num_threads(config.trainer.num_threads or 1)
     samples = make_samples(run.dataset.examples(), parity)
     objective = Objective(config.loss, config.algorithm)

@@ -17,7 +17,7 @@ from rlmodule.algorithm.config import DEMONSTRATIONS, PREFERENCES, AlgorithmConf
 from rlmodule.algorithm.critic import CriticConfig
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.core.config import at_least, convert, one_of
+from rlmodule.core.config import at_least, convert, more_than, one_of
 from rlmodule.core.contract import Advantage, Loss, Reward, Task
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.registry import Registry
@@ -52,11 +52,13 @@ class TrainerConfig:
     accelerator: str = "auto"  # auto, cpu, gpu, ...
     num_threads: int | None = None  # CPU threads of one process
     max_skipped_in_a_row: int = 10  # stop after that many steps in a row without a finite gradient norm
+    timeout: float = 10.0  # minutes that a process may show no sign of life before the run is ended
 
     def __post_init__(self) -> None:
         at_least("max_epochs", self.max_epochs, 1)
         at_least("num_nodes", self.num_nodes, 1)
         at_least("max_skipped_in_a_row", self.max_skipped_in_a_row, 1)
+        more_than("timeout", self.timeout, 0)
         one_of("accelerator", self.accelerator, ("auto", "cpu", "gpu", "cuda", "mps", "npu", "xpu"))
         if self.num_threads is not None:
             at_least("num_threads", self.num_threads, 1)

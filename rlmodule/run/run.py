@@ -32,7 +32,7 @@ from rlmodule.models.recompute import SELECTIVE, check_offload
 from rlmodule.module import RLModule
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.build.data import build_datamodule
-from rlmodule.run.build.distributed import init_distributed
+from rlmodule.run.build.distributed import init_distributed, meet
 from rlmodule.run.build.machine import Machine
 from rlmodule.run.build.models import build_module, critic_model
 from rlmodule.run.build.provenance import flat, save_config
@@ -77,12 +77,14 @@ class Run:
         run_dir: where it writes.
         registry: strategies to choose from.
         strategy_node: the strategy section as configured; its keys belong to the chosen strategy.
+        on_phase: called with each phase that begins: ``collect``, ``update``, ``validate``.
     """
 
     config: RunConfig
     run_dir: RunDirectory
     registry: StrategyRegistry
     strategy_node: Mapping[str, Any] = field(default_factory=dict)
+    on_phase: Callable[[str], None] | None = None
 
     @classmethod
     def read(cls, node: DictConfig, run_dir: RunDirectory, registry: StrategyRegistry) -> Run:
@@ -212,6 +214,7 @@ class Run:
         objective = Objective(config.loss, config.algorithm)
         module, strategy = build_module(config, objective, self.dataset.samples_per_row), self.strategy.build()
         context = self._context(module.models[config.trained_model], step)
+        context.metrics_log.subscribe(on_phase=self.on_phase)
         callbacks = [made.connect(context) for made in config.callbacks.values()]
         datamodule = build_datamodule(config, self.dataset, objective, strategy, context.metrics_log.begin_iteration)
         trainer = build_trainer(
@@ -221,14 +224,24 @@ class Run:
 
     def fit(self) -> None:
         """Build the parts and train; every rank of the run calls it."""
+        meet(self.config.trainer.timeout * 60)
         parts = self.build()
-        with reraise_keyboard_interrupt():
-            parts.trainer.fit(
-                parts.module,
-                datamodule=parts.datamodule,
-                ckpt_path=None if parts.checkpoint is None else parts.checkpoint / STATE_FILE,
-                weights_only=True,
-            )
+        preemption = parts.module.preemption
+        if "checkpoint" not in self.config.callbacks:
+            preemption.at_rest = "this run saves no checkpoints, so nothing was saved"
+        elif parts.checkpoint is not None:
+            preemption.at_rest = f"it had trained nothing since {parts.checkpoint}; go on with resume=auto"
+        preemption.install()
+        try:
+            with reraise_keyboard_interrupt():
+                parts.trainer.fit(
+                    parts.module,
+                    datamodule=parts.datamodule,
+                    ckpt_path=None if parts.checkpoint is None else parts.checkpoint / STATE_FILE,
+                    weights_only=True,
+                )
+        finally:
+            preemption.uninstall()
         if parts.context.is_rank_zero and "report" not in self.config.callbacks:
             print(f"run finished {self.run_dir.root}")
 

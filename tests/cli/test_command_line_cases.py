@@ -9,6 +9,7 @@ from hydra.errors import HydraException
 
 from rlmodule import cli
 from rlmodule.checkpoint.state import newest_whole
+from rlmodule.commands.parts.sweep import read_jobs
 from rlmodule.core.errors import ConfigError
 from rlmodule.records.metrics_log import read_records
 from rlmodule.records.run_directory import choose
@@ -118,3 +119,54 @@ def test_cli_03_a_key_that_is_spelt_right_is_taken(tmp_path):
         assert hydra.compose("train", ["++optimizer.lr=0.3"]).optimizer.lr == 0.3
     assert small_run(tmp_path / "run", "loss.clip_ratio_high=0.3").config.loss.clip_ratio_high == 0.3
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("lr=1e-4", "lr=1e-4: there is no such key. It is called optimizer.lr here"),
+        ("num_generations=8", "It is called rollout.n here"),
+        ("actor_rollout_ref.rollout.n=8", "there is no such key"),
+        ("task=parity", "It is called command here"),
+        ("parity.layouts=[ddp_2]", "It is called command.layouts here"),
+        ("callbacks=5", "callbacks=5: no callbacks has that name"),
+        ("trainer=null", "trainer=null: no trainer has that name"),
+        ("~loss", "loss=None: a run cannot do without this section"),
+        ("optimizer.lr=${nope}", "optimizer.lr=${nope}: Interpolation key 'nope' not found"),
+        ("data.system_prompt='cost in ${usd}'", "data.system_prompt=cost in ${usd}"),
+        ("output_root=null", "output_root=None: it must be a path"),
+        ("resume=5", "resume=5: it must be a path"),
+        ("run_dir=/etc/passwd", "run_dir=/etc/passwd: it is a file, not a folder"),
+        ("--config-name=foo", "--config-name=foo: there is one configuration"),
+        ("model.lora=8", "It is a section, so set its keys: model.lora.r=..."),
+        ("trainer.devices=[0]", "It is the number of processes on this machine: trainer.devices=1"),
+        ("model=local model.path=/nope", "model.path=/nope: no model configuration can be read there (there is no such folder)"),
+        ("nonsense", "command=nonsense: no command has that name"),
+        ("-m model=tiny,nope", "model=nope: no model has that name"),
+        ("--worker /nope", "a rank is started by the supervisor"),
+        ("algorithm.old_logprob=sampler", "It is written algorithm.old_logprob=rollout now"),
+        ("model.value=only", "It is written model.kind=reward_model now"),
+    ],
+)  # fmt: skip
+def test_words_that_lead_the_right_way(tmp_path, line, says):
+    """Points 10 and 21 of the faults of 2026-11-30, T2B-31: code 2, one line, no traceback, nothing left behind."""
+    done = forked(*(line.split(" ") if "'" not in line else [line]), cwd=tmp_path)
+    assert done.code == 2, done.text
+    assert says in done.text
+    assert len(done.text) < 600, "no list of all keys"
+    assert "Traceback" not in done.text
+    assert {path.name for path in tmp_path.iterdir()} <= {"output.txt", "outputs"}
+    assert not [path for path in tmp_path.glob("outputs/**/*") if path.is_file()]
+
+
+def test_t2b_26_a_sweep_goes_on_after_a_job_that_fails(tmp_path):
+    """Job 1 is refused; jobs 0 and 2 finish, a table says so, and the exit code is not 0."""
+    small = [word for word in SMALL if word != "optimizer.lr=1e-2"]
+    done = forked("-m", *small, "optimizer.lr=1e-4,-1,3e-4", "output_root=out", cwd=tmp_path)
+    assert done.code == 2, done.text
+    [sweep] = (tmp_path / "out" / "sweeps").glob("*/*")
+    jobs = read_jobs(sweep)
+    assert [job.code for job in jobs] == [0, 2, 0]
+    assert [(sweep / str(job) / "policy").exists() for job in range(3)] == [True, False, True]
+    assert jobs[1].problem.startswith("optimizer.lr=-1")
+    assert "3 jobs in" in done.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -11,8 +12,10 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from rlmodule.run.build.machine import Machine
 from rlmodule.core.errors import ConfigError
-from rlmodule.run.launchers.local import launched_from_outside
+from rlmodule.run.launchers.local import STORE, launched_from_outside, process_rank
 from rlmodule.records.run_directory import RunDirectory
+
+_COLLECTIVE_SECONDS = 1800.0  # torch's own limit for gloo
 
 
 def init_distributed(machine: Machine, run_dir: RunDirectory) -> RunDirectory:
@@ -46,6 +49,25 @@ def init_distributed(machine: Machine, run_dir: RunDirectory) -> RunDirectory:
     shared = [str(run_dir.root)]
     dist.broadcast_object_list(shared, src=0)
     return RunDirectory(Path(shared[0]))
+
+
+def meet(timeout: float) -> None:
+    """Let the ranks that a supervisor has started on this machine find each other, through a file and no port.
+
+    Args:
+        timeout: seconds that a rank may be silent; collectives wait for half an hour at least.
+    """
+    store = os.environ.get(STORE)
+    if store is None or dist.is_initialized():
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=process_rank(),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=max(timeout, _COLLECTIVE_SECONDS)),
+    )
 
 
 def _join_process_group() -> None:

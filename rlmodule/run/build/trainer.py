@@ -42,7 +42,7 @@ def build_trainer(
             purge_step=purge_step(resumed_step),
         )
         writer.hparams.update(hparams)
-    return L.Trainer(
+    trainer = L.Trainer(
         accelerator="gpu" if machine.device == "cuda" else machine.device,
         devices=machine.num_processes,
         num_nodes=config.trainer.num_nodes,
@@ -59,6 +59,10 @@ def build_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    # Lightning answers SIGTERM with a collective inside the signal handler, which hangs ranks that are elsewhere; what a
+    # signal means here is in training/preemption.py.
+    trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+    return trainer
 
 
 @contextmanager

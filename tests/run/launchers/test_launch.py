@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from rlmodule.core.errors import TrainingError
+from rlmodule.run.launchers import heartbeat
 from rlmodule.run.launchers import local as launch
 
 pytestmark = pytest.mark.ranks
@@ -67,14 +68,15 @@ def wait_until(true, seconds=20.0):
 
 def test_every_rank_is_told_its_place(tmp_path, script):
     body = """
-    names = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RLMODULE_SUPERVISOR")
+    names = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "RLMODULE_STORE", "RLMODULE_SUPERVISOR")
     print(sys.argv[1], *(os.environ[n] for n in names), "RANK" in os.environ)
     (run / f"place_{rank}").write_text(" ".join(os.environ[n] for n in names))
     """
     assert launch.supervise(script(body), tmp_path, 3) == 0
     places = [(tmp_path / f"place_{rank}").read_text().split() for rank in range(3)]
     assert [place[:4] for place in places] == [[str(rank), "0", "3", "127.0.0.1"] for rank in range(3)]
-    assert len({place[4] for place in places}) == 1, "one port"
+    assert len({place[4] for place in places}) == 1, "they meet in one place"
+    assert not Path(places[0][4]).parent.exists(), "which is gone afterwards"
     assert {place[5] for place in places} == {str(os.getpid())}
     assert (tmp_path / "logs" / "rank_2.log").read_text().startswith("--worker 2 ")
     assert not (tmp_path / "logs" / "rank_0.log").exists(), "rank 0 speaks to the terminal"
@@ -106,7 +108,7 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_along(tmp_path, script, 
     log = tmp_path / "logs" / "rank_1.log"
     assert str(caught.value).startswith(said)
     assert str(log) in str(caught.value)
-    assert "resume=auto" in str(caught.value)
+    assert "No state was saved yet" in str(caught.value)
     assert log.read_text() == "last words\n"
     assert not any(map(is_running, pids(tmp_path)))
 
@@ -131,6 +133,65 @@ def test_the_rank_that_died_is_named_and_not_the_one_that_missed_it(tmp_path, sc
     with pytest.raises(TrainingError) as caught:
         launch.supervise(script(body), tmp_path, 2)
     assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_point_22_a_bug_has_one_exit_code_and_one_traceback_whatever_rank_has_it(tmp_path, script, capfd, rank):
+    """The rank that lost its peer to it says so in a word, and with a code of its own."""
+    body = f"""
+    if rank == {rank}:
+        raise ZeroDivisionError("planted")
+    time.sleep(0.3)
+    os._exit({launch.LOST_PEERS})
+    """
+    assert launch.supervise(script(body), tmp_path, 2) == launch.BUG
+    said = capfd.readouterr().err
+    assert said.count("Traceback (most recent call last)") == 1
+    assert "ZeroDivisionError: planted" in said
+
+
+def test_point_14_a_frozen_rank_is_named_with_its_phase_and_all_are_ended(tmp_path, script):
+    beating = f"""
+    sys.path.insert(0, {str(ROOT)!r})
+    from rlmodule.run.launchers import local as launch
+    launch.end_with_supervisor()("update")
+    time.sleep(0.5)
+    if rank == 1:
+        os.kill(os.getpid(), 19)
+    {SLEEP}
+    """
+    (tmp_path / "checkpoints" / "iteration_000003").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "iteration_000004.writing").mkdir()
+    with pytest.raises(
+        TrainingError, match=r"rank 1 \(process \d+ on .*\) froze in phase 'update'.*trainer.timeout"
+    ) as caught:
+        launch.supervise(script(beating), tmp_path, 2, timeout=2.5)
+    assert f"Go on from iteration_000003 with resume={tmp_path}" in str(caught.value)
+    assert not any(map(is_running, pids(tmp_path)))
+
+
+def test_a_supervisor_that_was_frozen_itself_blames_no_rank(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
+    heartbeat.file_of(tmp_path, 0).write_text("{}")
+    signs = heartbeat.Heartbeats(tmp_path, 1, timeout=20)
+
+    def said_at(now):
+        clock[0] = now
+        return signs.silent()
+
+    assert not any(map(said_at, (2.0, 4.0, 1000.0, 1002.0))), "it has just come back"
+    assert not any(map(said_at, range(1004, 1022, 2)))
+    assert said_at(1024.0).startswith("rank 0")
+
+
+def test_point_19_ranks_meet_without_a_port(tmp_path, script):
+    body = """
+    assert "MASTER_PORT" not in os.environ
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert Path(os.environ["RLMODULE_STORE"]).parent.stat().st_mode & 0o077 == 0, "for this user alone"
+    """
+    assert launch.supervise(script(body), tmp_path, 2) == 0
 
 
 def test_a_rank_0_that_dies_is_named_without_a_log(tmp_path, script):
@@ -164,6 +225,7 @@ SUPERVISOR = """
 import sys
 from pathlib import Path
 from rlmodule.run.launchers import local as launch
+launch._REPEAT_SECONDS = 1.0
 raise SystemExit(launch.supervise((sys.argv[1],), Path(sys.argv[2]), 2))
 """
 WATCHED = "from rlmodule.run.launchers import local as launch\nlaunch.end_with_supervisor()\n" + STARTED
@@ -210,7 +272,7 @@ def test_a_scheduler_s_warning_reaches_every_rank(tmp_path, script, number):
     assert code == launch.PREEMPTED, "what ranks that have saved their state exit with"
 
 
-def test_a_second_signal_ends_all_at_once(tmp_path, script):
+def test_a_later_signal_ends_all_at_once(tmp_path, script):
     body = """
     import signal
     def note(number, frame):
@@ -226,7 +288,9 @@ def test_a_second_signal_ends_all_at_once(tmp_path, script):
         wait_until(lambda: len(list(tmp_path.glob("ready_*"))) == 2)
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: len(list(tmp_path.glob("warned_*"))) == 2)
-        assert process.poll() is None, "it waits for them to save"
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.1)
+        assert process.poll() is None, "the same request again changes nothing: it waits for them to save"
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) != 0
         assert not any(map(is_running, pids(tmp_path)))
