@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from rlmodule.commands import COMMANDS, Invocation
+from rlmodule.records.run_directory import locked
+from rlmodule.run.build.distributed import on_rank_zero
 from rlmodule.run.launchers.local import launched_from_outside
 from rlmodule.run.run import Run
 from rlmodule.run.warm_start import WarmStart
@@ -21,12 +24,14 @@ class Train:
         """Train on as many processes as the run asks for."""
         run = invocation.run
         run.init_distributed()
-        run.check()
-        run.save_config(invocation.config, invocation.provenance)
-        make_starting_weights(run, invocation)
-        if run.machine.needs_supervisor:
-            return invocation.start_ranks(run.run_dir.root, run.machine.num_processes)
-        fit(run)
+        with ExitStack() as held:
+            on_rank_zero(lambda: held.enter_context(locked(run.run_dir)))
+            run.check()
+            run.save_config(invocation.config, invocation.provenance)
+            make_starting_weights(run, invocation)
+            if run.machine.needs_supervisor:
+                return invocation.start_ranks(run.run_dir.root, run.machine.num_processes)
+            fit(run)
         return 0
 
 

@@ -9,12 +9,17 @@ outputs/2026-11-29/15-04-05/
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -55,6 +60,37 @@ class RunDirectory:
     def summary(self) -> Path:
         """Written when the run has ended."""
         return self.root / "summary.json"
+
+
+@contextmanager
+def locked(run_dir: RunDirectory) -> Iterator[None]:
+    """Keep the directory for this process for as long as it lives; works on NFS, and is freed when the process dies.
+
+    Raises:
+        ConfigError: another run is writing there; names its host and process.
+    """
+    run_dir.root.mkdir(parents=True, exist_ok=True)
+    with (run_dir.root / "run.lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kind that NFS passes on, and forks do not inherit
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            file.seek(0)
+            raise ConfigError(
+                key="run_dir",
+                got=run_dir.root,
+                because=f"a run is writing there ({file.read().strip() or 'it does not say which'})",
+                fix="Wait for it, end it, or use another run_dir",
+            ) from None
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
 
 
 def choose(run_dir: object, output_root: object, resume: object) -> Path:
@@ -135,7 +171,7 @@ def _unused(path: Path) -> Path:
 
 def remove_if_unused(run_dir: RunDirectory) -> None:
     """Take away the directory of a run that was refused before it wrote anything of its own."""
-    if run_dir.root.is_dir() and {path.name for path in run_dir.root.iterdir()} <= {".hydra"}:
+    if run_dir.root.is_dir() and {path.name for path in run_dir.root.iterdir()} <= {"run.lock"}:
         shutil.rmtree(run_dir.root)
 
 

@@ -94,6 +94,7 @@ class GeneralConfig:
 
     seed: int = 0  # keys data order, sampling and random weights
     resume: str | None = None  # null, auto, a run directory, or a checkpoint folder
+    resume_changed: bool = False  # go on although rows, model, environment or reward are others than before
     run_dir: str | None = None  # where this run writes
     output_root: str = "outputs"  # where runs are kept
 
@@ -139,7 +140,7 @@ class RunConfig:
         loss, imitates = component(LOSSES, node.loss), algorithm.source == DEMONSTRATIONS
         has_advantage = "advantage" in loss.needs and not imitates
         return cls(
-            general=convert(GeneralConfig, {k: node[k] for k in ("seed", "resume", "run_dir", "output_root")}, ""),
+            general=convert(GeneralConfig, {k: node[k] for k in GeneralConfig.__dataclass_fields__}, ""),
             model=model,
             data=data,
             rollout=component(ROLLOUTS, node.rollout),
@@ -196,6 +197,7 @@ class RunConfig:
         )
         return replace(
             self,
+            general=replace(self.general, resume=None),
             model=replace(self.model, lora=LoraConfig(), compile=False, value=NO_VALUE),
             data=replace(self.data, rollouts=None, completion_key=self.data.completion_key or self._preferred_key),
             algorithm=AlgorithmConfig(

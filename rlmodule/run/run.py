@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from rlmodule.algorithm.objective import Objective
 from rlmodule.callbacks.parts.context import RunContext
 from rlmodule.checkpoint.state import STATE_FILE, newest_whole, read_manifest, verify
-from rlmodule.core.errors import ConfigError
+from rlmodule.core.errors import CheckpointError, ConfigError
 from rlmodule.datamodule import RLDataModule
 from rlmodule.models.building import parameter_count
 from rlmodule.models.compiled import check_compiler
@@ -40,6 +40,8 @@ from rlmodule.run.build.strategy import StrategyChoice, StrategyRegistry
 from rlmodule.run.build.trainer import build_trainer, reraise_keyboard_interrupt, silence_warnings
 from rlmodule.run.config import RunConfig
 from rlmodule.run.datasets import DATASETS, TrainingDataset
+from rlmodule.run.digests import check_unchanged, digests
+from rlmodule.run.digests import save as save_digests
 from rlmodule.run.launchers.local import process_rank
 from rlmodule.run.plan import ModelSummary, RunPlan
 from rlmodule.run.preflight.checks import check
@@ -153,6 +155,15 @@ class Run:
         self.dataset.check(layout)
         _ = self.dataset.val_prompts  # reading them checks them
         self.resume_from(say=lambda line: print(line) if self.is_rank_zero else None)
+        if self.config.general.resume:
+            changed = check_unchanged(self.run_dir.root, self.digests, allowed=self.config.general.resume_changed)
+            if changed and self.is_rank_zero:
+                print(f"resume: this run goes on with other {' and '.join(changed)} than before")
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """What a resumed run must share with the run before."""
+        return digests(self.config, self.hf_config)
 
     def check_strategy(self) -> None:
         """Refuse a strategy that this machine or this model cannot have.
@@ -178,7 +189,7 @@ class Run:
             say: is given a line for every newer checkpoint that is damaged.
 
         Raises:
-            CheckpointError: the checkpoint asked for is damaged.
+            CheckpointError: the checkpoint asked for is damaged, or there is none.
         """
         wanted = self.config.general.resume
         if not wanted:
@@ -189,12 +200,18 @@ class Run:
         found, passed_over = newest_whole(self.run_dir.checkpoints)
         for line in passed_over:
             say(f"resume: {line}")
+        if found is None:
+            raise CheckpointError(
+                f"resume={wanted}: {self.run_dir.root} holds no whole state to go on from. Start a new run, with "
+                "another run_dir"
+            )
         return found
 
     def save_config(self, config: str, provenance: str) -> None:
         """Save what is run; the first rank's job."""
         if self.is_rank_zero:
             save_config(self.run_dir, config, provenance, is_resumed=bool(self.config.general.resume))
+            save_digests(self.run_dir.root, self.digests)
 
     # ---- the run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
 from rlmodule.run.build.machine import Machine
-from rlmodule.core.errors import ConfigError
+from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.run.launchers.local import STORE, launched_from_outside, process_rank
 from rlmodule.records.run_directory import RunDirectory
 
@@ -49,6 +50,27 @@ def init_distributed(machine: Machine, run_dir: RunDirectory) -> RunDirectory:
     shared = [str(run_dir.root)]
     dist.broadcast_object_list(shared, src=0)
     return RunDirectory(Path(shared[0]))
+
+
+def on_rank_zero(action: Callable[[], None]) -> None:
+    """Let rank 0 do something for all; every rank calls it.
+
+    Raises:
+        RLModuleError: what went wrong on rank 0, on every rank.
+    """
+    problem: list[RLModuleError | None] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            action()
+        except RLModuleError as error:
+            problem = [error]
+    if dist.is_initialized():
+        told = [None if problem[0] is None else str(problem[0])]
+        dist.broadcast_object_list(told, src=0)
+        if told[0] is not None:
+            raise problem[0] or RLModuleError(told[0])
+    elif problem[0] is not None:
+        raise problem[0]
 
 
 def meet(timeout: float) -> None:

@@ -1,0 +1,115 @@
+"""What a run must not change when it is resumed: rows, model, environment and reward, each as a digest of its contents.
+
+Settings such as learning rates may change; what is trained on and judged by may not, unless ``resume_changed=true``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from rlmodule.core.errors import ConfigError
+from rlmodule.run.config import RunConfig
+
+FILE_NAME = "digests.json"
+_VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # of a model's description
+_READING = (  # keys of data that decide what a file's rows say
+    *("format", "prompt_key", "answer_key", "source_key", "completion_key", "chosen_key", "rejected_key"),
+    *("apply_chat_template", "chat_template_args", "system_prompt"),
+)
+
+
+def digests(config: RunConfig, hf_config: PreTrainedConfig) -> dict[str, str]:
+    """Name -> digest of everything that a resumed run shares with the run before."""
+    return {
+        "rows": _of_rows(config),
+        "model": _of_model(config, hf_config),
+        "environment": _of_component(config.task),
+        "reward": _of_component(config.reward),
+    }
+
+
+def check_unchanged(folder: Path, now: Mapping[str, str], *, allowed: bool) -> list[str]:
+    """Compare with what was written when the run began.
+
+    Args:
+        folder: run directory.
+        now: digests of this start.
+        allowed: ``resume_changed=true``.
+
+    Returns:
+        Names of what has changed, where that is allowed.
+
+    Raises:
+        ConfigError: something has changed.
+    """
+    path = folder / FILE_NAME
+    if not path.exists():
+        return []
+    before = json.loads(path.read_text(encoding="utf-8"))
+    changed = [name for name, digest in now.items() if before.get(name, digest) != digest]
+    if changed and not allowed:
+        raise ConfigError(
+            key="resume",
+            got=folder,
+            because=f"{' and '.join(changed)} differ from those that the run was trained with so far",
+            fix="Give what it began with, or say resume_changed=true to go on with the new ones",
+        )
+    return changed
+
+
+def save(folder: Path, now: Mapping[str, str]) -> None:
+    """Write them into the run directory."""
+    (folder / FILE_NAME).write_text(json.dumps(dict(now), indent=1) + "\n", encoding="utf-8")
+
+
+def _of_rows(config: RunConfig) -> str:
+    data = config.data
+    files = [*data.train_files, *([data.rollouts] if data.rollouts else [])]
+    reading = {name: getattr(data, name) for name in _READING}
+    return _digest(json.dumps(reading, sort_keys=True, default=str), *map(_contents, files))
+
+
+def _of_model(config: RunConfig, hf_config: PreTrainedConfig) -> str:
+    described = {name: value for name, value in hf_config.to_dict().items() if name not in _VOLATILE}
+    model = config.model
+    return _digest(json.dumps([described, asdict(model.lora), model.kind, model.value], sort_keys=True, default=str))
+
+
+def _of_component(component: Any) -> str:
+    if component is None:
+        return ""
+    assert is_dataclass(component) and not isinstance(component, type), "components are dataclasses"
+    fields = asdict(component)
+    code = str(fields.get("path") or "").partition(":")[0]
+    name = f"{type(component).__module__}.{type(component).__qualname__}"
+    text = json.dumps([name, fields], sort_keys=True, default=str)
+    return _digest(text, *([_contents(code)] if Path(code).is_file() else []))
+
+
+def _contents(path: str) -> str:
+    """Digest of a file, or of every file in a folder; where it lies does not count."""
+    root = Path(path)
+    files: Iterable[Path] = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
+    return _digest(*(f"{p.relative_to(root) if root.is_dir() else ''}:{_of_file(p)}" for p in files))
+
+
+def _of_file(path: Path) -> str:
+    found = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                found.update(block)
+    except OSError:
+        return "missing"
+    return found.hexdigest()
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
