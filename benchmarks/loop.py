@@ -31,7 +31,7 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.prefetch import PackedAhead
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
-from rlmodule.core.contract import Layout
+from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import merge
 from rlmodule.core.types import MiniBatch, TrainingSample
 from rlmodule.experience.iteration import Experience

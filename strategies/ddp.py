@@ -30,8 +30,8 @@ class DDPConfig(OffloadParallelConfig):
 class DDPStrategy(DistributedStrategy):
     """DDP around each trainable inner model; frozen ones are left as they are."""
 
-    options: ClassVar[type] = DDPConfig
-    _options: DDPConfig
+    config_class: ClassVar[type] = DDPConfig
+    config: DDPConfig
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """The wrapper stays outside the module tree, so parameter names carry no prefix."""
@@ -43,8 +43,8 @@ class DDPStrategy(DistributedStrategy):
             model,
             device_ids=self.determine_ddp_device_ids(),
             forward_sync_buffers=False,
-            bucket_cap_mb=self._options.bucket_cap_mb,
-            gradient_as_bucket_view=self._options.gradient_as_bucket_view,
+            bucket_cap_mb=self.config.bucket_cap_mb,
+            gradient_as_bucket_view=self.config.gradient_as_bucket_view,
         )
 
     def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:

@@ -117,8 +117,8 @@ class FromTuple(nn.Module):
 class DeepSpeedStrategy(ShardedStrategy):
     """One engine per trainable model; at stage 3 one without an optimizer per frozen model."""
 
-    options: ClassVar[type] = DeepSpeedConfig
-    _options: DeepSpeedConfig
+    config_class: ClassVar[type] = DeepSpeedConfig
+    config: DeepSpeedConfig
 
     def setup_distributed(self) -> None:
         """Join the process group; the engines take it over."""
@@ -135,13 +135,13 @@ class DeepSpeedStrategy(ShardedStrategy):
     @property
     def cuts_parameters(self) -> bool:
         """Whether a process holds a part of the weights only."""
-        return self._options.stage == 3
+        return self.config.stage == 3
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Engines come later; up to stage 2 every process holds whole weights."""
         if not self.cuts_parameters:
             return super().wrap(name, model)
-        config = self._config(trained_models=any(p.requires_grad for p in model.parameters()))
+        config = self._engine_config(trained_models=any(p.requires_grad for p in model.parameters()))
         for part in (*blocks_of(model), model):
             load(model, part, self.root_device)
             self._deepspeed.zero.Init(module=part, config_dict_or_path=config)
@@ -164,7 +164,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             engine, *_ = self._deepspeed.initialize(
-                model=outermost, optimizer=optimizer, config=self._config(optimizer is not None)
+                model=outermost, optimizer=optimizer, config=self._engine_config(optimizer is not None)
             )
         # In bfloat16 the engine rounds buffers as well, and rotary frequencies do not survive that.
         for name, buffer in model.named_buffers():
@@ -176,22 +176,22 @@ class DeepSpeedStrategy(ShardedStrategy):
                 self._deepspeed.zero.register_external_parameter(outermost, parameter)
         return engine
 
-    def _config(self, trained_models: bool) -> dict[str, Any]:
-        options = self._options
+    def _engine_config(self, trained_models: bool) -> dict[str, Any]:
+        config = self.config
         zero: dict[str, Any] = {
-            "stage": options.stage,
-            "overlap_comm": options.overlap_comm,
-            "reduce_bucket_size": options.bucket_numel,
-            "allgather_bucket_size": options.bucket_numel,
+            "stage": config.stage,
+            "overlap_comm": config.overlap_comm,
+            "reduce_bucket_size": config.bucket_numel,
+            "allgather_bucket_size": config.bucket_numel,
             "contiguous_gradients": True,
         }
-        if options.stage == 3:
-            zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": options.bucket_numel}
-        if options.offload_optimizer and trained_models:
+        if config.stage == 3:
+            zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": config.bucket_numel}
+        if config.offload_optimizer and trained_models:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.root_device.type != "cpu"}
-        if options.offload_param:
+        if config.offload_param:
             zero["offload_param"] = {"device": "cpu", "pin_memory": self.root_device.type != "cpu"}
-        bf16 = options.param_dtype == "bfloat16"
+        bf16 = config.param_dtype == "bfloat16"
         return {
             "train_micro_batch_size_per_gpu": 1,  # never read: micro-batches are ours
             "gradient_accumulation_steps": 1,

@@ -82,17 +82,17 @@ class FSDPConfig(OffloadParallelConfig):
 class FSDPStrategy(ShardedStrategy):
     """One FSDP unit per block, one for what is left; parameters keep their names and their own hyperparameters."""
 
-    options: ClassVar[type] = FSDPConfig
-    _options: FSDPConfig
+    config_class: ClassVar[type] = FSDPConfig
+    config: FSDPConfig
 
-    def __init__(self, options: FSDPConfig, **place: Any) -> None:
-        super().__init__(options, **place)
+    def __init__(self, config: FSDPConfig, **place: Any) -> None:
+        super().__init__(config, **place)
         self._aliases: dict[str, list[tuple[str, ...]]] = {}
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Cut in place; the outermost wrapper stays outside of the module tree."""
         self._aliases[name] = [names for names, _ in tied(model)]
-        dtype = DTYPES[self._options.param_dtype]
+        dtype = DTYPES[self.config.param_dtype]
         # Buffers stay fp32: rotary frequencies do not survive rounding. Inputs too: old log-probabilities.
         precision = (
             None
@@ -101,9 +101,9 @@ class FSDPStrategy(ShardedStrategy):
         )
         reduce: dict[str, Any] = {
             "device_mesh": self.mesh.sharding,
-            "sharding_strategy": SHARDING[self._options.sharding],
+            "sharding_strategy": SHARDING[self.config.sharding],
             "mixed_precision": precision,
-            "cpu_offload": CPUOffload(self._options.cpu_offload and self.root_device.type != "cpu"),
+            "cpu_offload": CPUOffload(self.config.cpu_offload and self.root_device.type != "cpu"),
             "device_id": self.root_device,
             "use_orig_params": True,
         }
@@ -117,7 +117,7 @@ class FSDPStrategy(ShardedStrategy):
     def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
         """Reduce now, or leave whole gradients until the last micro-batch."""
         wrapper: Any = self._wrapped[name]
-        return nullcontext() if is_last or self._options.reduce_every_micro_batch else wrapper.no_sync()
+        return nullcontext() if is_last or self.config.reduce_every_micro_batch else wrapper.no_sync()
 
     def named_parameters(self, name: str) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's flat piece of each parameter, which may be empty."""
@@ -126,7 +126,7 @@ class FSDPStrategy(ShardedStrategy):
 
     def copies_of(self, parameter: nn.Parameter) -> int:
         """A piece is held once in every copy of the sharded model."""
-        return self._options.dp_replicate
+        return self.config.dp_replicate
 
     def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """Gather one tensor at a time."""

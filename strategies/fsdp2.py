@@ -50,8 +50,8 @@ class FSDP2Config(OffloadParallelConfig):
 class FSDP2Strategy(ShardedStrategy):
     """fully_shard over each block, then over what is left."""
 
-    options: ClassVar[type] = FSDP2Config
-    _options: FSDP2Config
+    config_class: ClassVar[type] = FSDP2Config
+    config: FSDP2Config
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Cut in place: the modules keep their names, their parameters become DTensors."""
@@ -59,10 +59,10 @@ class FSDP2Strategy(ShardedStrategy):
             apply_tensor_parallel(lm_of(model), self.mesh.tensor)
         reduce: dict[str, Any] = {
             "mesh": self.mesh.sharding,
-            "reshard_after_forward": self._options.reshard_after_forward,
+            "reshard_after_forward": self.config.reshard_after_forward,
             "offload_policy": self._offload_policy(),
         }
-        param_dtype = DTYPES[self._options.param_dtype]
+        param_dtype = DTYPES[self.config.param_dtype]
         for block in blocks_of(model):
             load(model, block, self.root_device)
             fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32), **reduce)
@@ -74,7 +74,7 @@ class FSDP2Strategy(ShardedStrategy):
         return model
 
     def _offload_policy(self) -> OffloadPolicy:
-        if not self._options.cpu_offload:
+        if not self.config.cpu_offload:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.root_device.type != "cpu")  # a CPU alone has nothing to lock pages for
 
@@ -83,7 +83,7 @@ class FSDP2Strategy(ShardedStrategy):
         """Reduce now, or leave whole gradients until the last micro-batch."""
         wrapper = self._wrapped[name]
         assert isinstance(wrapper, FSDPModule)
-        wrapper.set_requires_gradient_sync(is_last or self._options.reduce_every_micro_batch)
+        wrapper.set_requires_gradient_sync(is_last or self.config.reduce_every_micro_batch)
         wrapper.set_is_last_backward(is_last)
         yield
 

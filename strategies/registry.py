@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TypeVar
 
+from rlmodule.core.contract import LANGUAGE_MODEL, POLICY_VALUE, VALUE_MODEL, StrategyClass
 from rlmodule.core.errors import ConfigError, DependencyError, did_you_mean
 from strategies.parts.mesh import detect_device, detect_vendor
 
-C = TypeVar("C", bound=type)
+C = TypeVar("C", bound=StrategyClass)
 ANY_VENDOR = None
 ENTRY_POINT_GROUP = "rlmodule.strategies"
-MODEL_TYPES = ("language_model", "value_model", "policy_value")
+MODEL_TYPES = (LANGUAGE_MODEL, VALUE_MODEL, POLICY_VALUE)
 
 Key = tuple[str, str, str, str | None]
 Words = str | Iterable[str]
@@ -36,7 +37,7 @@ class StrategyRegistry:
     """(model_type, backend, device, vendor) -> strategy class."""
 
     package: str = "strategies"
-    _table: dict[Key, type] = field(default_factory=dict)
+    _table: dict[Key, StrategyClass] = field(default_factory=dict)
 
     def register(
         self, *, model_type: Words, backend: Words, device: Words, vendor: Words | None = ANY_VENDOR
@@ -73,7 +74,9 @@ class StrategyRegistry:
         here = {m.name for m in pkgutil.iter_modules(paths) if not m.ispkg and m.name != "registry"}
         return sorted(here | {key[1] for key in self._table} | {p.name for p in entry_points(group=ENTRY_POINT_GROUP)})
 
-    def lookup(self, model_type: str, backend: str, *, device: str | None = None, vendor: str | None = None) -> type:
+    def lookup(
+        self, model_type: str, backend: str, *, device: str | None = None, vendor: str | None = None
+    ) -> StrategyClass:
         """The class for this machine: exact (device, vendor), then any vendor, then nvidia's on other CUDA devices.
 
         Args:
@@ -129,7 +132,8 @@ class StrategyRegistry:
         )
 
 
-def _name(cls: type) -> str:
+def _name(cls: StrategyClass) -> str:
+    assert isinstance(cls, type)
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

@@ -24,9 +24,9 @@ class SingleConfig(OffloadConfig):
 class SingleStrategy(StrategyMixin, SingleDeviceStrategy):
     """The reference every other strategy is measured against."""
 
-    options: ClassVar[type] = SingleConfig
+    config_class: ClassVar[type] = SingleConfig
 
-    def __init__(self, options: SingleConfig, *, device: str, num_processes: int, num_nodes: int) -> None:
+    def __init__(self, config: SingleConfig, *, device: str, num_processes: int, num_nodes: int) -> None:
         if num_processes * num_nodes > 1:
             raise ConfigError(
                 key="trainer.devices",
@@ -34,7 +34,7 @@ class SingleStrategy(StrategyMixin, SingleDeviceStrategy):
                 because=f"strategy=single runs one process, not {num_processes * num_nodes}",
                 fix="Use strategy=ddp, or trainer.devices=1",
             )
-        self.offload = options
+        self.offload = config
         super().__init__(device=torch.device(device, 0) if device != "cpu" else torch.device("cpu"))
 
     def model_to_device(self) -> None:

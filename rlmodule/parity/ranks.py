@@ -170,8 +170,8 @@ def train(run: Run, *, is_rank_zero: bool, is_reference: bool) -> Outcome | None
     torch.set_num_threads(config.trainer.num_threads or 1)
     samples = make_samples(run.dataset.examples(), config.parity)
     objective = Objective(config.loss, config.algorithm)
-    module = build_module(config, objective, run.dataset.samples_per_row)
     strategy = run.strategy.new()
+    module = build_module(config, objective, run.dataset.samples_per_row, strategy)
     data = RLDataModule(
         FixedSource(samples, lambda: strategy.layout),
         PromptStream(len(samples), config.general.seed),

@@ -218,7 +218,8 @@ class Run:
         checkpoint = self.resume_from()
         step = None if checkpoint is None else int(read_manifest(checkpoint).entries["step"])
         objective = Objective(config.loss, config.algorithm)
-        module, strategy = build_module(config, objective, self.dataset.samples_per_row), self.strategy.new()
+        strategy = self.strategy.new()
+        module = build_module(config, objective, self.dataset.samples_per_row, strategy)
         context = self._context(module.models[config.trained_model], step)
         callbacks = [made.connect(context) for made in config.callbacks.values()]
         datamodule = build_datamodule(config, self.dataset, objective, strategy, context.metrics_log.begin_iteration)

@@ -12,7 +12,8 @@ import zlib
 import torch
 from torch import Tensor
 
-from rlmodule.core.contract import Collectives, Layout
+from rlmodule.core.contract import Collectives
+from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metric, Metrics, from_rows, merge, to_rows
 
 CAPACITY = 127  # rows of a block; 128 x 3 float64 are 3 KiB per rank

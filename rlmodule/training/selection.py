@@ -16,24 +16,22 @@ from rlmodule.core.contract import Collectives, SelectingLoss, Strategy
 from rlmodule.core.types import LossInputs, MicroBatch, MiniBatch, TokenMeans
 
 
-def with_selection(mini_batch: MiniBatch, loss: SelectingLoss, strategy: Strategy) -> MiniBatch:
-    """The mini-batch with ``selected`` in each of its micro-batches.
+def with_selection(mini_batch: MiniBatch, loss: SelectingLoss, name: str, strategy: Strategy) -> MiniBatch:
+    """The mini-batch with ``selected`` filled in each of its micro-batches.
 
-    Costs one forward pass over the mini-batch. Log-probabilities are those of the policy as it is now, in the
-    micro-batches the update will run.
+    Costs one forward pass over the mini-batch: log-probabilities are those that the model ``name`` gives before the
+    update, in the micro-batches that the update will run.
     """
-    policy = strategy.wrapped("policy")
-    with strategy.eval_mode("policy"):
-        inputs = [LossInputs.of(batch, policy(batch).logprob.detach()) for batch in mini_batch.micro_batches]
-    keys = [_keys(batch) for batch in mini_batch.micro_batches]
+    batches = mini_batch.micro_batches
+    outputs = strategy.forward(name, batches, frozenset({"logprob"}))
+    inputs = [LossInputs.of(batch, output["logprob"]) for batch, output in zip(batches, outputs, strict=True)]
+    keys = [_keys(batch) for batch in batches]
     means = _means(inputs, strategy.collectives)
     priorities = [loss.priority(x, means, key) for x, key in zip(inputs, keys, strict=True)]
     chosen = highest(priorities, keys, loss.num_selected(mini_batch.totals.tokens), strategy.collectives)
     return replace(
         mini_batch,
-        micro_batches=tuple(
-            replace(batch, selected=mask) for batch, mask in zip(mini_batch.micro_batches, chosen, strict=True)
-        ),
+        micro_batches=tuple(replace(batch, selected=mask) for batch, mask in zip(batches, chosen, strict=True)),
     )
 
 

@@ -7,14 +7,13 @@ gradients travel (the strategy).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlmodule.core.contract import ModelObjective, Strategy
+from rlmodule.core.contract import Backward, ModelObjective, Strategy
 from rlmodule.core.metrics import Metric, ReduceType, merge
 from rlmodule.core.types import MiniBatch
 from rlmodule.optim.adamw import OptimizerConfig
@@ -68,7 +67,7 @@ def update(
     strategy: Strategy,
     optimizer: Optimizer,
     schedule: LRScheduler,
-    backward: Callable[[Tensor], None],
+    backward: Backward,
 ) -> StepResult:
     """Train one model on one mini-batch.
 
@@ -78,16 +77,10 @@ def update(
     name, objective, totals = trainable.name, trainable.objective, mini_batch.totals
     if totals.tokens == 0:
         return StepResult({}, math.nan, stepped=False, empty=True)
-    model = strategy.wrapped(name)
     if objective.selects is not None:
-        mini_batch = with_selection(mini_batch, objective.selects, strategy)
-    parts: list[dict[str, Metric]] = []
+        mini_batch = with_selection(mini_batch, objective.selects, name, strategy)
     with strategy.train_mode(name):
-        for index, micro_batch in enumerate(mini_batch.micro_batches):
-            with strategy.micro_batch(name, is_last=index == len(mini_batch.micro_batches) - 1):
-                share = objective.for_micro_batch(micro_batch, totals, strategy.sequence)
-                backward(model(micro_batch, objective=share))
-            parts.append(share.metrics)
+        parts = strategy.forward_backward(name, mini_batch.micro_batches, objective, totals, backward)
         lr = float(optimizer.param_groups[0]["lr"])
         grad_norm = strategy.clip_and_step(optimizer, trainable.optimizer.max_grad_norm)
     stepped = math.isfinite(grad_norm)

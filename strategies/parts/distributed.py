@@ -7,13 +7,12 @@ model is spread; that is a backend's own.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 
 from rlmodule.core.config import at_least
-from rlmodule.core.contract import Layout
+from rlmodule.core.layout import Layout
 from strategies.parts.collectives import GroupCollectives
 from strategies.parts.mesh import Mesh, check_degrees
 from strategies.parts.offload import OffloadConfig
@@ -55,25 +54,26 @@ class OffloadParallelConfig(ParallelConfig, OffloadConfig):
 class DistributedStrategy(StrategyMixin, LightningDDPStrategy):
     """Base of the backends of several processes."""
 
+    config: ParallelConfig
     mesh: Mesh
     exchange_device: torch.device  # where the process group wants its tensors
 
-    def __init__(self, options: Any, *, device: str, num_processes: int, num_nodes: int) -> None:
-        check_degrees(num_processes * num_nodes, **options.grid)
+    def __init__(self, config: ParallelConfig, *, device: str, num_processes: int, num_nodes: int) -> None:
+        check_degrees(num_processes * num_nodes, **config.grid)
         super().__init__()
-        self._options = options
-        self.offload = options.offload
+        self.config = config
+        self.offload = config.offload
 
     @classmethod
-    def layout_of(cls, options: Any, world_size: int) -> Layout:
+    def layout_of(cls, config: ParallelConfig, world_size: int) -> Layout:
         """The layout a run will have, known before its processes are started."""
-        degrees = options.grid
+        degrees = config.grid
         return Layout(world_size, sp_size=degrees.get("sp_size", 1), tp_size=degrees.get("tp_size", 1))
 
     def setup_distributed(self) -> None:
         """Join the process group, then see where this process sits."""
         super().setup_distributed()
-        self.mesh = Mesh.of_running(self.root_device.type, **self._options.grid)
+        self.mesh = Mesh.of_running(self.root_device.type, **self.config.grid)
         self.layout = self.mesh.layout
         self.exchange_device = torch.device("cpu") if self._process_group_backend == "gloo" else self.root_device
         self.collectives = GroupCollectives(self.exchange_device, self.mesh.token_group)

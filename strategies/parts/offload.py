@@ -26,14 +26,14 @@ class OffloadConfig:
     offload_optimizer: bool = False  # both moments wait in host memory until the optimizer steps
 
 
-def check_offload_once(cpu_offload: bool, options: OffloadConfig) -> None:
+def check_offload_once(cpu_offload: bool, config: OffloadConfig) -> None:
     """A backend that keeps everything in host memory at all times has nothing to bring there.
 
     Raises:
         ConfigError: names the key that has no effect.
     """
     for key in ("offload_params", "offload_optimizer"):
-        if cpu_offload and getattr(options, key):
+        if cpu_offload and getattr(config, key):
             raise ConfigError(
                 key=key,
                 got=True,

@@ -6,7 +6,7 @@ Leaves out how a model is wrapped and what encloses a micro-batch; those are a b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,8 +16,11 @@ from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlmodule.core.contract import Collectives, Layout, SequenceRanks
+from rlmodule.core.contract import Backward, Collectives, ModelObjective, ModelSpec, SequenceRanks
+from rlmodule.core.layout import Layout
+from rlmodule.core.metrics import Metrics
 from rlmodule.core.parameters import tied
+from rlmodule.core.types import MicroBatch, StepTotals, TokenOutputs
 from strategies.parts.collectives import LocalCollectives
 from strategies.parts.loading import load
 from strategies.parts.offload import OffloadConfig, Offloaded
@@ -45,9 +48,13 @@ class StrategyMixin(SavedState):
         return False
 
     @classmethod
-    def layout_of(cls, options: Any, world_size: int) -> Layout:
+    def layout_of(cls, config: Any, world_size: int) -> Layout:
         """The layout a run will have, known before its processes are started."""
         return Layout(world_size)
+
+    def build(self, name: str, spec: ModelSpec) -> nn.Module:
+        """The project's model around the Hugging Face one."""
+        return spec.build_default()
 
     def shard(self, models: Mapping[str, nn.Module]) -> None:
         """Wrap each model once; a second set-up of the same models (validate, then fit) keeps the wrappers."""
@@ -81,9 +88,46 @@ class StrategyMixin(SavedState):
         """(name as before sharding, what this process holds of it), tied ones once."""
         yield from self._models[name].named_parameters()
 
+    def forward_backward(
+        self,
+        name: str,
+        micro_batches: Sequence[MicroBatch],
+        objective: ModelObjective,
+        totals: StepTotals,
+        backward: Backward,
+    ) -> list[Metrics]:
+        """Forward and backward of one micro-batch after the other."""
+        model, metrics = self._wrapped[name], list[Metrics]()
+        for index, micro_batch in enumerate(micro_batches):
+            with self.micro_batch(name, is_last=index == len(micro_batches) - 1):
+                loss = objective.for_micro_batch(micro_batch, totals, self.sequence)
+                backward(model(micro_batch, objective=loss))
+            metrics.append(loss.metrics)
+        return metrics
+
     def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
-        """Nothing to put off where gradients are not exchanged."""
+        """Encloses forward and backward of one micro-batch; a backend syncs gradients after the last one only."""
         return nullcontext()
+
+    def evaluate(
+        self, name: str, micro_batches: Sequence[MicroBatch], objective: ModelObjective, totals: StepTotals
+    ) -> list[Metrics]:
+        """Forward of one micro-batch after the other, for the metrics of its loss."""
+        model, metrics = self._wrapped[name], list[Metrics]()
+        with self.eval_mode(name):
+            for micro_batch in micro_batches:
+                loss = objective.for_micro_batch(micro_batch, totals, self.sequence)
+                model(micro_batch, objective=loss)
+                metrics.append(loss.metrics)
+        return metrics
+
+    def forward(
+        self, name: str, micro_batches: Iterable[MicroBatch], outputs: frozenset[str], *, with_adapter: bool = True
+    ) -> list[TokenOutputs]:
+        """Forward of one micro-batch after the other."""
+        options = {} if with_adapter else {"with_adapter": False}  # only a policy with an adapter knows the keyword
+        with self.eval_mode(name):
+            return [self._wrapped[name](micro_batch, outputs=outputs, **options) for micro_batch in micro_batches]
 
     def clip_and_step(self, optimizer: Optimizer | LightningOptimizer, max_norm: float) -> float:
         """Clip by the global norm (0: no clipping) and step, or skip when the norm is not finite; clears the gradients.

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from rlmodule.core.contract import Layout
+from rlmodule.core.layout import Layout
 
 SHAPES = [(1, 1, 1), (4, 1, 1), (2, 2, 1), (2, 3, 2), (1, 4, 2), (64, 4, 4)]  # data, sequence, tensor
 

@@ -25,9 +25,9 @@ from rlmodule.models.description import ModelConfig
 from rlmodule.models.policy import PolicyModel
 from rlmodule.module import RLModule
 from rlmodule.optim.adamw import OptimizerConfig
-from rlmodule.run.build.models import frozen_copy
 from rlmodule.training.update import Trainable
 from strategies.registry import STRATEGIES
+from tests.helpers.tiny import frozen_copy
 
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "qwen3",
@@ -135,7 +135,7 @@ class FixedRun:
     def fit(self, world_size: int = 1, rank: int = 0, ckpt: Any = None) -> Outcome:
         """Train on this process."""
         cls = STRATEGIES.lookup("language_model", self.backend, device="cpu")
-        strategy = cls(cls.options(**self.options), device="cpu", num_processes=world_size, num_nodes=1)
+        strategy = cls(cls.config_class(**self.options), device="cpu", num_processes=world_size, num_nodes=1)
         config = self.model or ModelConfig(
             architecture={**ARCHITECTURE, **self.architecture}, tokenizer="byte", precision=self.precision
         )

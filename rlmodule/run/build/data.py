@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler
 from rlmodule.batching.workload import Workload
-from rlmodule.core.contract import RolloutEngine
+from rlmodule.core.contract import RolloutEngine, Strategy
+from rlmodule.core.types import POLICY
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.evaluation import Evaluator, PairEvaluator, PromptEvaluator
@@ -31,7 +31,7 @@ def build_datamodule(
     config: RunConfig,
     dataset: TrainingDataset,
     objective: Objective,
-    strategy: Any,
+    strategy: Strategy,
     start: Callable[[int], None],
 ) -> RLDataModule:
     """What gives the mini-batches of a run.
@@ -49,8 +49,8 @@ def build_datamodule(
 
     def engine() -> RolloutEngine:
         return s.rollout.connect(
-            partial(strategy.generator, "policy"),
-            partial(strategy.generation_mode, "policy"),
+            partial(strategy.generator, POLICY),
+            partial(strategy.generation_mode, POLICY),
             dataset.tokenizer,
             strategy.root_device,
         )
@@ -69,7 +69,7 @@ def build_datamodule(
 
 
 def build_evaluators(
-    config: RunConfig, dataset: TrainingDataset, objective: Objective, strategy: Any, engine: Callable[[], RolloutEngine]
+    config: RunConfig, dataset: TrainingDataset, objective: Objective, strategy: Strategy, engine: Callable[[], RolloutEngine]
 ) -> list[Evaluator]:
     """Of what is held out, prompts first; what it is given is that of ``build_datamodule``."""
     s, made = config, list[Evaluator]()
@@ -90,7 +90,7 @@ def build_maker(
     config: RunConfig,
     dataset: TrainingDataset,
     objective: Objective,
-    strategy: Any,
+    strategy: Strategy,
     iteration: int,
     *,
     kl_controller: KLController | None = None,
