@@ -174,7 +174,7 @@ class Training:
             strategy=self.strategy,
             optimizer=self.optimizer,
             schedule=self.schedule,
-            backward=lambda loss: loss.backward(),
+            backward=torch.Tensor.backward,
         )
         return result.metrics["actor/loss"].result, result.grad_norm
 

@@ -101,14 +101,12 @@ class Ours:
             strategy=self.strategy,
             optimizer=self.optimizer,
             schedule=self.schedule,
-            backward=lambda loss: loss.backward(),
+            backward=torch.Tensor.backward,
         ).grad_norm
 
     def score(self) -> None:
         """Log-probabilities without gradients, as the passes for old and reference ones make them."""
-        with self.strategy.eval_mode("policy"):
-            for micro_batch in self.mini_batch.micro_batches:
-                self.policy(micro_batch)
+        self.strategy.forward("policy", self.mini_batch.micro_batches, frozenset({"logprob"}))
 
 
 class FullLogits:

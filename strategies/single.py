@@ -17,12 +17,12 @@ from strategies.registry import MODEL_TYPES, STRATEGIES
 
 @dataclass(frozen=True)
 class SingleConfig(OffloadConfig):
-    """Where tensors wait."""
+    """Config of ``strategy=single``."""
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="single", device=["cpu", "cuda", "npu", "xpu", "mps"])
 class SingleStrategy(StrategyMixin, SingleDeviceStrategy):
-    """The reference every other strategy is measured against."""
+    """The reference that every other strategy must agree with."""
 
     config_class: ClassVar[type] = SingleConfig
 
@@ -38,7 +38,7 @@ class SingleStrategy(StrategyMixin, SingleDeviceStrategy):
         super().__init__(device=torch.device(device, 0) if device != "cpu" else torch.device("cpu"))
 
     def model_to_device(self) -> None:
-        """``wrap`` puts the inner models on the device; there is nothing else."""
+        """Nothing: ``wrap`` moves the inner models."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         self.shard(inner_models_of(model))

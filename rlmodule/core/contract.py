@@ -230,8 +230,7 @@ class Strategy(Protocol):
 
         Args:
             name: of the model.
-            micro_batches: on the device. Taken one at a time, so an iterable that packs them when they are due keeps
-                one of them in memory.
+            micro_batches: on the device, taken one at a time: an iterable may pack each of them when it is due.
             outputs: fields of TokenOutputs that must be filled; others may be.
             with_adapter: False leaves the LoRA adapter out, which gives the model that training started from.
 
@@ -348,28 +347,28 @@ class JointObjective(TokenObjective, ValueObjective, Protocol):
 
 
 class MicroBatchLoss(Protocol):
-    """The share of one micro-batch in what a model minimises: handed to the model's forward as its objective."""
+    """The loss of one micro-batch, divided by the totals of its mini-batch; the ``objective`` of a model's forward."""
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """What the micro-batch says, once its loss was made."""
+        """Metrics of the micro-batch, once its loss was computed."""
 
 
 class ModelObjective(Protocol):
-    """What a model minimises. Its metrics are logged under ``label``."""
+    """What a model minimises, over the whole run."""
 
     @property
     def label(self) -> str:
-        """The first part of their names."""
+        """First part of the names of its metrics."""
 
     @property
     def selects(self) -> SelectingLoss | None:
-        """The loss in it that picks tokens out of the whole mini-batch, if there is one."""
+        """The loss in it that selects tokens out of the whole mini-batch, None where none does."""
 
     def for_micro_batch(
         self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None
     ) -> MicroBatchLoss:
-        """Its share of one micro-batch; ``sequence`` are the ranks that share the row, None where it is not cut."""
+        """The loss of one micro-batch; ``sequence`` are the ranks that share its row, None where rows are not cut."""
 
 
 class Advantage(Protocol):

@@ -1,8 +1,8 @@
-"""A scheduler's warning (SIGTERM, SIGUSR1): remembered when it comes, acted on between two optimizer steps.
+"""Preemption: SIGTERM or SIGUSR1 from a scheduler is recorded, and the run stops after the current optimizer step.
 
-The flag travels with the metrics of the step, so ranks that got no signal stop with those that did and nothing more is
-exchanged. A second signal ends the process at once; what is being written then lies aside and is never taken for whole.
-Leaves out the saving (``callbacks/checkpoint.py``).
+The flag is reduced together with the metrics of the step, so all ranks stop after the same step without a collective of
+their own. A second signal ends the process at once; a checkpoint that is being written then stays incomplete and is not
+resumed from. Leaves out the saving (``callbacks/checkpoint.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class PreemptionHandler:
-    """Whether this process was asked to stop, while ``subscribe`` is in force."""
+    """Records the signals that this process receives between ``subscribe`` and ``uninstall``.
+
+    Attributes:
+        signal_received: the first one, None so far.
+    """
 
     def __init__(self) -> None:
         self.signal_received: signal.Signals | None = None
@@ -26,27 +30,27 @@ class PreemptionHandler:
         self._owner = os.getpid()
 
     def subscribe(self) -> None:
-        """Take the signals over; a thread that is not the main one cannot, and leaves them alone."""
+        """Install the signal handlers; does nothing outside of the main thread, where Python cannot."""
         if self._before or threading.current_thread() is not threading.main_thread():
             return
         self._owner = os.getpid()
         self._before = {number: signal.signal(number, self._take) for number in SIGNALS}
 
     def uninstall(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the handlers that were there before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._before = {}
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._owner:  # a worker forked from the training process just ends
+        if os.getpid() != self._owner:  # a worker forked from the training process: it ends at once
             os._exit(128 + number)
         if self.signal_received is not None:
             os._exit(128 + number)
         self.signal_received = signal.Signals(number)
 
     def stop(self, folder: object) -> None:
-        """End the run.
+        """End the run, whose state was saved in ``folder``.
 
         Raises:
             Preempted: always.

@@ -1,7 +1,7 @@
-"""Which tokens of a whole mini-batch a loss treats in a way of their own; the same for any cut, on any number of ranks.
+"""Selects tokens out of a whole mini-batch, for losses that treat some tokens differently; the same tokens for any cut.
 
-Two small exchanges between token ranks: sums for the means, then each rank's best candidates. Leaves out what makes a
-token worth selecting (the loss) and what becomes of it (the loss too).
+It takes two small exchanges between ranks: sums for the means, then each rank's best candidates. Leaves out the
+priority of a token and what is done with selected ones, which the loss says.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def with_selection(mini_batch: MiniBatch, loss: SelectingLoss, name: str, strate
 
 
 def _keys(batch: MicroBatch) -> Tensor:
-    """[N, 2] int64: sample and place in it, which no rank and no cut has a say in."""
-    assert batch.sample_id is not None, "a loss that selects tokens must know whose they are"
+    """[N, 2] int64: sample id and position of each loss token, which do not depend on the cut."""
+    assert batch.sample_id is not None, "selected tokens are identified by their sample"
     return torch.stack([batch.sample_id[batch.sequence], batch.position_ids[batch.loss_positions]], dim=1)
 
 
@@ -52,12 +52,12 @@ def _means(inputs: Sequence[LossInputs], collectives: Collectives) -> TokenMeans
 
 
 def highest(priorities: Sequence[Tensor], keys: Sequence[Tensor], count: int, collectives: Collectives) -> list[Tensor]:
-    """Marks the ``count`` entries of highest priority over all parts and token ranks.
+    """Mark the ``count`` entries of highest priority over all parts and all ranks.
 
     Args:
         priorities: [N] float64 of each part; minus infinity is never marked.
-        keys: [N, 2] int64 of each part, unique over all ranks; of equal priorities the smaller key goes first.
-        count: how many; fewer are marked where fewer are there.
+        keys: [N, 2] int64 of each part, unique over all ranks; breaks ties, smaller ones first.
+        count: entries to mark, fewer if fewer are eligible.
 
     Returns:
         [N] bool of each part.
@@ -78,7 +78,7 @@ def highest(priorities: Sequence[Tensor], keys: Sequence[Tensor], count: int, co
 
 
 def _first(priority: Tensor, key: Tensor, count: int) -> Tensor:
-    """Places of the ``count`` first in order of falling priority, then rising key."""
+    """Indices of the first ``count`` entries by descending priority, then ascending key."""
     eligible = (priority > -torch.inf).nonzero().squeeze(1)
     for column in (key[:, 1], key[:, 0], -priority):  # stable sorts, the last one leads
         eligible = eligible[column[eligible].argsort(stable=True)]

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from rlmodule.algorithm.objective import Objective
+from rlmodule.algorithm.shaping import KLController
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler
 from rlmodule.batching.workload import Workload
@@ -17,13 +19,11 @@ from rlmodule.evaluation import Evaluator, PairEvaluator, PromptEvaluator
 from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.reference_cache import ReferenceLogprobCache
-from rlmodule.experience.scoring import Scorer
-from rlmodule.models.description import shape_of
-from rlmodule.algorithm.objective import Objective
 from rlmodule.experience.replay import ReplayMemory
+from rlmodule.experience.scoring import Scorer
+from rlmodule.experience.sources import OfflineSource, RowSampler
+from rlmodule.models.description import shape_of
 from rlmodule.run.config import RunConfig
-from rlmodule.algorithm.shaping import KLController
-from rlmodule.experience.sources import RowSampler, OfflineSource
 from rlmodule.run.datasets import Preferences, TrainingDataset
 
 
@@ -69,7 +69,11 @@ def build_datamodule(
 
 
 def build_evaluators(
-    config: RunConfig, dataset: TrainingDataset, objective: Objective, strategy: Strategy, engine: Callable[[], RolloutEngine]
+    config: RunConfig,
+    dataset: TrainingDataset,
+    objective: Objective,
+    strategy: Strategy,
+    engine: Callable[[], RolloutEngine],
 ) -> list[Evaluator]:
     """Of what is held out, prompts first; what it is given is that of ``build_datamodule``."""
     s, made = config, list[Evaluator]()

@@ -1,4 +1,7 @@
-"""Ranks that torchrun or srun started meet, before a weight is loaded. Leaves out ranks of our own (``run/launchers/local.py``)."""
+"""Joins ranks that torchrun or srun started, before weights are loaded.
+
+Leaves out ranks that the program starts itself (``run/launchers/local.py``).
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
-from rlmodule.run.build.machine import Machine
 from rlmodule.core.errors import ConfigError
-from rlmodule.run.launchers.local import launched_from_outside
 from rlmodule.records.run_directory import RunDirectory
+from rlmodule.run.build.machine import Machine
+from rlmodule.run.launchers.local import launched_from_outside
 
 
 def init_distributed(machine: Machine, run_dir: RunDirectory) -> tuple[RunDirectory, bool]:

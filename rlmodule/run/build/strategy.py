@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlmodule.run.build.machine import Machine
 from rlmodule.core.config import convert
 from rlmodule.core.contract import LANGUAGE_MODEL, POLICY_VALUE, VALUE_MODEL, Strategy, StrategyClass
 from rlmodule.core.layout import Layout
 from rlmodule.models.description import NO_VALUE, SEPARATE, SHARED
+from rlmodule.run.build.machine import Machine
 from rlmodule.run.config import RunConfig
 
 # Kinds of models that train in a run, by model.value.
@@ -71,10 +71,7 @@ class StrategyChoice:
     @property
     def _class(self) -> StrategyClass:
         device = os.environ.get("RLMODULE_DEVICE", self.machine.device)
-        found = [
-            self.menu.lookup(kind, self.config.backend, device=device)
-            for kind in self._model_types
-        ]
+        found = [self.menu.lookup(kind, self.config.backend, device=device) for kind in self._model_types]
         assert len(set(found)) == 1, f"one strategy spreads all models of a run, got {found}"
         return found[0]
 

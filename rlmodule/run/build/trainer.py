@@ -14,11 +14,11 @@ import torch
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from transformers.utils import logging as transformers_logging
 
-from rlmodule.run.build.machine import Machine
 from rlmodule.callbacks.metrics import purge_step
 from rlmodule.callbacks.parts.context import TolerantTensorBoardLogger
 from rlmodule.core.contract import Strategy
 from rlmodule.records.run_directory import RunDirectory
+from rlmodule.run.build.machine import Machine
 from rlmodule.run.config import RunConfig
 
 

@@ -30,7 +30,9 @@ class WarmStart:
     def run_dir(self) -> RunDirectory:
         """The run that makes them writes here."""
         cache_dir = self.config.warm_start.cache_dir
-        return RunDirectory(self.of_run.warm_start if cache_dir is None else Path(cache_dir).absolute() / self._key[:16])
+        return RunDirectory(
+            self.of_run.warm_start if cache_dir is None else Path(cache_dir).absolute() / self._key[:16]
+        )
 
     @property
     def is_there(self) -> bool:
