@@ -24,6 +24,7 @@ from typing import Any
 import lightning as L
 import record
 import torch
+from lightning.pytorch.strategies import Strategy
 from update import Ours, Sizes, make_rows, seconds
 
 from rlmodule.algorithm.config import AlgorithmConfig
@@ -92,7 +93,7 @@ class Loaded:
         return PackedAhead(self.sampler, lambda share: self.collate(self.experience.__getitems__(share)))
 
 
-def fit(loaded: Loaded, sizes: Sizes, strategy: Any, callbacks: list[L.Callback], devices: int = 1) -> L.Trainer:
+def fit(loaded: Loaded, sizes: Sizes, strategy: Strategy, callbacks: list[L.Callback], devices: int = 1) -> L.Trainer:
     """Train a random model on everything that is loaded."""
     silence_warnings()
     objective = Objective(PPOClip(), AlgorithmConfig())

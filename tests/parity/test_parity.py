@@ -25,7 +25,7 @@ from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.parity.compare import metric_differences, parameter_difference
 from rlmodule.parity.layouts import LAYOUTS, REFERENCE, ParityLayout, chosen
 from rlmodule.parity.ranks import Outcome, run_for_layout
-from rlmodule.parity.report import check_parity, judge, refusal
+from rlmodule.parity.report import check_parity, compare_layout, refusal
 from rlmodule.parity.samples import make_samples
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.config import ParityConfig
@@ -58,7 +58,7 @@ def test_layouts_that_only_cut_differently_pass(tmp_path: Path) -> None:
     names = ["half_budget", "other_order", "fixed_size", "shared_prompts", "ddp_2", "ddp_2_sp2_shared"]
     assert list(results) == ["single", *names]
     for result in results.values():
-        assert result["verdict"] == "PASS"
+        assert result["result"] == "PASS"
         assert {"actor/loss", "actor/grad_norm", "actor/kl_loss", "actor/entropy"} <= set(result["by_metric"])
     assert results["ddp_2"]["loss"] < 1e-6
     assert results["ddp_2_sp2_shared"]["grad_norm"] < 1e-6
@@ -105,8 +105,8 @@ def test_a_loss_that_depends_on_the_cut_fails(tmp_path: Path) -> None:
     run.config = replace(run.config, loss=DividedByItsOwnSamples())
     passed, results, printed = verdicts_of(run)
     assert not passed
-    assert results["single"]["verdict"] == "PASS"
-    assert results["half_budget"]["verdict"] == "FAIL"
+    assert results["single"]["result"] == "PASS"
+    assert results["half_budget"]["result"] == "FAIL"
     assert "actor/pg_loss is off by" in results["half_budget"]["reason"]
     assert "1 passed, 1 failed" in printed
 
@@ -199,14 +199,14 @@ def test_what_is_missing_or_not_a_number_is_infinitely_far(steps: list[dict[str,
     assert max(metric_differences(steps, STEPS).values()) == math.inf
     config = ParityConfig()
     reference = Outcome(STEPS, 0.0, "", 1.0)
-    assert judge(REFERENCE, Outcome(steps, 0.0, "", 1.0), reference, config).result == "FAIL"
+    assert compare_layout(REFERENCE, Outcome(steps, 0.0, "", 1.0), reference, config).result == "FAIL"
 
 
 def test_loss_and_norm_are_those_of_whichever_models_train() -> None:
     """Of two the one that is further off; a reward model alone is judged like a policy."""
     steps = [{"reward_model/loss": 2.0, "reward_model/grad_norm": 1.0, "critic/grad_norm": 1.0}]
     other = [{"reward_model/loss": 1.5, "reward_model/grad_norm": 0.75, "critic/grad_norm": 0.5}]
-    result = judge(REFERENCE, Outcome(other, 0.0, "", 1.0), Outcome(steps, 0.0, "", 1.0), ParityConfig())
+    result = compare_layout(REFERENCE, Outcome(other, 0.0, "", 1.0), Outcome(steps, 0.0, "", 1.0), ParityConfig())
     assert (result.loss, result.grad_norm) == (pytest.approx(0.25), pytest.approx(0.5))
 
 
@@ -224,7 +224,7 @@ def test_a_weight_is_held_against_its_tensor() -> None:
     assert parameter_difference([("c", torch.zeros(1)), *reference.items()], reference) == ("c", math.inf)
     nan = {**reference, "b": torch.tensor([math.nan, 0.0])}
     outcome = Outcome(STEPS, parameter_difference(nan.items(), reference)[1], "b", 1.0)
-    assert judge(REFERENCE, outcome, Outcome(STEPS, 0.0, "", 1.0), ParityConfig()).result == "FAIL"
+    assert compare_layout(REFERENCE, outcome, Outcome(STEPS, 0.0, "", 1.0), ParityConfig()).result == "FAIL"
 
 
 @pytest.mark.ranks
