@@ -213,6 +213,7 @@ class DeepSpeedStrategy(ShardedStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Backward pass of the engine whose model computed the loss."""
         assert self._training is not None, "backward is called inside micro_batch()"
+        assert kwargs.get("gradient") is None, "an engine starts at a scalar loss"
         self._training.backward(closure_loss, scale_wrt_gas=False)
         return closure_loss
 
@@ -249,7 +250,9 @@ class DeepSpeedStrategy(ShardedStrategy):
         """Context with the whole parameter; on exit sharded again, with rank ``written_by``'s values where given."""
         if not self.cuts_parameters:
             return nullcontext()
-        return self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=written_by)
+        gathered: AbstractContextManager[Any]
+        gathered = self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=written_by)
+        return gathered
 
     def generator(self, name: str) -> nn.Module:
         """A whole copy where parameters are sharded, else the model itself."""
@@ -326,7 +329,9 @@ class DeepSpeedStrategy(ShardedStrategy):
     def _masters(self, name: str) -> list[Tensor]:
         """The flat fp32 shards that the inner optimizer updates."""
         zero = self._engines[name].optimizer
-        return zero.fp32_partitioned_groups_flat if self.cuts_parameters else zero.single_partition_of_fp32_groups
+        masters: list[Tensor]
+        masters = zero.fp32_partitioned_groups_flat if self.cuts_parameters else zero.single_partition_of_fp32_groups
+        return masters
 
     def _link_moments(self, name: str) -> None:
         """Make stages 1 and 2 look up each parameter's moments again: they look once, before the moments exist."""

@@ -74,7 +74,7 @@ def highest(priorities: Sequence[Tensor], keys: Sequence[Tensor], count: int, co
     for place in best.tolist():
         mask[place] = tuple(key[place].tolist()) in winners
     sizes = [len(p) for p, _ in here]
-    return [part.to(p.device) for part, p in zip(mask.split(sizes), priorities, strict=True)]
+    return [part.to(p.device) for part, p in zip(torch.split(mask, sizes), priorities, strict=True)]
 
 
 def _first(priority: Tensor, key: Tensor, count: int) -> Tensor:

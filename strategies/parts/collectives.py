@@ -77,7 +77,8 @@ class GroupCollectives:
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         bytes_out = torch.cat(list(payloads)).to(self.device)
         dist.all_to_all_single(buffer, bytes_out, sizes, leaving.tolist(), group=self.group)
-        return [pickle.loads(part.numpy().tobytes()) for part in buffer.cpu().split(sizes)]
+        arrived = torch.split(buffer.cpu(), sizes)
+        return [pickle.loads(part.numpy().tobytes()) for part in arrived]
 
     def broadcast(self, item: Item) -> Item:
         """Rank 0's picklable object, on every rank."""

@@ -51,21 +51,21 @@ class Ulysses:
         """
         parts = [self._for_ranks(x) for x in (query, key, value)]  # [sp, heads/sp, T/sp, D] each
         sizes = [part[0].numel() for part in parts]
-        arrived = _Mirrored.apply(_all_to_all, torch.cat([part.flatten(1) for part in parts], dim=1), self.group)
-        local_shards = (piece.view(part.shape) for piece, part in zip(arrived.split(sizes, dim=1), parts, strict=True))
+        arrived = _mirrored(_all_to_all, torch.cat([part.flatten(1) for part in parts], dim=1), self.group)
+        pieces = zip(torch.split(arrived, sizes, dim=1), parts, strict=True)
         # The first axis is now the sender, which is the slice of the row.
-        q, k, v = (piece.transpose(0, 1).flatten(1, 2).unsqueeze(0) for piece in local_shards)
+        q, k, v = (piece.view(part.shape).transpose(0, 1).flatten(1, 2).unsqueeze(0) for piece, part in pieces)
         return q.to(query.dtype), k.to(key.dtype), v.to(value.dtype)
 
     def gather_heads(self, out: Tensor) -> Tensor:
         """[1, T, heads/sp, D] -> [1, T/sp, heads, D]."""
-        by_slice = out[0].unflatten(0, (self.size, -1))  # [sp, T/sp, heads/sp, D]
-        by_heads = _Mirrored.apply(_all_to_all, by_slice, self.group)
+        by_slice = out[0].reshape(self.size, -1, *out.shape[2:])  # [sp, T/sp, heads/sp, D]
+        by_heads = _mirrored(_all_to_all, by_slice, self.group)
         return by_heads.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def sum_over_slices(self, value: Tensor) -> Tensor:
         """Sum over the ranks. Every rank's loss may depend on it, so backward sums over the ranks as well."""
-        return _Mirrored.apply(_all_reduce, value, self.group)
+        return _mirrored(_all_reduce, value, self.group)
 
     def gather_slices(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """[n] of this slice, for each micro-batch -> [N] of the whole rows, in the order of the row."""
@@ -76,7 +76,13 @@ class Ulysses:
         heads = x.shape[1]
         if heads < self.size:
             x = x.repeat_interleave(self.size // heads, dim=1)
-        return x[0].unflatten(0, (self.size, -1))
+        return x[0].reshape(self.size, -1, *x.shape[2:])
+
+
+def _mirrored(collective: Collective, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A collective, differentiable."""
+    result: Tensor = _Mirrored.apply(collective, x, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Mirrored(torch.autograd.Function):
