@@ -8,7 +8,7 @@ backend's keys and a class that ``@STRATEGIES.register(...)`` registers, ``confi
 
 - on ``DistributedStrategy`` (every process holds whole weights) or ``ShardedStrategy`` (weights are cut);
 - ``wrap`` reads the weights of one model and cuts or wraps it, ``micro_batch`` syncs gradients after the last one only;
-- ``build``, where its models are not those of Hugging Face;
+- ``build``, where its layers are not those of Hugging Face;
 - ``forward_backward``, ``evaluate`` and ``forward``, where micro-batches do not run one after the other (a pipeline);
 - ``named_parameters``, ``full_parameters``, ``copies_of``, ``state_dict_to_save`` and ``load_state_dict``, where
   parameters have other names or are no DTensors.

@@ -182,7 +182,11 @@ class Strategy(Protocol):
     # ---- models
 
     def build(self, name: str, spec: ModelSpec) -> nn.Module:
-        """The model ``name`` of a run; called before processes have met, so it must not communicate."""
+        """The model ``name`` of a run; called before the processes have joined, so it must not communicate.
+
+        Sampling and export use the project's own model classes. A backend with layers of its own therefore takes
+        ``spec.build_default()`` and replaces the transformers model in it, ``lm``.
+        """
 
     def shard(self, models: Mapping[str, nn.Module]) -> None:
         """Take over the models: read the weights that are still on disk, move to the device, wrap and cut."""
