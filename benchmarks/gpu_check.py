@@ -32,7 +32,7 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.batching.workload import Workload
-from rlmodule.core.contract import Layout
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import TrainingSample
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.description import shape_of
@@ -174,7 +174,7 @@ class Training:
             strategy=self.strategy,
             optimizer=self.optimizer,
             schedule=self.schedule,
-            backward=lambda loss: loss.backward(),
+            backward=torch.Tensor.backward,
         )
         return result.metrics["actor/loss"].result, result.grad_norm
 

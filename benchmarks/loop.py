@@ -24,6 +24,7 @@ from typing import Any
 import lightning as L
 import record
 import torch
+from lightning.pytorch.strategies import Strategy
 from update import Ours, Sizes, make_rows, seconds
 
 from rlmodule.algorithm.config import AlgorithmConfig
@@ -31,7 +32,7 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.prefetch import PackedAhead
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
-from rlmodule.core.contract import Layout
+from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import merge
 from rlmodule.core.types import MiniBatch, TrainingSample
 from rlmodule.experience.iteration import Experience
@@ -70,7 +71,7 @@ class Compare(L.Callback):
             strategy=trainer.strategy,
             optimizer=trainer.optimizers[0],
             schedule=pl_module.lr_schedulers(),
-            backward=lambda loss: loss.backward(),
+            backward=torch.Tensor.backward,
         )
         self.mark = process_time()
         self.bare.append(self.mark - start)
@@ -92,7 +93,7 @@ class Loaded:
         return PackedAhead(self.sampler, lambda share: self.collate(self.experience.__getitems__(share)))
 
 
-def fit(loaded: Loaded, sizes: Sizes, strategy: Any, callbacks: list[L.Callback], devices: int = 1) -> L.Trainer:
+def fit(loaded: Loaded, sizes: Sizes, strategy: Strategy, callbacks: list[L.Callback], devices: int = 1) -> L.Trainer:
     """Train a random model on everything that is loaded."""
     silence_warnings()
     objective = Objective(PPOClip(), AlgorithmConfig())

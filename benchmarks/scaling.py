@@ -27,7 +27,7 @@ from planner import measured_scale
 from torch import Tensor
 from update import Ours, Sizes, make_rows, seconds
 
-from rlmodule.core.contract import Layout
+from rlmodule.core.layout import Layout
 from strategies.registry import STRATEGIES
 
 MEGABYTE = 2**20
@@ -124,7 +124,7 @@ def kept_bytes(rank: int, world_size: int, port: int, sizes: Sizes) -> tuple[int
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     kind = STRATEGIES.lookup("language_model", "fsdp2", device="cpu")
-    strategy = kind(kind.options(), device="cpu", num_processes=world_size, num_nodes=1)
+    strategy = kind(kind.config_class(), device="cpu", num_processes=world_size, num_nodes=1)
     loaded = Loaded(make_rows(1, 8, sizes.vocabulary), steps=1, layout=Layout(world_size, rank))
     trainer = fit(loaded, sizes, strategy, [], devices=world_size)
     weights = [parameter for _, parameter in strategy.named_parameters("policy")]

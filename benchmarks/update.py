@@ -38,7 +38,7 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.batching.workload import Workload
-from rlmodule.core.contract import Layout
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import MicroBatch, Prompt, Sample, TrainingSample
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.attention import ATTENTION
@@ -101,14 +101,12 @@ class Ours:
             strategy=self.strategy,
             optimizer=self.optimizer,
             schedule=self.schedule,
-            backward=lambda loss: loss.backward(),
+            backward=torch.Tensor.backward,
         ).grad_norm
 
     def score(self) -> None:
         """Log-probabilities without gradients, as the passes for old and reference ones make them."""
-        with self.strategy.eval_mode("policy"):
-            for micro_batch in self.mini_batch.micro_batches:
-                self.policy(micro_batch)
+        self.strategy.forward("policy", self.mini_batch.micro_batches, frozenset({"logprob"}))
 
 
 class FullLogits:

@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol
 
 from rlmodule.algorithm.objective import Objective
 from rlmodule.core.contract import Reward, RolloutEngine, SampleRequest, Strategy
-from rlmodule.core.metrics import Metric, merge
+from rlmodule.core.metrics import Metric, Metrics, merge
 from rlmodule.core.types import Prompt, ScoredSample
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.iteration_metrics import answer_metrics
@@ -97,22 +97,17 @@ class PairEvaluator:
     def __call__(self) -> dict[str, float]:
         """Means over pairs: the loss without what is added to it, and what it says of pairs (``ops/pairs.py``)."""
         strategy = self._maker.scorer.strategy
-        said = reduce_metrics(self._asked(), strategy.layout, strategy.collectives)
-        del said[f"{VALIDATION}/pg_loss"]  # the same as the loss
-        return {name: metric.result for name, metric in said.items()}
+        metrics = reduce_metrics(self._local_metrics(), strategy.layout, strategy.collectives)
+        del metrics[f"{VALIDATION}/pg_loss"]  # the same as the loss
+        return {name: metric.result for name, metric in metrics.items()}
 
-    def _asked(self) -> dict[str, Metric]:
-        """What the micro-batches of this rank say."""
-        maker, iteration = self._maker, self._iteration
-        scorer, strategy = maker.scorer, maker.scorer.strategy
-        objective, model, parts = held_out(scorer.objective), strategy.wrapped(self.model), []
-        with strategy.eval_mode(self.model):
-            for share in iteration.sampler.remaining():
-                mini_batch = maker.packed(iteration.experience, share).to(scorer.device)
-                for micro_batch in mini_batch.micro_batches:
-                    asked = objective.for_micro_batch(micro_batch, mini_batch.totals, strategy.sequence)
-                    model(micro_batch, objective=asked)
-                    parts.append(asked.metrics)
+    def _local_metrics(self) -> dict[str, Metric]:
+        """Metrics of this rank's micro-batches, merged."""
+        maker, iteration, scorer = self._maker, self._iteration, self._maker.scorer
+        objective, parts = held_out(scorer.objective), list[Metrics]()
+        for share in iteration.sampler.remaining():
+            mini_batch = maker.packed(iteration.experience, share).to(scorer.device)
+            parts += scorer.strategy.evaluate(self.model, mini_batch.micro_batches, objective, mini_batch.totals)
         return merge(parts)
 
     @cached_property

@@ -1,6 +1,6 @@
 """The LightningModule: hooks only, each a few calls.
 
-What they do is in ``training/update.py``, which knows no Lightning.
+Leaves out the optimizer step itself, which needs no Lightning (``training/update.py``).
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from rlmodule.training.preemption import PreemptionHandler
 from rlmodule.training.reduction import reduce_metrics
 from rlmodule.training.update import StepResult, Trainable, update
 
-STOP = "train/stop"  # travels with the metrics of a step, and is none
+STOP = "train/stop"  # reduced with the metrics of a step, and never logged
 
 
 @dataclass
 class Counters:
-    """Progress that is saved with a checkpoint.
+    """Progress of a run, saved with its checkpoints.
 
     Args:
         steps: mini-batches seen; the x axis of every curve.
-        optimizer_steps: updates taken.
-        skipped: updates skipped for a norm that was not finite.
-        skipped_in_a_row: the same since the last update taken.
+        optimizer_steps: optimizer steps taken.
+        skipped: steps skipped because the gradient norm was not finite.
+        skipped_in_a_row: steps skipped since the last one that was taken.
         empty: mini-batches without a loss token.
     """
 
@@ -46,7 +46,7 @@ class Counters:
     empty: int = 0
 
     def count(self, result: StepResult) -> None:
-        """Take note of one mini-batch."""
+        """Add one mini-batch."""
         self.steps += 1
         self.optimizer_steps += result.stepped
         self.empty += result.empty
@@ -57,19 +57,30 @@ class Counters:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One mini-batch as it is logged: merged over data ranks, the same on every rank."""
+    """What is logged of one mini-batch: merged over ranks, the same on every rank.
+
+    Args:
+        step: mini-batches seen, this one included.
+        metrics: name -> value.
+    """
 
     step: int
     metrics: Mapping[str, float]
 
 
 class RLModule(L.LightningModule):
-    """Trains models on mini-batches, each by an optimizer of its own.
+    """Trains models on mini-batches, each with its own optimizer.
 
     Args:
-        models: name -> inner model; those that do not train are frozen.
+        models: name -> inner model; models that do not train are frozen.
         trainables: the models that train, in the order of ``models``.
-        max_skipped_in_a_row: give up after that many skipped steps.
+        max_skipped_in_a_row: skipped steps after which the run fails.
+
+    Attributes:
+        counters: progress of the run.
+        preemption: signals that ask the run to stop.
+        must_stop: whether any rank had received such a signal when the last step ended; the same on every rank.
+        last_step: report of the last mini-batch, None before the first.
     """
 
     def __init__(
@@ -87,20 +98,19 @@ class RLModule(L.LightningModule):
         self.matrices = {name: matrices_of(model) for name, model in models.items()}
         self.counters = Counters()
         self.preemption = PreemptionHandler()
-        self.must_stop = False  # whether some rank was asked to stop, as all know since the last step
+        self.must_stop = False
         self.last_step: StepReport | None = None
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy in use, by the project's contract."""
+        """The trainer's strategy, as the project's own interface."""
         return self.trainer.strategy  # type: ignore[return-value]
 
     def inner_models(self) -> dict[str, nn.Module]:
-        """What a strategy wraps: each model by itself, never this module."""
+        """The models that the strategy wraps, each by itself."""
         return dict(self.models.items())
 
     def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
-        """One optimizer for each model that trains, and its schedule."""
         optimizers: list[Optimizer] = [
             optimizer_over(t.optimizer, self.strategy.named_parameters(t.name), self.matrices[t.name])
             for t in self.trainables
@@ -112,8 +122,8 @@ class RLModule(L.LightningModule):
         return optimizers, schedules
 
     def training_step(self, mini_batch: MiniBatch, batch_idx: int) -> None:
-        """One optimizer step of every model that trains on this mini-batch."""
-        made = zip(self.trainables, as_list(self.optimizers()), as_list(self.lr_schedulers()), strict=True)
+        """Take an optimizer step of every model that trains on this mini-batch, and report it."""
+        with_optimizers = zip(self.trainables, as_list(self.optimizers()), as_list(self.lr_schedulers()), strict=True)
         result = StepResult.of_all(
             [
                 update(
@@ -124,13 +134,13 @@ class RLModule(L.LightningModule):
                     schedule=schedule,
                     backward=self.manual_backward,
                 )
-                for trainable, optimizer, schedule in made
+                for trainable, optimizer, schedule in with_optimizers
                 if trainable.name in mini_batch.trained_models
             ]
         )
         self.counters.count(result)
-        asked = Metric(float(self.preemption.signal_received is not None), 1.0, ReduceType.MAX)
-        merged = reduce_metrics({**result.metrics, STOP: asked}, self.strategy.layout, self.strategy.collectives)
+        stop = Metric(float(self.preemption.signal_received is not None), 1.0, ReduceType.MAX)
+        merged = reduce_metrics({**result.metrics, STOP: stop}, self.strategy.layout, self.strategy.collectives)
         self.must_stop = merged.pop(STOP).result > 0
         self.last_step = self._report({name: m.result for name, m in merged.items() if m.saw_data}, mini_batch)
         self._warn_or_stop(result)
@@ -146,7 +156,11 @@ class RLModule(L.LightningModule):
         return StepReport(counters.steps, {**metrics, **mini_batch.metrics, **counts})
 
     def _warn_or_stop(self, result: StepResult) -> None:
-        """Say so when a step did nothing; give up when that goes on."""
+        """Warn of the first empty mini-batch.
+
+        Raises:
+            TrainingError: too many steps in a row were skipped.
+        """
         counters = self.counters
         if result.empty and counters.empty == 1:
             warnings.warn(
@@ -160,14 +174,12 @@ class RLModule(L.LightningModule):
             )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Keep the counters."""
         checkpoint["rlmodule_counters"] = vars(self.counters).copy()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Bring the counters back."""
         self.counters = Counters(**checkpoint["rlmodule_counters"])
 
 
 def as_list(one_or_many: Any) -> list[Any]:
-    """Lightning hands out a single optimizer or schedule without a list around it."""
+    """A list: Lightning returns a single optimizer or schedule without a list around it."""
     return one_or_many if isinstance(one_or_many, list) else [one_or_many]

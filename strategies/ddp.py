@@ -16,7 +16,7 @@ from strategies.registry import MODEL_TYPES, STRATEGIES
 
 @dataclass(frozen=True)
 class DDPConfig(OffloadParallelConfig):
-    """Knobs of the gradient exchange."""
+    """Config of ``strategy=ddp``."""
 
     bucket_cap_mb: int = 25  # megabytes of gradients per all-reduce
     gradient_as_bucket_view: bool = True  # gradients live in the buckets: one copy of them less
@@ -28,27 +28,27 @@ class DDPConfig(OffloadParallelConfig):
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="ddp", device=["cpu", "cuda", "npu", "xpu"])
 class DDPStrategy(DistributedStrategy):
-    """DDP around each trainable inner model; frozen ones are left as they are."""
+    """DDP around each inner model that trains; frozen models are not wrapped."""
 
-    options: ClassVar[type] = DDPConfig
-    _options: DDPConfig
+    config_class: ClassVar[type] = DDPConfig
+    config: DDPConfig
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
-        """The wrapper stays outside the module tree, so parameter names carry no prefix."""
+        """Wrap a model that trains; the wrapper stays outside the module tree, so parameter names get no prefix."""
         model = super().wrap(name, model)
         if not any(p.requires_grad for p in model.parameters()):
             return model
-        # Buffers are rotary tables, the same everywhere: broadcasting them every step would be waste.
+        # Buffers are rotary tables, equal on every rank: broadcasting them every step would be waste.
         return DistributedDataParallel(
             model,
             device_ids=self.determine_ddp_device_ids(),
             forward_sync_buffers=False,
-            bucket_cap_mb=self._options.bucket_cap_mb,
-            gradient_as_bucket_view=self._options.gradient_as_bucket_view,
+            bucket_cap_mb=self.config.bucket_cap_mb,
+            gradient_as_bucket_view=self.config.gradient_as_bucket_view,
         )
 
     def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
-        """Gradients are exchanged once, with the last micro-batch's backward."""
+        """Gradients are averaged once, during the backward pass of the last micro-batch."""
         wrapper = self._wrapped[name]
         assert isinstance(wrapper, DistributedDataParallel), f"{name} does not train"
         return nullcontext() if is_last else wrapper.no_sync()

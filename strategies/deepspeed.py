@@ -1,7 +1,8 @@
-"""DeepSpeed ZeRO: optimizer states (stage 1), gradients (2) and parameters (3) cut over ranks; one engine per model.
+"""DeepSpeed ZeRO: shards optimizer states (stage 1), gradients (2) and parameters (3); one engine per model.
 
-The engine gets our own AdamW, so nothing is compiled, and one accumulation step, so it divides by nothing: the loss is
-already a share of the whole mini-batch. Clipping and the refusal of a norm that is not finite are the engine's own.
+The engine is given our own AdamW, so nothing is compiled, and one accumulation step, so it does not divide the loss,
+which is already divided by the totals of the whole mini-batch. The engine clips, and skips steps whose gradients
+overflow.
 """
 
 from __future__ import annotations
@@ -36,12 +37,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class DeepSpeedConfig(ParallelConfig):
-    """What is cut, and what is kept in host memory."""
+    """Config of ``strategy=deepspeed``."""
 
-    stage: int = 3  # 1 cuts optimizer states, 2 gradients too, 3 parameters too
-    param_dtype: str = (
-        "float32"  # type of the weights that are computed with: float32 or bfloat16; masters stay float32
-    )
+    stage: int = 3  # 1 shards optimizer states, 2 gradients too, 3 parameters too
+    param_dtype: str = "float32"  # dtype of the weights in forward and backward: float32 or bfloat16
     offload_optimizer: bool = False  # optimizer states in host memory
     offload_param: bool = False  # parameters in host memory; stage 3 only
     bucket_numel: int = 50_000_000  # elements per reduction
@@ -62,13 +61,13 @@ class DeepSpeedConfig(ParallelConfig):
             raise ConfigError(
                 key="offload_param",
                 got=True,
-                because=f"stage {self.stage} does not cut parameters",
+                because=f"stage {self.stage} does not shard parameters",
                 fix="Use strategy.stage=3",
             )
 
 
 def load_deepspeed(device: str) -> Any:
-    """The package, told not to compile anything on a machine that computes on its CPU."""
+    """The package, set up not to compile anything where the device is a CPU."""
     if device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"  # it is chosen once, at import
     with warnings.catch_warnings():
@@ -76,16 +75,16 @@ def load_deepspeed(device: str) -> Any:
         import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # It calls torch's collectives by names that torch 2.13 renames.
+    # It calls torch's collectives by names that torch 2.13 has deprecated.
     warnings.filterwarnings("ignore", category=FutureWarning, message=r".torch\.distributed\.\w+. is deprecated")
     if device == "cpu":
-        # A shared-memory all-reduce it would build with a compiler; gloo does the same.
+        # It would compile a shared-memory all-reduce; gloo's is used instead.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 class AsTuple(nn.Module):
-    """DeepSpeed finds tensors in tuples only; ``FromTuple`` around the engine gives the caller what the model gave."""
+    """A model that returns a tuple, since DeepSpeed looks for tensors in tuples only; ``FromTuple`` undoes it."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -101,7 +100,7 @@ class AsTuple(nn.Module):
 
 
 class FromTuple(nn.Module):
-    """The engine, as the module it stands for."""
+    """An engine that returns what its model returned."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__()
@@ -115,40 +114,40 @@ class FromTuple(nn.Module):
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="deepspeed", device=["cpu", "cuda", "npu"])
 class DeepSpeedStrategy(ShardedStrategy):
-    """One engine per trainable model; at stage 3 one without an optimizer per frozen model."""
+    """One engine per model that trains; at stage 3 also one, without an optimizer, per frozen model."""
 
-    options: ClassVar[type] = DeepSpeedConfig
-    _options: DeepSpeedConfig
+    config_class: ClassVar[type] = DeepSpeedConfig
+    config: DeepSpeedConfig
 
     def setup_distributed(self) -> None:
-        """Join the process group; the engines take it over."""
+        """Join the process group, which the engines will use."""
         super().setup_distributed()
         self._deepspeed = load_deepspeed(self.root_device.type)
         self._engines: dict[str, Any] = {}
-        self._training: Any = None  # engine of the model whose micro-batch is under way
+        self._training: Any = None  # engine of the model inside ``micro_batch``
 
     @property
     def gathers_inside_blocks(self) -> bool:
-        """Stage 3 gathers the weights of each layer when it is due."""
+        """Stage 3 gathers the weights of each layer just before its forward and backward."""
         return self.cuts_parameters
 
     @property
     def cuts_parameters(self) -> bool:
-        """Whether a process holds a part of the weights only."""
-        return self._options.stage == 3
+        """Whether each process holds only a part of the weights."""
+        return self.config.stage == 3
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
-        """Engines come later; up to stage 2 every process holds whole weights."""
+        """Shard the parameters at stage 3; engines are made in ``setup_optimizers``."""
         if not self.cuts_parameters:
             return super().wrap(name, model)
-        config = self._config(trained_models=any(p.requires_grad for p in model.parameters()))
+        config = self._engine_config(trained_models=any(p.requires_grad for p in model.parameters()))
         for part in (*blocks_of(model), model):
             load(model, part, self.root_device)
             self._deepspeed.zero.Init(module=part, config_dict_or_path=config)
         return model
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """An engine takes a model together with its optimizer, so engines are made once there are optimizers."""
+        """Make the engines: DeepSpeed takes a model together with its optimizer."""
         super().setup_optimizers(trainer)
         if self._engines:
             return
@@ -164,36 +163,36 @@ class DeepSpeedStrategy(ShardedStrategy):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             engine, *_ = self._deepspeed.initialize(
-                model=outermost, optimizer=optimizer, config=self._config(optimizer is not None)
+                model=outermost, optimizer=optimizer, config=self._engine_config(optimizer is not None)
             )
-        # In bfloat16 the engine rounds buffers as well, and rotary frequencies do not survive that.
+        # In bfloat16 the engine rounds buffers as well, which rotary frequencies do not survive.
         for name, buffer in model.named_buffers():
             buffer.data = constants[name].to(buffer.device)
         if self.cuts_parameters:
-            # Log-probabilities are made from the head's weight outside of the head's own forward.
+            # Log-probabilities are computed from the head's weight outside of the head's own forward.
             head = lm_of(model).get_output_embeddings()
             for parameter in () if head is None else head.parameters():
                 self._deepspeed.zero.register_external_parameter(outermost, parameter)
         return engine
 
-    def _config(self, trained_models: bool) -> dict[str, Any]:
-        options = self._options
+    def _engine_config(self, trained_models: bool) -> dict[str, Any]:
+        config = self.config
         zero: dict[str, Any] = {
-            "stage": options.stage,
-            "overlap_comm": options.overlap_comm,
-            "reduce_bucket_size": options.bucket_numel,
-            "allgather_bucket_size": options.bucket_numel,
+            "stage": config.stage,
+            "overlap_comm": config.overlap_comm,
+            "reduce_bucket_size": config.bucket_numel,
+            "allgather_bucket_size": config.bucket_numel,
             "contiguous_gradients": True,
         }
-        if options.stage == 3:
-            zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": options.bucket_numel}
-        if options.offload_optimizer and trained_models:
+        if config.stage == 3:
+            zero |= {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": config.bucket_numel}
+        if config.offload_optimizer and trained_models:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": self.root_device.type != "cpu"}
-        if options.offload_param:
+        if config.offload_param:
             zero["offload_param"] = {"device": "cpu", "pin_memory": self.root_device.type != "cpu"}
-        bf16 = options.param_dtype == "bfloat16"
+        bf16 = config.param_dtype == "bfloat16"
         return {
-            "train_micro_batch_size_per_gpu": 1,  # never read: micro-batches are ours
+            "train_micro_batch_size_per_gpu": 1,  # required, but micro-batches are ours
             "gradient_accumulation_steps": 1,
             "gradient_clipping": 1.0,  # replaced before each step
             "zero_optimization": zero,
@@ -205,27 +204,28 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     @contextmanager
     def micro_batch(self, name: str, is_last: bool) -> Iterator[None]:
-        """Gradients are complete after the last micro-batch; stages 2 and 3 reduce each one's as it comes."""
+        """Gradients are complete after the last micro-batch; stages 2 and 3 reduce those of each micro-batch."""
         self._training = self._engines[name]
         self._training.set_gradient_accumulation_boundary(is_last)
         yield
         self._training = None
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Through the engine of the model that made the loss."""
-        assert self._training is not None, "backward belongs into micro_batch()"
+        """Backward pass of the engine whose model computed the loss."""
+        assert self._training is not None, "backward is called inside micro_batch()"
+        assert kwargs.get("gradient") is None, "an engine starts at a scalar loss"
         self._training.backward(closure_loss, scale_wrt_gas=False)
         return closure_loss
 
     def clip_and_step(self, optimizer: Optimizer | LightningOptimizer, max_norm: float) -> float:
-        """The engine clips, looks at the norm, and steps or skips; gradients are gone either way."""
+        """The engine clips, then steps or skips; gradients are cleared either way."""
         engine = self._engine_of(optimizer)
         engine.optimizer.clip_grad = max_norm
         optimizer.step()
         return math.inf if engine.optimizer.overflow else float(engine.get_global_grad_norm())
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Lightning counts the step, the engine makes it."""
+        """Lightning counts the step, the engine takes it."""
         closure()
         self._engine_of(optimizer).step()
 
@@ -236,7 +236,7 @@ class DeepSpeedStrategy(ShardedStrategy):
     # ---- whole weights
 
     def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """The fp32 masters of what trains, one at a time; of a frozen model its weights."""
+        """The fp32 masters of parameters that train, the weights of frozen ones; one at a time."""
         for names, parameter in tied(self._models[name]):
             master = self._deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
             if master is not None:
@@ -247,23 +247,25 @@ class DeepSpeedStrategy(ShardedStrategy):
             yield names, full_tensor
 
     def _on_device(self, parameter: nn.Parameter, written_by: int | None = None) -> AbstractContextManager[Any]:
-        """Its whole weights inside; cut again afterwards, as rank ``written_by`` left them where one is named."""
+        """Context with the whole parameter; on exit sharded again, with rank ``written_by``'s values where given."""
         if not self.cuts_parameters:
             return nullcontext()
-        return self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=written_by)
+        gathered: AbstractContextManager[Any]
+        gathered = self._deepspeed.zero.GatheredParameters([parameter], modifier_rank=written_by)
+        return gathered
 
     def generator(self, name: str) -> nn.Module:
-        """A whole copy where parameters are cut, else the model itself."""
+        """A whole copy where parameters are sharded, else the model itself."""
         return super().generator(name) if self.cuts_parameters else self._models[name]
 
     def generation_mode(self, name: str) -> AbstractContextManager[None]:
-        """A whole copy is needed only where parameters are cut."""
+        """Fill the whole copy where parameters are sharded, else eval mode."""
         return super().generation_mode(name) if self.cuts_parameters else self.eval_mode(name)
 
-    # ---- what a checkpoint holds: whole tensors, each written by one rank, so that any strategy reads them
+    # ---- what a checkpoint holds: whole tensors, each written by one rank, so that any strategy can read them
 
     def state_dict_to_save(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Every tensor made whole and kept by one rank, in turns: a rank holds 1/world of model and moments."""
+        """Whole tensors, each kept by one rank in turn: a rank holds 1/world of model and moments."""
         parts: dict[str, Tensor] = {}
         steps = [state["step"] for state in optimizer.state.values()]
         if steps:
@@ -279,7 +281,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return parts
 
     def state_dict_to_load(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Whole tensors in host memory, every one on every rank."""
+        """Whole tensors in host memory, all of them on every rank."""
         parts: dict[str, Tensor] = {}
         for key, _, full_tensor in self._trainable(name):
             parts[f"{name}.{key}"] = torch.zeros_like(full_tensor, device="cpu")
@@ -288,7 +290,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         return parts
 
     def load_state_dict(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
-        """Cut whole tensors into the engine's masters and moments."""
+        """Copy this rank's parts of whole tensors into the engine's masters and moments."""
         steps = [tensor for key, tensor in parts.items() if key.endswith(f"{MOMENT}step")]
         if steps:
             for flat in self._masters(name):
@@ -305,32 +307,34 @@ class DeepSpeedStrategy(ShardedStrategy):
                     self._put_whole(parameter, parts[f"{name}.{key}{MOMENT}{m}"].to(self.root_device), m)
 
     def _put_whole(self, parameter: nn.Parameter, value: Tensor, *moment: str) -> None:
-        """Take this process's piece of a whole tensor for the fp32 master, or for a moment of that name."""
+        """Copy this rank's part of a whole tensor into the fp32 master, or into the moment of that name."""
         utils = self._deepspeed.utils
         if not self.cuts_parameters:
             setter = utils.safe_set_full_optimizer_state if moment else utils.safe_set_full_fp32_param
             setter(parameter, value, *moment)
             return
-        # Stage 3 cuts flat tensors into equal pieces, zeros after the last element; given a whole tensor it forgets
-        # the zeros and fails where the processes do not divide its elements.
+        # Stage 3 cuts a flat tensor into equal shards, padded with zeros at the end. DeepSpeed's setter for whole
+        # tensors does not pad, and fails where the number of processes does not divide the number of elements.
         size = parameter.ds_tensor.numel()  # type: ignore[attr-defined]
         flat = torch.nn.functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
         setter = utils.safe_set_local_optimizer_state if moment else utils.safe_set_local_fp32_param
         setter(parameter, flat[size * dist.get_rank() :][:size], *moment)
 
     def _trainable(self, name: str) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """(name, parameter, whole fp32 master) of each parameter that trains, one at a time."""
+        """(name, parameter, whole fp32 master) of each parameter that trains, one at a time; all ranks call it."""
         for key, parameter in self.named_parameters(name):
             if parameter.requires_grad:
                 yield key, parameter, self._deepspeed.utils.safe_get_full_fp32_param(parameter)
 
     def _masters(self, name: str) -> list[Tensor]:
-        """The flat fp32 pieces that the inner optimizer updates."""
+        """The flat fp32 shards that the inner optimizer updates."""
         zero = self._engines[name].optimizer
-        return zero.fp32_partitioned_groups_flat if self.cuts_parameters else zero.single_partition_of_fp32_groups
+        masters: list[Tensor]
+        masters = zero.fp32_partitioned_groups_flat if self.cuts_parameters else zero.single_partition_of_fp32_groups
+        return masters
 
     def _link_moments(self, name: str) -> None:
-        """Let stages 1 and 2 find each parameter's moments; they look once only, when some do not exist yet."""
+        """Make stages 1 and 2 look up each parameter's moments again: they look once, before the moments exist."""
         zero = self._engines[name].optimizer
         if not self.cuts_parameters:
             zero._hp_optimizer_states_linked = False

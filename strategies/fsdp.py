@@ -1,4 +1,4 @@
-"""FSDP1 (torch's FullyShardedDataParallel): flat parameters cut over data and sequence ranks. FSDP2 is newer."""
+"""FSDP1 (torch's FullyShardedDataParallel): flat parameters sharded over data and sequence ranks. FSDP2 is newer."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ SHARDING = {
 
 @dataclass(frozen=True)
 class FSDPConfig(OffloadParallelConfig):
-    """What is kept whole, and in which type it travels."""
+    """Config of ``strategy=fsdp``."""
 
     sharding: str = "full"  # full; grad_op keeps weights whole from forward to backward; hybrid shards within a copy
     dp_replicate: int = 1  # copies of the whole sharded model, with sharding=hybrid
-    param_dtype: str = "float32"  # type weights are gathered and computed in: float32 or bfloat16; masters stay float32
+    param_dtype: str = "float32"  # dtype weights are gathered and computed in: float32 or bfloat16; masters are float32
     reduce_every_micro_batch: bool = True  # false keeps whole gradients until the last micro-batch and reduces once
     cpu_offload: bool = False  # shards, gradients and optimizer live in host memory
 
@@ -80,20 +80,20 @@ class FSDPConfig(OffloadParallelConfig):
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="fsdp", device=["cpu", "cuda", "npu"])
 class FSDPStrategy(ShardedStrategy):
-    """One FSDP unit per block, one for what is left; parameters keep their names and their own hyperparameters."""
+    """One FSDP unit per block and one for the rest; ``use_orig_params`` keeps names and parameter groups."""
 
-    options: ClassVar[type] = FSDPConfig
-    _options: FSDPConfig
+    config_class: ClassVar[type] = FSDPConfig
+    config: FSDPConfig
 
-    def __init__(self, options: FSDPConfig, **place: Any) -> None:
-        super().__init__(options, **place)
+    def __init__(self, config: FSDPConfig, **place: Any) -> None:
+        super().__init__(config, **place)
         self._aliases: dict[str, list[tuple[str, ...]]] = {}
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
-        """Cut in place; the outermost wrapper stays outside of the module tree."""
+        """Shard in place; the outermost wrapper stays outside of the module tree."""
         self._aliases[name] = [names for names, _ in tied(model)]
-        dtype = DTYPES[self._options.param_dtype]
-        # Buffers stay fp32: rotary frequencies do not survive rounding. Inputs too: old log-probabilities.
+        dtype = DTYPES[self.config.param_dtype]
+        # Buffers stay fp32: rotary frequencies do not survive rounding. So do inputs: old log-probabilities.
         precision = (
             None
             if dtype is None
@@ -101,9 +101,9 @@ class FSDPStrategy(ShardedStrategy):
         )
         reduce: dict[str, Any] = {
             "device_mesh": self.mesh.sharding,
-            "sharding_strategy": SHARDING[self._options.sharding],
+            "sharding_strategy": SHARDING[self.config.sharding],
             "mixed_precision": precision,
-            "cpu_offload": CPUOffload(self._options.cpu_offload and self.root_device.type != "cpu"),
+            "cpu_offload": CPUOffload(self.config.cpu_offload and self.root_device.type != "cpu"),
             "device_id": self.root_device,
             "use_orig_params": True,
         }
@@ -115,27 +115,27 @@ class FSDPStrategy(ShardedStrategy):
         return FullyShardedDataParallel(model, **reduce)
 
     def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
-        """Reduce now, or leave whole gradients until the last micro-batch."""
+        """Reduce-scatter gradients now, or keep whole ones until the last micro-batch."""
         wrapper: Any = self._wrapped[name]
-        return nullcontext() if is_last or self._options.reduce_every_micro_batch else wrapper.no_sync()
+        return nullcontext() if is_last or self.config.reduce_every_micro_batch else wrapper.no_sync()
 
     def named_parameters(self, name: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """This process's flat piece of each parameter, which may be empty."""
+        """This process's flat shard of each parameter; it may be empty."""
         for key, parameter in self._wrapped[name].named_parameters():
             yield clean_tensor_name(key), parameter
 
     def copies_of(self, parameter: nn.Parameter) -> int:
-        """A piece is held once in every copy of the sharded model."""
-        return self._options.dp_replicate
+        """Every copy of the sharded model holds a shard once."""
+        return self.config.dp_replicate
 
     def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """Gather one tensor at a time."""
+        """All-gather one tensor at a time."""
         local_shards = self._local_shards(name)
         for names in self._aliases[name]:
             yield names, full_tensor(local_shards[names[0]], self.root_device)
 
     def _local_shards(self, name: str) -> dict[str, Tensor]:
-        """Name before sharding -> this process's piece as a DTensor."""
+        """Name before sharding -> this process's shard as a DTensor."""
         with sharded_state(self._wrapped[name]):
             state = self._wrapped[name].state_dict()
         return {names[0]: state[names[0]] for names in self._aliases[name]}
@@ -143,7 +143,7 @@ class FSDPStrategy(ShardedStrategy):
     # ---- what a checkpoint holds
 
     def state_dict_to_save(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
-        """FSDP1's own view of its flat pieces, under the common names."""
+        """FSDP1's own sharded state dicts, under the names that every strategy uses."""
         parts = {f"{name}.{key}": piece for key, piece in self._local_shards(name).items()}
         with sharded_state(self._wrapped[name]):
             state = FullyShardedDataParallel.optim_state_dict(self._wrapped[name], optimizer)["state"]
@@ -152,7 +152,7 @@ class FSDPStrategy(ShardedStrategy):
         return parts
 
     def load_state_dict(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
-        """Back through FSDP1's own view."""
+        """Load through FSDP1's own sharded state dicts."""
         wrapper: Any = self._wrapped[name]
         loaded = {key.removeprefix(f"{name}."): tensor for key, tensor in parts.items()}
         model = {alias: loaded[names[0]] for names in self._aliases[name] for alias in names}
@@ -171,9 +171,9 @@ class FSDPStrategy(ShardedStrategy):
 
 @contextmanager
 def sharded_state(wrapper: nn.Module) -> Iterator[None]:
-    """State dicts hold pieces, as DTensors, where they are: copies in host memory alias freed storage on CPU."""
+    """Inside, state dicts hold shards as DTensors on their device: copies in host memory alias freed storage on CPU."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # FSDP1 is on its way out, and says so each time
+        warnings.simplefilter("ignore")  # FSDP1 is deprecated and warns each time
         with FullyShardedDataParallel.state_dict_type(
             wrapper,
             StateDictType.SHARDED_STATE_DICT,

@@ -1,4 +1,4 @@
-"""FSDP2 (torch's fully_shard): every parameter is cut over data and sequence ranks, block by block, as a DTensor."""
+"""FSDP2 (torch's fully_shard): parameters sharded over data and sequence ranks, block by block, as DTensors."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from strategies.registry import MODEL_TYPES, STRATEGIES
 
 @dataclass(frozen=True)
 class FSDP2Config(OffloadParallelConfig):
-    """What is kept whole, for how long, and in which type it travels."""
+    """Config of ``strategy=fsdp2``."""
 
     tp_size: int = 1  # processes that share every matrix (tensor parallelism, from the model's own plan)
     dp_replicate: int = 1  # copies of the whole sharded model (HSDP); shards stay within one copy
     reshard_after_forward: bool = True  # drop a block's whole weights between forward and backward
-    param_dtype: str = "float32"  # type weights are gathered and computed in: float32 or bfloat16; masters stay float32
+    param_dtype: str = "float32"  # dtype weights are gathered and computed in: float32 or bfloat16; masters are float32
     reduce_every_micro_batch: bool = True  # false keeps whole gradients until the last micro-batch and reduces once
     cpu_offload: bool = False  # shards, gradients and optimizer live in host memory
 
@@ -48,25 +48,25 @@ class FSDP2Config(OffloadParallelConfig):
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="fsdp2", device=["cpu", "cuda", "npu", "xpu"])
 class FSDP2Strategy(ShardedStrategy):
-    """fully_shard over each block, then over what is left."""
+    """fully_shard on each block, then on the rest; tensor parallelism from the model's own plan."""
 
-    options: ClassVar[type] = FSDP2Config
-    _options: FSDP2Config
+    config_class: ClassVar[type] = FSDP2Config
+    config: FSDP2Config
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
-        """Cut in place: the modules keep their names, their parameters become DTensors."""
+        """Shard in place: modules keep their names, their parameters become DTensors."""
         if self.mesh.tensor is not None:
             apply_tensor_parallel(lm_of(model), self.mesh.tensor)
         reduce: dict[str, Any] = {
             "mesh": self.mesh.sharding,
-            "reshard_after_forward": self._options.reshard_after_forward,
+            "reshard_after_forward": self.config.reshard_after_forward,
             "offload_policy": self._offload_policy(),
         }
-        param_dtype = DTYPES[self._options.param_dtype]
+        param_dtype = DTYPES[self.config.param_dtype]
         for block in blocks_of(model):
             load(model, block, self.root_device)
             fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32), **reduce)
-        # The outermost module takes whole micro-batches: casting its inputs would round old log-probabilities.
+        # The outermost module is given micro-batches: casting its inputs would round old log-probabilities.
         outermost = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
         load(model, model, self.root_device)
         # Its weights (embedding, head) are needed again at once when backward begins.
@@ -74,27 +74,27 @@ class FSDP2Strategy(ShardedStrategy):
         return model
 
     def _offload_policy(self) -> OffloadPolicy:
-        if not self._options.cpu_offload:
+        if not self.config.cpu_offload:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=self.root_device.type != "cpu")  # a CPU alone has nothing to lock pages for
 
     @contextmanager
     def micro_batch(self, name: str, is_last: bool) -> Iterator[None]:
-        """Reduce now, or leave whole gradients until the last micro-batch."""
+        """Reduce-scatter gradients now, or keep whole ones until the last micro-batch."""
         wrapper = self._wrapped[name]
         assert isinstance(wrapper, FSDPModule)
-        wrapper.set_requires_gradient_sync(is_last or self._options.reduce_every_micro_batch)
+        wrapper.set_requires_gradient_sync(is_last or self.config.reduce_every_micro_batch)
         wrapper.set_is_last_backward(is_last)
         yield
 
     def local_shards(self, name: str) -> Iterator[Tensor]:
-        """Pieces alone: what was left whole for a backward that did not come is dropped."""
+        """Shards only: weights that stayed gathered for a backward pass that never came are dropped first."""
         for module in self._models[name].modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return super().local_shards(name)
 
     def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """Gather one tensor at a time."""
+        """All-gather one tensor at a time."""
         for names, parameter in tied(self._models[name]):
             yield names, full_tensor(parameter.detach(), self.root_device)

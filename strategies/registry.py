@@ -1,7 +1,19 @@
-"""Which class spreads which kind of model on which machine: a table with four keys, filled only when asked.
+"""Which class runs which kind of model on which machine.
 
-A backend is a module of this package (``strategies/ddp.py``) or an entry point of the group ``rlmodule.strategies``; it
-is imported, and its optional packages with it, when a run chooses it. Leaves out what a strategy does.
+A backend is a module of this package (``strategies/ddp.py``) or an entry point of the group ``rlmodule.strategies``. It
+is imported, and its optional packages with it, when a run chooses it.
+
+A new backend is ``strategies/NAME.py`` and ``conf/strategy/NAME.yaml``. The module has a frozen dataclass with the
+backend's keys and a class that ``@STRATEGIES.register(...)`` registers, ``config_class`` set to the former:
+
+- on ``DistributedStrategy`` (every process holds whole weights) or ``ShardedStrategy`` (weights are cut);
+- ``wrap`` reads the weights of one model and cuts or wraps it, ``micro_batch`` syncs gradients after the last one only;
+- ``build``, where its layers are not those of Hugging Face;
+- ``forward_backward``, ``evaluate`` and ``forward``, where micro-batches do not run one after the other (a pipeline);
+- ``named_parameters``, ``full_parameters``, ``copies_of``, ``state_dict_to_save`` and ``load_state_dict``, where
+  parameters have other names or are no DTensors.
+
+``rlmodule.core.contract.Strategy`` says what each must do. Leaves out everything that a strategy does.
 """
 
 from __future__ import annotations
@@ -15,40 +27,46 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TypeVar
 
+from rlmodule.core.contract import LANGUAGE_MODEL, POLICY_VALUE, VALUE_MODEL, StrategyClass
 from rlmodule.core.errors import ConfigError, DependencyError, did_you_mean
 from strategies.parts.mesh import detect_device, detect_vendor
 
-C = TypeVar("C", bound=type)
+C = TypeVar("C", bound=StrategyClass)
 ANY_VENDOR = None
 ENTRY_POINT_GROUP = "rlmodule.strategies"
-MODEL_TYPES = ("language_model", "value_model", "policy_value")
+MODEL_TYPES = (LANGUAGE_MODEL, VALUE_MODEL, POLICY_VALUE)
 
 Key = tuple[str, str, str, str | None]
 Words = str | Iterable[str]
 
 
-def as_list(words: Words | None) -> tuple[str | None, ...]:
+def as_tuple(words: Words | None) -> tuple[str | None, ...]:
+    """A word, several or none, as a tuple."""
     return (words,) if words is None or isinstance(words, str) else tuple(words)
 
 
 @dataclass
 class StrategyRegistry:
-    """(model_type, backend, device, vendor) -> strategy class."""
+    """(model_type, backend, device, vendor) -> strategy class.
+
+    Args:
+        package: whose modules are the backends.
+    """
 
     package: str = "strategies"
-    _table: dict[Key, type] = field(default_factory=dict)
+    _table: dict[Key, StrategyClass] = field(default_factory=dict)
 
     def register(
         self, *, model_type: Words, backend: Words, device: Words, vendor: Words | None = ANY_VENDOR
     ) -> Callable[[C], C]:
-        """Class decorator; each argument is a word or several, and every combination is registered, or none.
+        """Class decorator; each argument is a word or several. All combinations are registered, or none.
 
         Raises:
             ValueError: a combination is taken; names both classes.
         """
         keys: list[Key] = [
             (str(m), str(b), str(d), v)
-            for m, b, d, v in itertools.product(as_list(model_type), as_list(backend), as_list(device), as_list(vendor))
+            for m, b, d, v in itertools.product(*map(as_tuple, (model_type, backend, device, vendor)))
         ]
 
         def file(strategy: C) -> C:
@@ -64,22 +82,24 @@ class StrategyRegistry:
         return file
 
     def __reduce__(self) -> str:
-        """There is one table per process: another process finds its own."""
+        """Pickled by name: another process has a registry of its own."""
         return "STRATEGIES"
 
     def backends(self) -> list[str]:
-        """Every backend that can be chosen, without importing any."""
+        """Names of every backend that can be chosen, without importing any."""
         paths = importlib.import_module(self.package).__path__
         here = {m.name for m in pkgutil.iter_modules(paths) if not m.ispkg and m.name != "registry"}
         return sorted(here | {key[1] for key in self._table} | {p.name for p in entry_points(group=ENTRY_POINT_GROUP)})
 
-    def lookup(self, model_type: str, backend: str, *, device: str | None = None, vendor: str | None = None) -> type:
-        """The class for this machine: exact (device, vendor), then any vendor, then nvidia's on other CUDA devices.
+    def lookup(
+        self, model_type: str, backend: str, *, device: str | None = None, vendor: str | None = None
+    ) -> StrategyClass:
+        """The class for this machine: of its device and vendor, else for any vendor, else nvidia's on CUDA devices.
 
         Args:
             model_type: one of ``MODEL_TYPES``.
             backend: name from ``backends()``.
-            device, vendor: None for ``RLMODULE_DEVICE`` / ``RLMODULE_VENDOR`` or what the machine has.
+            device, vendor: None takes ``RLMODULE_DEVICE`` and ``RLMODULE_VENDOR``, or what the machine has.
 
         Raises:
             ConfigError: nothing fits; lists what is registered.
@@ -129,7 +149,8 @@ class StrategyRegistry:
         )
 
 
-def _name(cls: type) -> str:
+def _name(cls: StrategyClass) -> str:
+    assert isinstance(cls, type)
     return f"{cls.__module__}.{cls.__qualname__}"
 
 

@@ -17,16 +17,16 @@ from strategies.registry import MODEL_TYPES, STRATEGIES
 
 @dataclass(frozen=True)
 class SingleConfig(OffloadConfig):
-    """Where tensors wait."""
+    """Config of ``strategy=single``."""
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="single", device=["cpu", "cuda", "npu", "xpu", "mps"])
 class SingleStrategy(StrategyMixin, SingleDeviceStrategy):
-    """The reference every other strategy is measured against."""
+    """The reference that every other strategy must agree with."""
 
-    options: ClassVar[type] = SingleConfig
+    config_class: ClassVar[type] = SingleConfig
 
-    def __init__(self, options: SingleConfig, *, device: str, num_processes: int, num_nodes: int) -> None:
+    def __init__(self, config: SingleConfig, *, device: str, num_processes: int, num_nodes: int) -> None:
         if num_processes * num_nodes > 1:
             raise ConfigError(
                 key="trainer.devices",
@@ -34,11 +34,11 @@ class SingleStrategy(StrategyMixin, SingleDeviceStrategy):
                 because=f"strategy=single runs one process, not {num_processes * num_nodes}",
                 fix="Use strategy=ddp, or trainer.devices=1",
             )
-        self.offload = options
+        self.offload = config
         super().__init__(device=torch.device(device, 0) if device != "cpu" else torch.device("cpu"))
 
     def model_to_device(self) -> None:
-        """``wrap`` puts the inner models on the device; there is nothing else."""
+        """Nothing: ``wrap`` moves the inner models."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         self.shard(inner_models_of(model))

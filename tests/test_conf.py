@@ -80,7 +80,7 @@ def test_every_choice_composes_and_converts(choice):
     assert config.general == GeneralConfig()
     group, name = choice.split("=")
     if group == "strategy" and name != "auto":
-        options = STRATEGIES.lookup("language_model", node.strategy.name, device="cpu").options
+        options = STRATEGIES.lookup("language_model", node.strategy.name, device="cpu").config_class
         assert set(node.strategy) == fields_of(options) | {"name"}
 
 

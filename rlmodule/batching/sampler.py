@@ -15,8 +15,8 @@ from rlmodule.batching.equal_counts import required_multiple, top_up
 from rlmodule.batching.plan import ORDERS, PLANNERS, MiniBatchPlan, plan_batch
 from rlmodule.batching.workload import Workload
 from rlmodule.core.config import at_least, one_of
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import POLICY, SampleMeta, StepTotals
 
 

@@ -30,7 +30,7 @@ from rlmodule.callbacks import CALLBACKS
 from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.checkpoint.state import best_of, oldest_first
 from rlmodule.core.config import at_least
-from rlmodule.core.types import CRITIC, REWARD_MODEL
+from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.records.metrics_log import Record, atomic_write
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.records.summary import Change, changes, run_totals, running_mean, series
@@ -132,7 +132,7 @@ def output_paths(directory: RunDirectory) -> dict[str, str]:
         "rollouts": root / "rollouts",
         "checkpoint": checkpoints[-1] if checkpoints else directory.checkpoints,
         **({"best": best} if best is not None else {}),
-        "policy": directory.policy,
+        POLICY: directory.policy,
         CRITIC: root / CRITIC,
         REWARD_MODEL: root / REWARD_MODEL,
         "tensorboard": root / "tensorboard",

@@ -1,11 +1,12 @@
-"""What the engine asks of its plug-ins. ``strategies/`` implements Strategy; ``rlmodule`` never imports ``strategies``.
+"""The interfaces of what can be exchanged: strategy, loss, advantage, reward, environment, rollout engine.
 
-Leaves out every implementation, and everything that is not asked across a package border.
+The protocol belongs to its user: ``strategies/`` implements Strategy, and ``rlmodule`` never imports ``strategies``.
+Leaves out every implementation, and interfaces within one package.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlmodule.core.metrics import Metric
+from rlmodule.core.layout import Layout
+from rlmodule.core.metrics import Metric, Metrics
 from rlmodule.core.types import (
     AdvantageInputs,
     LossInputs,
@@ -26,95 +28,38 @@ from rlmodule.core.types import (
     StepTotals,
     TokenLoss,
     TokenMeans,
+    TokenOutputs,
 )
 
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Where this process sits: tensor-parallel ranks are nearest, then sequence, then data."""
-
-    world_size: int = 1
-    rank: int = 0
-    tp_size: int = 1
-    sp_size: int = 1
-
-    def __post_init__(self) -> None:
-        assert self.world_size % (self.tp_size * self.sp_size) == 0, f"{self} does not tile"
-        assert 0 <= self.rank < self.world_size, f"{self} is outside its world"
-
-    @property
-    def dp_size(self) -> int:
-        """Data ranks: processes that train on different samples."""
-        return self.world_size // (self.tp_size * self.sp_size)
-
-    @property
-    def dp_rank(self) -> int:
-        """This process's data rank."""
-        return self.rank // (self.tp_size * self.sp_size)
-
-    @property
-    def sp_rank(self) -> int:
-        """This process's place in its sequence-parallel group."""
-        return self.rank // self.tp_size % self.sp_size
-
-    @property
-    def tp_rank(self) -> int:
-        """This process's place in its tensor-parallel group."""
-        return self.rank % self.tp_size
-
-    @property
-    def dp_sp_size(self) -> int:
-        """Processes that train on different tokens: data ranks times the sequence ranks that share their rows."""
-        return self.dp_size * self.sp_size
-
-    @property
-    def dp_sp_rank(self) -> int:
-        """This process's place among them."""
-        return self.dp_rank * self.sp_size + self.sp_rank
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Processes in all and along each dimension, for whoever writes them down."""
-        return {
-            "world_size": self.world_size,
-            "dp_size": self.dp_size,
-            "sp_size": self.sp_size,
-            "tp_size": self.tp_size,
-        }
-
-    @property
-    def has_outputs(self) -> bool:
-        """Whether this process speaks for its data rank: sequence and tensor replicas count once."""
-        return self.sp_rank == 0 and self.tp_rank == 0
-
-    @property
-    def is_rank_zero(self) -> bool:
-        """Whether this process writes files and talks to the user."""
-        return self.rank == 0
-
-
 class Collectives(Protocol):
-    """The few exchanges that the engine makes between token ranks (``Layout.dp_sp_size``, in the order of
-    ``Layout.dp_sp_rank``): sequence ranks hold different tokens, tensor ranks repeat them and are left out. A world of
-    one answers without communication."""
+    """The few exchanges of small things between the ranks that train on tokens of their own (``Layout.dp_sp_size`` of
+    them, in the order of ``Layout.dp_sp_rank``).
+
+    Tensor ranks and pipeline stages repeat those tokens; they run the same exchange among themselves, so that every
+    process gets the answer. In a world of one rank nothing is sent.
+    """
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """[K, C] float64 with the same K on every token rank -> [ranks, K, C]; one collective."""
+        """[K, C] float64, K the same on every rank -> [ranks, K, C] on the CPU; one collective."""
 
     def gather_objects(self, item: Item) -> list[Item]:
-        """One picklable object per token rank -> all of them, in rank order."""
+        """One picklable object per rank -> the objects of all ranks, in rank order."""
 
     def exchange(self, outgoing: Sequence[Item]) -> list[Item]:
-        """``outgoing[r]`` goes to token rank r; returns what every token rank sent here, in rank order."""
+        """Send ``outgoing[r]`` to rank r; returns what every rank sent to this one, in rank order."""
 
     def broadcast(self, item: Item) -> Item:
-        """Token rank 0's picklable object on every rank."""
+        """Rank 0's picklable object, on every rank."""
 
 
 class SequenceRanks(Protocol):
-    """The ranks that hold the slices of one packed row, as a model and its loss see them. Every rank calls in step."""
+    """The sequence-parallel group, as a model and its loss see it: each rank holds one slice of the packed row.
+
+    Every method but the two numbers is a collective: all ranks of the group call it in the same order.
+    """
 
     @property
     def size(self) -> int:
@@ -122,122 +67,231 @@ class SequenceRanks(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process's place, which is that of its slice in the row."""
+        """This process's place in the group, which is the place of its slice in the row."""
 
     def scatter_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[1, heads, T/size, D] of this slice -> [1, heads/size, T, D] of the row; differentiable, one exchange."""
+        """[1, heads, T/size, D] of this slice -> [1, heads/size, T, D] of the whole row; differentiable."""
 
     def gather_heads(self, out: Tensor) -> Tensor:
-        """[1, T, heads/size, D] of the row -> [1, T/size, heads, D] of this slice; differentiable, one exchange."""
+        """[1, T, heads/size, D] of the whole row -> [1, T/size, heads, D] of this slice; differentiable."""
 
     def sum_over_slices(self, value: Tensor) -> Tensor:
-        """The sum of every slice's ``value`` on every rank; differentiable, for losses that look at whole sequences."""
+        """The sum of all ranks' ``value``, on every rank; differentiable. For losses over whole sequences."""
 
     def gather_slices(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """[n] of this slice of each micro-batch -> [N] of its whole row, on every rank; one exchange for all."""
+        """[n] of this slice, for each micro-batch -> [N] of its whole row, on every rank; one exchange for all."""
 
 
 class StoredWeights(Protocol):
-    """Weights on disk of a model whose parameters are on the meta device until its strategy reads them.
-
-    Such a model has one at ``stored``.
-    """
+    """The weights on disk of a model that has parameters on the meta device; the model has them as ``stored``."""
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor of the parameter of that name, in host memory and in the type it is stored in; read-only."""
+        """The whole tensor of the parameter ``name``, on the CPU and in the dtype it is stored in; read-only."""
+
+
+# Kinds of models that a strategy may be registered for.
+LANGUAGE_MODEL, VALUE_MODEL, POLICY_VALUE = "language_model", "value_model", "policy_value"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model of the run, for the strategy that builds it.
+
+    Args:
+        model_type: ``language_model`` (log-probabilities), ``value_model`` (a scalar per token) or ``policy_value``
+            (both, on one trunk).
+        config: the model's section of the configuration (``rlmodule.models.description.ModelConfig``).
+        path: folder or hub name of its weights; None for random weights.
+        is_trained: False for a frozen model (reference, teacher), which needs no gradients.
+        temperature: divides the logits.
+        compute_dtype: dtype of matmuls under autocast; None computes in the dtype of the weights.
+        build_default: builds the project's own model around the Hugging Face one. Parameters that can be read from disk
+            one by one are on the meta device; ``shard`` reads them, block by block.
+    """
+
+    model_type: str
+    config: Any
+    path: str | None
+    is_trained: bool
+    temperature: float
+    compute_dtype: torch.dtype | None
+    build_default: Callable[[], nn.Module]
 
 
 class Snapshot(Protocol):
-    """The state of a run at one moment, this process's part of it; the other processes have theirs."""
+    """The state of a run at one moment: the part of it that this process holds."""
 
     def write(self, path: Path) -> None:
-        """Tensors beside ``path``, everything else into it; every process calls it, from any thread, in the same order.
+        """Write the tensors beside ``path`` and everything else into it.
+
+        Every process calls it, from any thread, and all of them write their snapshots in the same order.
 
         Raises:
             OSError, RuntimeError: it could not be written.
         """
 
     def gather_first_error(self, problem: str | None) -> str | None:
-        """``Strategy.gather_first_error`` from the thread that writes."""
+        """``Strategy.gather_first_error``, for the thread that writes."""
 
 
 @dataclass
 class SaveLater:
-    """Storage options for Lightning's ``save_checkpoint``: a snapshot is taken, and whoever asked for it writes it.
+    """Storage options for Lightning's ``save_checkpoint``: take a snapshot only; the caller writes it.
 
     Args:
-        copied: into host memory of its own, so that training may go on meanwhile.
-        snapshot: what was taken.
+        copied: copy the tensors to host memory, so that training may go on before they are written.
+        snapshot: filled by the strategy.
     """
 
     copied: bool
     snapshot: Snapshot | None = None
 
 
+class Backward(Protocol):
+    """Runs a backward pass: Lightning's ``manual_backward``, or ``torch.Tensor.backward`` without Lightning."""
+
+    def __call__(self, tensor: Tensor, /, *, gradient: Tensor | None = None) -> object:
+        """Add to the gradients of the parameters ``tensor`` was computed from.
+
+        ``gradient`` is that of the loss by ``tensor``: none for a scalar loss; a pipeline stage gets it from the next.
+        """
+
+
 class Strategy(Protocol):
-    """How models are spread over processes, and what of them goes into a checkpoint.
+    """How models are spread over processes: who builds them, runs them, steps them and saves them.
 
-    One class per backend in ``strategies/``, on top of a Lightning strategy.
-
-    It wraps the INNER models, never the LightningModule: a micro-batch is one call of a wrapped model's own forward.
+    One class per backend in ``strategies/``, on top of a Lightning strategy. It wraps the INNER models (policy, critic,
+    reference, ...), never the LightningModule.
     """
 
     layout: Layout
     collectives: Collectives
-    sequence: SequenceRanks | None  # None where a row is not cut
+    sequence: SequenceRanks | None  # None where rows are not cut
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device this process computes on."""
 
     @property
     def gathers_inside_blocks(self) -> bool:
-        """Whether it runs operations of its own in the middle of a block, other ones forward than backward."""
+        """Whether it gathers parameters inside a block (ZeRO-3), which rules out selective checkpointing."""
 
     def gather_first_error(self, problem: str | None) -> str | None:
-        """The first problem that any process of the run has, on every process; one exchange between all of them."""
+        """The first error message that any process passes in, on every process; one exchange between all of them."""
 
-    def shard(self, models: Mapping[str, nn.Module]) -> None:
-        """Take over the models: move, wrap and shard them; frozen ones too, without gradients.
+    # ---- models
 
-        Parameters on the meta device are read from disk, of each model as much at a time as is then cut.
+    def build(self, name: str, spec: ModelSpec) -> nn.Module:
+        """The model ``name`` of a run; called before the processes have joined, so it must not communicate.
+
+        Sampling and export use the project's own model classes. A backend with layers of its own therefore takes
+        ``spec.build_default()`` and replaces the transformers model in it, ``lm``.
         """
 
-    def wrapped(self, name: str) -> nn.Module:
-        """The module to call for model ``name``."""
+    def shard(self, models: Mapping[str, nn.Module]) -> None:
+        """Take over the models: read the weights that are still on disk, move to the device, wrap and cut."""
 
     def named_parameters(self, name: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name as before sharding, what this process holds of it) of model ``name``, tied ones once."""
+        """(name before sharding, this process's part of it) of model ``name``, tied parameters once."""
 
-    def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
-        """Encloses forward AND backward of model ``name`` on one micro-batch.
+    def full_weights(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, whole tensor) of model ``name``, one at a time, the same stream on every rank."""
 
-        Gradients need to be in sync only after the last.
+    # ---- compute: a backend owns its loops
+
+    def forward_backward(
+        self,
+        name: str,
+        micro_batches: Sequence[MicroBatch],
+        objective: ModelObjective,
+        totals: StepTotals,
+        backward: Backward,
+    ) -> list[Metrics]:
+        """Add the gradients of a whole mini-batch; called inside ``train_mode``, and followed by ``clip_and_step``.
+
+        Which micro-batch is in flight when is the backend's own business. Gradients are in sync over ranks on return.
+
+        Args:
+            name: of the model that trains.
+            micro_batches: this data rank's part of the mini-batch, on the device; every data rank has the same number.
+            objective: gives the loss of each micro-batch.
+            totals: counts of the whole mini-batch.
+            backward: runs a backward pass.
+
+        Returns:
+            Metrics of each micro-batch, on every rank that has its row or a slice of it.
+        """
+
+    def evaluate(
+        self, name: str, micro_batches: Sequence[MicroBatch], objective: ModelObjective, totals: StepTotals
+    ) -> list[Metrics]:
+        """As ``forward_backward``, with the model in eval mode and without gradients."""
+
+    def forward(
+        self, name: str, micro_batches: Iterable[MicroBatch], outputs: frozenset[str], *, with_adapter: bool = True
+    ) -> list[TokenOutputs]:
+        """The outputs of a model for each micro-batch, in input order; eval mode, no gradients.
+
+        Args:
+            name: of the model.
+            micro_batches: on the device, taken one at a time: an iterable may pack each of them when it is due.
+            outputs: fields of TokenOutputs that must be filled; others may be.
+            with_adapter: False leaves the LoRA adapter out, which gives the model that training started from.
+
+        Returns:
+            Tensors over the loss tokens of the micro-batch as given: where rows are cut, those of this rank's slice.
         """
 
     def clip_and_step(self, optimizer: Optimizer, max_norm: float) -> float:
-        """Clip by the global norm and step; returns the norm before clipping.
+        """Clip by the global norm (0: no clipping), step and clear the gradients; returns the norm before clipping.
 
         A norm that is not finite skips the step on every rank: no parameter and no moment changes.
         """
 
-    def full_weights(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of model ``name``, one at a time, the same stream on every rank."""
+    # ---- modes
+
+    def train_mode(self, name: str) -> AbstractContextManager[None]:
+        """Parameters on the device and the model in train mode; undone on exit, also on error. May nest.
+
+        Optimizer state that waits in host memory is brought to the device by ``clip_and_step`` only.
+        """
+
+    def eval_mode(self, name: str) -> AbstractContextManager[None]:
+        """Parameters on the device, the model in eval mode, no gradients; undone on exit, also on error. May nest."""
 
     def generator(self, name: str) -> nn.Module:
         """The module to sample with, inside ``generation_mode`` only."""
 
     def generation_mode(self, name: str) -> AbstractContextManager[None]:
-        """Whole weights at hand inside, so that ranks may run ``generator`` a different number of times each.
+        """Whole weights inside, so that each rank may run ``generator`` as often as it needs to.
 
-        Every rank enters it equally often. A sharded strategy fills a copy of the whole model on the way in and drops
-        it on the way out.
+        Every rank enters it equally often. A sharded strategy fills a copy of the whole model on entry and drops it on
+        exit.
         """
 
-    def train_mode(self, name: str) -> AbstractContextManager[None]:
-        """Parameters on the device, module in train mode; undone on exit, also on error. May nest.
 
-        Optimizer state that waits in host memory comes for ``clip_and_step`` alone.
+class StrategyClass(Protocol):
+    """What the strategy registry holds: a class whose instances are a Strategy and a Lightning strategy."""
+
+    @property
+    def config_class(self) -> type:
+        """Frozen dataclass whose fields are the keys of the backend's section ``strategy``."""
+
+    def layout_of(self, config: Any, world_size: int) -> Layout:
+        """The layout of a run of ``world_size`` processes, seen from rank 0, before any process is started."""
+
+    def __call__(self, config: Any, *, device: str, num_processes: int, num_nodes: int) -> Strategy:
+        """The strategy of one process.
+
+        Args:
+            config: an instance of ``config_class``.
+            device: ``cpu``, ``cuda``, ...
+            num_processes: processes on this machine.
+            num_nodes: machines.
+
+        Raises:
+            ConfigError: the config does not fit the number of processes.
         """
-
-    def eval_mode(self, name: str) -> AbstractContextManager[None]:
-        """Parameters on the device, module in eval mode, no gradients; undone on exit, also on error. May nest."""
 
 
 class Loss(Protocol):
@@ -297,28 +351,28 @@ class JointObjective(TokenObjective, ValueObjective, Protocol):
 
 
 class MicroBatchLoss(Protocol):
-    """The share of one micro-batch in what a model minimises: handed to the model's forward as its objective."""
+    """The loss of one micro-batch, divided by the totals of its mini-batch; the ``objective`` of a model's forward."""
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """What the micro-batch says, once its loss was made."""
+        """Metrics of the micro-batch, once its loss was computed."""
 
 
 class ModelObjective(Protocol):
-    """What a model minimises. Its metrics are logged under ``label``."""
+    """What a model minimises, over the whole run."""
 
     @property
     def label(self) -> str:
-        """The first part of their names."""
+        """First part of the names of its metrics."""
 
     @property
     def selects(self) -> SelectingLoss | None:
-        """The loss in it that picks tokens out of the whole mini-batch, if there is one."""
+        """The loss in it that selects tokens out of the whole mini-batch, None where none does."""
 
     def for_micro_batch(
         self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None
     ) -> MicroBatchLoss:
-        """Its share of one micro-batch; ``sequence`` are the ranks that share the row, None where it is not cut."""
+        """The loss of one micro-batch; ``sequence`` are the ranks that share its row, None where rows are not cut."""
 
 
 class Advantage(Protocol):

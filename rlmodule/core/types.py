@@ -433,31 +433,26 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, eq=False)
 class TokenOutputs:
-    """What one forward pass of a policy says about the loss tokens of a micro-batch.
+    """Outputs of one forward pass for the loss tokens of a micro-batch; None where the model does not compute it.
 
     Args:
-        logprob: [N] float32.
-        entropy: [N] float32 entropy of the distribution each token was drawn from, or None when not asked for.
-        value: [N] float32 from the head of a policy that has one, else None.
+        logprob: [N] float32, of a policy.
+        entropy: [N] float32, in nats, of the distribution each token was drawn from; only on request.
         energy: [N] float32 squared norm of the gradient of the log-probability by the logits,
-            1 - 2 p + sum over the vocabulary of p^2, or None when not asked for.
+            1 - 2 p + sum over the vocabulary of p^2 (arXiv:2602.07078); only on request.
+        value: [N] float32, of a model with a value head; read at the position before each token.
     """
 
-    logprob: Tensor
+    logprob: Tensor | None = None
     entropy: Tensor | None = None
-    value: Tensor | None = None
     energy: Tensor | None = None
+    value: Tensor | None = None
 
-
-@dataclass(frozen=True, eq=False)
-class ValueOutputs:
-    """What one forward pass of a value model says about the loss tokens of a micro-batch.
-
-    Args:
-        value: [N] float32, read at the position before each token.
-    """
-
-    value: Tensor
+    def __getitem__(self, output: str) -> Tensor:
+        """[N], the output of that name, which must have been requested from a model that has it."""
+        value = getattr(self, output)
+        assert isinstance(value, Tensor), f"the model was not asked for {output}"
+        return value
 
 
 def _tensors(batch: object) -> dict[str, Tensor]:

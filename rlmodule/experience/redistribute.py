@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from rlmodule.core.contract import Collectives, Layout
+from rlmodule.core.contract import Collectives
+from rlmodule.core.layout import Layout
 
 K = TypeVar("K")
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Sequence
 
-from rlmodule.core.contract import Layout
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import ScoredSample
 
 

@@ -1,12 +1,12 @@
-"""What models say of the samples of an iteration: log-probabilities, values, energies, one pass per model.
+"""Forward passes over the samples of an iteration: log-probabilities, values and energies, one pass per model.
 
-Leaves out what is made of them (``advantage_stage.py``) and the plan they are made over (``batching/``).
+Leaves out what they are used for (``advantage_stage.py``) and the plan they run over (``batching/``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,7 +15,16 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, RankShare
 from rlmodule.core.contract import Strategy
-from rlmodule.core.types import CRITIC, POLICY, REFERENCE, TEACHER, Sample, TrainingSample
+from rlmodule.core.types import (
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    TEACHER,
+    MicroBatch,
+    Sample,
+    TokenOutputs,
+    TrainingSample,
+)
 from rlmodule.experience.iteration import Experience
 from rlmodule.experience.reference_cache import ReferenceLogprobCache
 from rlmodule.experience.timer import Timer
@@ -26,30 +35,30 @@ class ScoringPass:
     """One pass of one model over the samples of an iteration.
 
     Args:
-        phase: under which its seconds are logged.
-        model: who is asked.
-        fields: field of TrainingSample -> output of the model that fills it.
-        options: keywords of the model's forward.
+        phase: name under which its seconds are logged.
+        model: name of the model.
+        fields: field of TrainingSample -> output of the model (field of TokenOutputs) that fills it.
+        with_adapter: False runs the policy without its LoRA adapter.
     """
 
     phase: str
     model: str
     fields: Mapping[str, str]
-    options: Mapping[str, bool] = field(default_factory=dict)
+    with_adapter: bool = True
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Asks every model that somebody reads.
+    """Runs every model whose outputs the loss or the advantage needs.
 
     Args:
-        strategy: where models and ranks are.
+        strategy: runs the models.
         objective: says which scores the loss needs.
         collator: packs samples.
         device: where forward passes run.
         reference_in_policy: the reference is the policy without its adapter, and no model of its own.
-        value_model: name of the model that says values, or None where none does.
-        reference_cache: what the reference says of samples that come round again, or None where none does.
+        value_model: name of the model that gives values; None where there is no value function.
+        reference_cache: reference log-probabilities of samples that are trained on again; None where none are.
     """
 
     strategy: Strategy
@@ -69,22 +78,22 @@ class Scorer:
         with_energy: bool,
         with_next_value: bool,
     ) -> dict[int, TrainingSample]:
-        """A row for every sample given, with all that is read of models.
+        """The samples with every score that the loss or the advantage reads.
 
         Args:
             samples: position -> sample.
             sampler: of the iteration.
             timer: takes the time of each pass.
-            with_energy: the policy says the energy of each token.
-            with_next_value: values are wanted of what would have come after a response that was cut.
+            with_energy: add the energy of each token.
+            with_next_value: add the bootstrap value of responses that were cut.
         """
         rows = {p: TrainingSample(s, teacher_logprob=s.teacher_logprob) for p, s in samples.items()}
         as_sampled = self._as_sampled(samples)
-        for asked in self._passes(self._must_score(samples, as_sampled), with_energy):
-            with timer.phase(asked.phase):
-                scores = self._kept_or_scored(asked, samples, sampler)
+        for one in self._passes(self._must_score(samples, as_sampled), with_energy):
+            with timer.phase(one.phase):
+                scores = self._cached_or_scored(one, samples, sampler)
             rows = {
-                p: replace(row, **{field: scores[said][p] for field, said in asked.fields.items()})  # type: ignore[arg-type]
+                p: replace(row, **{field: scores[output][p] for field, output in one.fields.items()})  # type: ignore[arg-type]
                 for p, row in rows.items()
             }
         rows |= {p: replace(rows[p], old_logprob=logprob) for p, logprob in as_sampled.items()}
@@ -93,27 +102,27 @@ class Scorer:
                 rows = self._with_next_values(rows, sampler)
         return rows
 
-    def _kept_or_scored(
-        self, asked: ScoringPass, samples: Mapping[int, Sample], sampler: BalancedSampler
+    def _cached_or_scored(
+        self, one: ScoringPass, samples: Mapping[int, Sample], sampler: BalancedSampler
     ) -> dict[str, dict[int, Tensor]]:
-        """As ``score``; what the reference said of samples that come round again is not asked twice."""
-        kept, collectives = self.reference_cache, self.strategy.collectives
-        if kept is None or "ref_logprob" not in asked.fields:
-            return self.score(asked, samples, sampler)
-        known = kept.get(samples, collectives)
+        """Like ``score``, but takes reference log-probabilities from the cache for samples seen before."""
+        cache, collectives = self.reference_cache, self.strategy.collectives
+        if cache is None or "ref_logprob" not in one.fields:
+            return self.score(one, samples, sampler)
+        known = cache.get(samples, collectives)
         if known is None:
-            known = self.score(asked, samples, sampler)["logprob"]
-            kept.put(samples, known, collectives)
+            known = self.score(one, samples, sampler)["logprob"]
+            cache.put(samples, known, collectives)
         return {"logprob": known}
 
     def _as_sampled(self, samples: Mapping[int, Sample]) -> dict[int, Tensor]:
-        """Old log-probabilities that need no pass: those that samples were drawn with, where settings take them."""
+        """Old log-probabilities that need no pass: those the samples were drawn with, where the settings use them."""
         if not (self.objective.needs_old_logprob and self.objective.config.uses_rollout_logprob):
             return {}
         return {p: s.rollout_logprob for p, s in samples.items() if s.rollout_logprob is not None}
 
     def _must_score(self, samples: Mapping[int, Sample], as_sampled: Mapping[int, Tensor]) -> bool:
-        """Whether the policy has to say old log-probabilities; a pass is made by all ranks or by none."""
+        """Whether the policy computes old log-probabilities; all ranks decide alike."""
         wanted = self.objective.config.old_logprob
         if not self.objective.needs_old_logprob or wanted == "rollout":
             return False
@@ -122,7 +131,7 @@ class Scorer:
         return True
 
     def _passes(self, must_score: bool, with_energy: bool) -> list[ScoringPass]:
-        """What is asked of which model; what one model says it says in one pass."""
+        """The forward passes to run: one per model, with all the outputs wanted from it."""
         passes, of_policy = [], {}
         if must_score:
             of_policy["old_logprob"] = "logprob"
@@ -131,64 +140,69 @@ class Scorer:
         if with_energy:
             of_policy["energy"] = "energy"
         if of_policy:
-            options = {"with_energy": True} if with_energy else {}
-            passes.append(ScoringPass("old_logprob", POLICY, of_policy, options))
+            passes.append(ScoringPass("old_logprob", POLICY, of_policy))
         if self.value_model == CRITIC:
             passes.append(ScoringPass("value", CRITIC, {"old_value": "value"}))
         if self.objective.needs_reference:
-            model, options = (POLICY, {"with_adapter": False}) if self.reference_in_policy else (REFERENCE, {})
-            passes.append(ScoringPass("ref_logprob", model, {"ref_logprob": "logprob"}, options))
+            model = POLICY if self.reference_in_policy else REFERENCE
+            of_reference = {"ref_logprob": "logprob"}
+            passes.append(ScoringPass("ref_logprob", model, of_reference, with_adapter=not self.reference_in_policy))
         if self.objective.config.teacher is not None:
             passes.append(ScoringPass("teacher_logprob", TEACHER, {"teacher_logprob": "logprob"}))
         return passes
 
     def _with_next_values(self, rows: dict[int, TrainingSample], sampler: BalancedSampler) -> dict[int, TrainingSample]:
-        """Rows of responses that were cut, with what is expected of what would have come; a pass over those alone."""
-        assert self.value_model is not None, "somebody says values"
+        """Adds the bootstrap value to truncated responses, by one pass over those alone."""
+        assert self.value_model is not None, "bootstrap values need a value function"
         cut = {p: row.sample.extended_by_one() for p, row in rows.items() if row.sample.finish_reason == "length"}
-        said = self.score(ScoringPass("value", self.value_model, {"next_value": "value"}), cut, sampler)["value"]
-        return rows | {p: replace(rows[p], next_value=float(value[-1])) for p, value in said.items()}
+        values = self.score(ScoringPass("value", self.value_model, {"next_value": "value"}), cut, sampler)["value"]
+        return rows | {p: replace(rows[p], next_value=float(value[-1])) for p, value in values.items()}
 
     def experience(self, rows: Mapping[int, TrainingSample], count: int) -> Experience:
-        """Rows by position, of an iteration of ``count`` samples over all ranks; the collator's padding fills it up."""
+        """This rank's part of an iteration of ``count`` samples: rows by position, padded with the collator's id."""
         return Experience(rows, self.collator.pad_token_id, count)
 
     def score(
-        self, asked: ScoringPass, samples: Mapping[int, Sample], sampler: BalancedSampler
+        self, one: ScoringPass, samples: Mapping[int, Sample], sampler: BalancedSampler
     ) -> dict[str, dict[int, Tensor]]:
         """Output of the model -> position -> [R] of every sample given, over the micro-batches of the first update.
 
         The same micro-batches give the same rounding, so the first ratio of an update is exactly 1. Tokens without loss
         keep 0. Where rows are cut over ranks, each gets the scores of whole samples. Every rank takes part, also one
-        that gives no samples: in a micro-batch without any it runs a dummy.
+        that gives no samples: it runs dummy micro-batches.
         """
-        count, sequence, forward = len(sampler.metas), self.strategy.sequence, self.strategy.wrapped(asked.model)
-        unscored = self.experience({p: TrainingSample(s) for p, s in samples.items()}, count)
+        count, outputs = len(sampler.metas), frozenset(one.fields.values())
         shares = [_share_of_given(share, samples, count) for share in sampler.shares(sampler.first_pass)]
-        places = [positions for share in shares for positions in share.micro_batches]
-        with self.strategy.eval_mode(asked.model):
-            outputs = [
-                forward(micro_batch.to(self.device), **asked.options)
-                for share in shares
-                for micro_batch in self.collator(unscored.__getitems__(share)).micro_batches
-            ]
-        scores: dict[str, dict[int, Tensor]] = {said: {} for said in asked.fields.values()}
-        for said, found in scores.items():
-            # After the last pass: reading a result off a device waits for it.
-            rows = [getattr(output, said).cpu() for output in outputs]
-            for row, positions in zip(rows if sequence is None else sequence.gather_slices(rows), places, strict=True):
-                found |= by_sample(row, positions, samples)
+        batches = self._packed(self.experience({p: TrainingSample(s) for p, s in samples.items()}, count), shares)
+        found = self.strategy.forward(one.model, batches, outputs, with_adapter=one.with_adapter)
+        positions = [step for share in shares for step in share.micro_batches]
+        scores: dict[str, dict[int, Tensor]] = {output: {} for output in one.fields.values()}
+        for output, by_position in scores.items():
+            for row, places in zip(self._whole_rows(found, output), positions, strict=True):
+                by_position |= by_sample(row, places, samples)
         return scores
+
+    def _packed(self, experience: Experience, shares: Sequence[RankShare]) -> Iterator[MicroBatch]:
+        """Every micro-batch on the device, packed one mini-batch at a time and moved when it is due."""
+        for share in shares:
+            for micro_batch in self.collator(experience.__getitems__(share)).micro_batches:
+                yield micro_batch.to(self.device)
+
+    def _whole_rows(self, found: Sequence[TokenOutputs], output: str) -> list[Tensor]:
+        """[N] on the CPU of each micro-batch's whole row, also where ranks hold slices of it."""
+        # After the last pass: reading a result off a device waits for it.
+        rows, sequence = [outputs[output].cpu() for outputs in found], self.strategy.sequence
+        return rows if sequence is None else sequence.gather_slices(rows)
 
 
 def _share_of_given(share: RankShare, samples: Mapping[int, Sample], count: int) -> RankShare:
-    """Without the positions of samples that are not given; fillers, at positions from ``count`` on, stay."""
+    """Without the positions of samples that are not given; padding samples, at positions from ``count`` on, stay."""
     given = tuple(tuple(p for p in step if p in samples or p >= count) for step in share.micro_batches)
     return replace(share, micro_batches=given)
 
 
 def by_sample(output: Tensor, positions: Sequence[int], samples: Mapping[int, Sample]) -> dict[int, Tensor]:
-    """[N] of one micro-batch -> position -> [R]; fillers carry no loss tokens and no position."""
+    """[N] of one micro-batch -> position -> [R]; padding samples have neither loss tokens nor a position."""
     scores: dict[int, Tensor] = {}
     start = 0
     for position in positions:

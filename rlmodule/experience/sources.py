@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, TypeVar
 
-from rlmodule.core.contract import Layout, Reward, RolloutEngine, SampleRequest
+from rlmodule.core.contract import Reward, RolloutEngine, SampleRequest
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.data.rollouts import RolloutTable
 from rlmodule.data.stream import PromptStream

@@ -87,13 +87,13 @@ class PolicyModel(nn.Module):
         batch: MicroBatch | PrefillBatch | DecodeBatch,
         *,
         objective: TokenObjective | None = None,
-        with_entropy: bool = False,
-        with_energy: bool = False,
+        outputs: frozenset[str] = frozenset({"logprob"}),
         with_adapter: bool = True,
     ) -> Tensor | TokenOutputs:
         """A micro-batch with an objective -> scalar loss; without -> TokenOutputs of its loss tokens, no gradients.
 
-        A PrefillBatch or a DecodeBatch -> [B, V] next-token logits. Without its adapter a policy is the model that
+        ``outputs`` names those wanted; entropies and energies cost time and are computed only when named. A
+        PrefillBatch or a DecodeBatch -> [B, V] next-token logits. Without its adapter a policy is the model that
         training started from.
         """
         device = batch.input_ids.device.type
@@ -106,8 +106,7 @@ class PolicyModel(nn.Module):
                 state.enter_context(without_adapter(self.lm))
             if isinstance(batch, MicroBatch):
                 hidden = packed_hidden(self.lm, batch, self.sequence)[batch.loss_positions]
-                asked = {"with_entropy": with_entropy, "with_energy": with_energy}
-                return self.answer(hidden, batch.labels, objective, **asked)
+                return self.answer(hidden, batch.labels, objective, outputs)
             if self.compiled:
                 state.enter_context(torch.compiler.set_stance("force_eager"))
             return self._prefill(batch) if isinstance(batch, PrefillBatch) else self._decode(batch)
@@ -117,16 +116,14 @@ class PolicyModel(nn.Module):
         hidden: Tensor,
         labels: Tensor,
         objective: TokenObjective | None,
-        *,
-        with_entropy: bool,
-        with_energy: bool,
+        outputs: frozenset[str],
     ) -> Tensor | TokenOutputs:
-        """[N, H] hidden states at the positions that predict ``labels`` [N] -> the objective, or what it is made of."""
+        """[N, H] hidden states at the positions that predict ``labels`` [N] -> scalar loss, or the outputs named."""
         head = self.lm.get_output_embeddings()
         hidden = hidden * self.head.scale
         options: dict[str, Any] = {"bias": head.bias, "temperature": self.temperature, "softcap": self.head.softcap}
         if objective is None:
-            options |= {"with_entropy": with_entropy, "with_energy": with_energy}
+            options |= {"with_entropy": "entropy" in outputs, "with_energy": "energy" in outputs}
             return linear_logprobs(hidden, head.weight, labels, **options)
         options |= {"with_entropy": objective.needs_entropy, "whole_sequences": objective.whole_sequences}
         return linear_loss(hidden, head.weight, labels, objective, **options)

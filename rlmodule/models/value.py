@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from rlmodule.core.contract import JointObjective, SequenceRanks, ValueObjective
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import MicroBatch, TokenOutputs, ValueOutputs
+from rlmodule.core.types import MicroBatch, TokenOutputs
 from rlmodule.models.building import check_attention_is_ours, lm_options, random_lm, said_of
 from rlmodule.models.compiled import compile_blocks
 from rlmodule.models.description import PRECISIONS, ModelConfig, first_line, load_model_config
@@ -73,14 +73,21 @@ class ValueModel(nn.Module):
         self.lm = lm
         self.compute_dtype = compute_dtype
 
-    def forward(self, batch: MicroBatch, *, objective: ValueObjective | None = None) -> Tensor | ValueOutputs:
+    def forward(
+        self,
+        batch: MicroBatch,
+        *,
+        objective: ValueObjective | None = None,
+        outputs: frozenset[str] = frozenset({"value"}),
+    ) -> Tensor | TokenOutputs:
         """A micro-batch with an objective -> scalar loss; without -> values of its loss tokens."""
+        assert outputs <= {"value"}, f"a value model has no {sorted(outputs)}"
         with torch.autocast(
             batch.input_ids.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype is not None
         ):
             hidden = packed_hidden(self.lm, batch, self.sequence)[batch.loss_positions]
         value: Tensor = self.lm.score(hidden)  # type: ignore[operator]
-        return ValueOutputs(value) if objective is None else objective.of_values(value)
+        return TokenOutputs(value=value) if objective is None else objective.of_values(value)
 
 
 class PolicyValueModel(PolicyModel):
@@ -97,14 +104,14 @@ class PolicyValueModel(PolicyModel):
         self.stored, self.loading = policy.stored, policy.loading
         self.value_head = ValueHead(self.lm.config.get_text_config().hidden_size)
 
-    def answer(self, hidden: Tensor, labels: Tensor, objective: Any, **asked: bool) -> Tensor | TokenOutputs:
-        """[N, H] hidden states -> what the policy says of them and, beside it, their values."""
-        said = super().answer(hidden, labels, objective, **asked)
+    def answer(self, hidden: Tensor, labels: Tensor, objective: Any, outputs: frozenset[str]) -> Tensor | TokenOutputs:
+        """[N, H] hidden states -> the policy's answer, with values beside it or the value loss added."""
+        answer = super().answer(hidden, labels, objective, outputs)
         value = self.value_head(hidden)
-        if isinstance(said, TokenOutputs):
-            return replace(said, value=value)
+        if isinstance(answer, TokenOutputs):
+            return replace(answer, value=value)
         both: JointObjective = objective
-        return said + both.of_values(value)
+        return answer + both.of_values(value)
 
 
 def with_value_head(policy: PolicyModel, path: str | None) -> PolicyValueModel:

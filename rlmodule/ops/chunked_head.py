@@ -120,7 +120,7 @@ class ChunkedHead:
         """[N] of all that is asked for."""
         said = [self.chunk(part).said for part in self.parts]
         return TokenOutputs(
-            torch.cat([one.logprob for one in said]),
+            torch.cat([one["logprob"] for one in said]),
             entropy=_end_to_end(one.entropy for one in said),
             energy=_end_to_end(one.energy for one in said),
         )

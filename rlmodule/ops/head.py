@@ -165,7 +165,7 @@ def _score_together(head: ChunkedHead, score: RewardResult, grads: _Gradients) -
 def _derivatives(score: RewardResult, said: TokenOutputs, part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
     """(value, [C] derivative by log-probability, [C] by entropy or None where the value does not depend on it)."""
     with torch.enable_grad():
-        logprob = said.logprob.detach().requires_grad_()
+        logprob = said["logprob"].detach().requires_grad_()
         entropy = None if said.entropy is None else said.entropy.detach().requires_grad_()
         value = score(logprob, entropy, part)
         by_logprob = by_entropy = None

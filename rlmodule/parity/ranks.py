@@ -182,8 +182,8 @@ def train(run: Run, parity: ParityConfig, *, is_rank_zero: bool, is_reference: b
     torch.set_num_threads(config.trainer.num_threads or 1)
     samples = make_samples(run.dataset.examples(), parity)
     objective = Objective(config.loss, config.algorithm)
-    module = build_module(config, objective, run.dataset.samples_per_row)
     strategy = run.strategy.build()
+    module = build_module(config, objective, run.dataset.samples_per_row, strategy)
     data = RLDataModule(
         FixedSource(samples, lambda: strategy.layout),
         PromptStream(len(samples), config.general.seed),

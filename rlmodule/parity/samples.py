@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rlmodule.core.contract import Layout
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import AdvantageInputs, Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.experience.sources import share_of_rank
 from rlmodule.experience.timer import Timer

@@ -15,7 +15,8 @@ from typing import ClassVar
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlmodule.algorithm.config import DEMONSTRATIONS, PREFERENCES, ROLLOUTS
-from rlmodule.core.contract import Layout, RolloutEngine
+from rlmodule.core.contract import RolloutEngine
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, Sample
 from rlmodule.data.demonstrations import file_demonstrations, task_demonstrations
 from rlmodule.data.preferences import Pair, file_preferences, task_preferences

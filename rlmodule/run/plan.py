@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlmodule.core.contract import Layout
+from rlmodule.core.layout import Layout
 from rlmodule.models.description import NO_VALUE, SHARED
 from rlmodule.run.config import RunConfig
 

@@ -229,7 +229,8 @@ class Run:
         checkpoint = self.resume_from()
         step = None if checkpoint is None else int(read_manifest(checkpoint).entries["step"])
         objective = Objective(config.loss, config.algorithm)
-        module, strategy = build_module(config, objective, self.dataset.samples_per_row), self.strategy.build()
+        strategy = self.strategy.build()
+        module = build_module(config, objective, self.dataset.samples_per_row, strategy)
         context = self._context(module.models[config.trained_model], step)
         context.metrics_log.subscribe(on_phase=self.on_phase)
         callbacks = [made.connect(context) for made in config.callbacks.values()]

@@ -56,7 +56,7 @@ class PreemptionHandler:
         self._before = {}
 
     def _take(self, number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != self._owner:  # a worker forked from the training process just ends
+        if os.getpid() != self._owner:  # a worker forked from the training process: it ends at once
             os._exit(128 + number)
         now = time.monotonic()
         if self.signal_received is None:

@@ -1,8 +1,8 @@
-"""Metrics of one optimizer step, merged over token ranks in one collective.
+"""Metrics of one optimizer step, merged over data and sequence ranks in one collective.
 
-Every rank sends a block of fixed size: first a fingerprint of its metric names, then the rows. Where all fingerprints
-agree (always, unless something is odd about one rank) the rows merge at once; where they do not, every rank sees it in
-the same block and all exchange names and rows instead. So a key that one rank lacks is merged, and nobody hangs.
+Every rank sends a block of fixed size: a fingerprint of its metric names, then one row per metric. Normally all
+fingerprints are equal and the rows are merged at once. If one differs, every rank sees it in the same block, and all of
+them exchange names and rows instead: a metric that one rank lacks is merged over the others, and no rank hangs.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import zlib
 import torch
 from torch import Tensor
 
-from rlmodule.core.contract import Collectives, Layout
+from rlmodule.core.contract import Collectives
+from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metric, Metrics, from_rows, merge, to_rows
 
-CAPACITY = 127  # rows of a block; 128 x 3 float64 are 3 KiB per rank
+CAPACITY = 127  # metrics of a block; 128 x 3 float64 are 3 KiB per rank
 
 
 def reduce_metrics(metrics: Metrics, layout: Layout, collectives: Collectives) -> dict[str, Metric]:
-    """Merge the metrics of every rank that trained on tokens of its own; the same result on every rank."""
+    """Merge the metrics of all ranks that trained on different tokens; the result is the same on every rank."""
     names, rows = to_rows(metrics)
     if layout.dp_sp_size == 1:
         return from_rows(names, rows)

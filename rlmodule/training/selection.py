@@ -1,7 +1,7 @@
-"""Which tokens of a whole mini-batch a loss treats in a way of their own; the same for any cut, on any number of ranks.
+"""Selects tokens out of a whole mini-batch, for losses that treat some tokens differently; the same tokens for any cut.
 
-Two small exchanges between token ranks: sums for the means, then each rank's best candidates. Leaves out what makes a
-token worth selecting (the loss) and what becomes of it (the loss too).
+It takes two small exchanges between ranks: sums for the means, then each rank's best candidates. Leaves out the
+priority of a token and what is done with selected ones, which the loss says.
 """
 
 from __future__ import annotations
@@ -16,30 +16,28 @@ from rlmodule.core.contract import Collectives, SelectingLoss, Strategy
 from rlmodule.core.types import LossInputs, MicroBatch, MiniBatch, TokenMeans
 
 
-def with_selection(mini_batch: MiniBatch, loss: SelectingLoss, strategy: Strategy) -> MiniBatch:
-    """The mini-batch with ``selected`` in each of its micro-batches.
+def with_selection(mini_batch: MiniBatch, loss: SelectingLoss, name: str, strategy: Strategy) -> MiniBatch:
+    """The mini-batch with ``selected`` filled in each of its micro-batches.
 
-    Costs one forward pass over the mini-batch. Log-probabilities are those of the policy as it is now, in the
-    micro-batches the update will run.
+    Costs one forward pass over the mini-batch: log-probabilities are those that the model ``name`` gives before the
+    update, in the micro-batches that the update will run.
     """
-    policy = strategy.wrapped("policy")
-    with strategy.eval_mode("policy"):
-        inputs = [LossInputs.of(batch, policy(batch).logprob.detach()) for batch in mini_batch.micro_batches]
-    keys = [_keys(batch) for batch in mini_batch.micro_batches]
+    batches = mini_batch.micro_batches
+    outputs = strategy.forward(name, batches, frozenset({"logprob"}))
+    inputs = [LossInputs.of(batch, output["logprob"]) for batch, output in zip(batches, outputs, strict=True)]
+    keys = [_keys(batch) for batch in batches]
     means = _means(inputs, strategy.collectives)
     priorities = [loss.priority(x, means, key) for x, key in zip(inputs, keys, strict=True)]
     chosen = highest(priorities, keys, loss.num_selected(mini_batch.totals.tokens), strategy.collectives)
     return replace(
         mini_batch,
-        micro_batches=tuple(
-            replace(batch, selected=mask) for batch, mask in zip(mini_batch.micro_batches, chosen, strict=True)
-        ),
+        micro_batches=tuple(replace(batch, selected=mask) for batch, mask in zip(batches, chosen, strict=True)),
     )
 
 
 def _keys(batch: MicroBatch) -> Tensor:
-    """[N, 2] int64: sample and place in it, which no rank and no cut has a say in."""
-    assert batch.sample_id is not None, "a loss that selects tokens must know whose they are"
+    """[N, 2] int64: sample id and position of each loss token, which do not depend on the cut."""
+    assert batch.sample_id is not None, "selected tokens are identified by their sample"
     return torch.stack([batch.sample_id[batch.sequence], batch.position_ids[batch.loss_positions]], dim=1)
 
 
@@ -54,12 +52,12 @@ def _means(inputs: Sequence[LossInputs], collectives: Collectives) -> TokenMeans
 
 
 def highest(priorities: Sequence[Tensor], keys: Sequence[Tensor], count: int, collectives: Collectives) -> list[Tensor]:
-    """Marks the ``count`` entries of highest priority over all parts and token ranks.
+    """Mark the ``count`` entries of highest priority over all parts and all ranks.
 
     Args:
         priorities: [N] float64 of each part; minus infinity is never marked.
-        keys: [N, 2] int64 of each part, unique over all ranks; of equal priorities the smaller key goes first.
-        count: how many; fewer are marked where fewer are there.
+        keys: [N, 2] int64 of each part, unique over all ranks; breaks ties, smaller ones first.
+        count: entries to mark, fewer if fewer are eligible.
 
     Returns:
         [N] bool of each part.
@@ -76,11 +74,11 @@ def highest(priorities: Sequence[Tensor], keys: Sequence[Tensor], count: int, co
     for place in best.tolist():
         mask[place] = tuple(key[place].tolist()) in winners
     sizes = [len(p) for p, _ in here]
-    return [part.to(p.device) for part, p in zip(mask.split(sizes), priorities, strict=True)]
+    return [part.to(p.device) for part, p in zip(torch.split(mask, sizes), priorities, strict=True)]
 
 
 def _first(priority: Tensor, key: Tensor, count: int) -> Tensor:
-    """Places of the ``count`` first in order of falling priority, then rising key."""
+    """Indices of the first ``count`` entries by descending priority, then ascending key."""
     eligible = (priority > -torch.inf).nonzero().squeeze(1)
     for column in (key[:, 1], key[:, 0], -priority):  # stable sorts, the last one leads
         eligible = eligible[column[eligible].argsort(stable=True)]

@@ -1,20 +1,19 @@
-"""One optimizer step of a model over the micro-batches of a mini-batch: forward, loss, backward, clip, step or skip.
+"""One optimizer step of a model on a mini-batch: forward, loss, backward, clip, step or skip.
 
-Leaves out Lightning (``module.py``), what is minimised (``algorithm/objective.py``, ``algorithm/critic.py``) and how
-gradients travel (the strategy).
+Leaves out Lightning (``module.py``), what is minimised (``algorithm/objective.py``, ``algorithm/critic.py``), and in
+which order micro-batches run and how gradients are reduced (the strategy).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from rlmodule.core.contract import ModelObjective, Strategy
+from rlmodule.core.contract import Backward, ModelObjective, Strategy
 from rlmodule.core.metrics import Metric, ReduceType, merge
 from rlmodule.core.types import MiniBatch
 from rlmodule.optim.adamw import OptimizerConfig
@@ -28,8 +27,8 @@ class Trainable:
     Args:
         name: of the model.
         objective: what it minimises.
-        optimizer: AdamW and schedule settings.
-        run_steps: its optimizer steps in the whole run, for the schedule.
+        optimizer: config of its AdamW and its schedule.
+        run_steps: its optimizer steps in the whole run; the schedule needs them.
     """
 
     name: str
@@ -40,13 +39,13 @@ class Trainable:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one mini-batch did.
+    """Result of one mini-batch.
 
     Args:
-        metrics: this rank's parts, to be merged over token ranks.
+        metrics: this rank's part of them, to be merged over ranks.
         grad_norm: global norm before clipping; NaN for an empty mini-batch.
         stepped: whether parameters were updated.
-        empty: whether the whole mini-batch had no loss token.
+        empty: whether the whole mini-batch, over all ranks, had no loss token.
     """
 
     metrics: dict[str, Metric]
@@ -56,7 +55,10 @@ class StepResult:
 
     @classmethod
     def of_all(cls, results: Sequence[StepResult]) -> StepResult:
-        """Of every model that trains on the mini-batch; the norm is that of the first that took no step, if any."""
+        """The results of every model that trained on a mini-batch, as one.
+
+        If a model took no step, ``grad_norm``, ``stepped`` and ``empty`` are those of the first such model.
+        """
         worst = next((r for r in results if not r.stepped), results[0])
         return cls(merge(r.metrics for r in results), worst.grad_norm, worst.stepped, worst.empty)
 
@@ -68,26 +70,20 @@ def update(
     strategy: Strategy,
     optimizer: Optimizer,
     schedule: LRScheduler,
-    backward: Callable[[Tensor], None],
+    backward: Backward,
 ) -> StepResult:
     """Train one model on one mini-batch.
 
-    A mini-batch without loss tokens is not run at all: the totals say so on every rank alike. The schedule advances
-    with optimizer steps that were taken, never with micro-batches or skipped steps.
+    A mini-batch without loss tokens, which every rank sees in its totals, is not run. The schedule advances with every
+    optimizer step taken, not with micro-batches or skipped steps.
     """
     name, objective, totals = trainable.name, trainable.objective, mini_batch.totals
     if totals.tokens == 0:
         return StepResult({}, math.nan, stepped=False, empty=True)
-    model = strategy.wrapped(name)
     if objective.selects is not None:
-        mini_batch = with_selection(mini_batch, objective.selects, strategy)
-    parts: list[dict[str, Metric]] = []
+        mini_batch = with_selection(mini_batch, objective.selects, name, strategy)
     with strategy.train_mode(name):
-        for index, micro_batch in enumerate(mini_batch.micro_batches):
-            with strategy.micro_batch(name, is_last=index == len(mini_batch.micro_batches) - 1):
-                share = objective.for_micro_batch(micro_batch, totals, strategy.sequence)
-                backward(model(micro_batch, objective=share))
-            parts.append(share.metrics)
+        parts = strategy.forward_backward(name, mini_batch.micro_batches, objective, totals, backward)
         lr = float(optimizer.param_groups[0]["lr"])
         grad_norm = strategy.clip_and_step(optimizer, trainable.optimizer.max_grad_norm)
     stepped = math.isfinite(grad_norm)

@@ -1,1 +1,1 @@
-"""Pieces that backends are put together from. Only ``mesh.py`` asks torch where a process sits."""
+"""Pieces that backends are built from. Only ``mesh.py`` asks torch where a process sits."""

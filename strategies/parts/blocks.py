@@ -1,4 +1,4 @@
-"""The repeated blocks of a transformer, which sharding treats one by one; and the types weights may travel in."""
+"""The repeated blocks of a transformer, which are sharded one by one; and the dtypes weights may be gathered in."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ DTYPES: Mapping[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.b
 
 
 def lm_of(model: nn.Module) -> Any:
-    """The transformers model within one of ours."""
+    """The transformers model inside one of ours."""
     return model.get_submodule("lm")
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Modules of the classes that the transformers model says must stay in one piece, outermost first.
+    """Modules of the classes that a transformers model lists in ``_no_split_modules``, outermost first.
 
     Raises:
-        ConfigError: it names none, so that there is nothing to cut along.
+        ConfigError: it lists none.
     """
     names = set(lm_of(model)._no_split_modules or ())
     blocks = [module for module in model.modules() if type(module).__name__ in names]

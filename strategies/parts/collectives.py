@@ -1,4 +1,4 @@
-"""The few exchanges between token ranks: rows of numbers, small objects, samples on their way to where they train."""
+"""Implementations of ``Collectives``: rows of numbers, small objects, and samples on their way to where they train."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class LocalCollectives:
-    """A world of one token rank: every exchange is with oneself."""
+    """The collectives of one rank, which send nothing."""
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         """[K, C] -> [1, K, C]."""
@@ -27,7 +27,7 @@ class LocalCollectives:
         return [item]
 
     def exchange(self, outgoing: Sequence[Item]) -> list[Item]:
-        """What was sent here is what was kept."""
+        """The one item."""
         return list(outgoing)
 
     def broadcast(self, item: Item) -> Item:
@@ -37,10 +37,10 @@ class LocalCollectives:
 
 @dataclass(frozen=True)
 class GroupCollectives:
-    """Token ranks of one process group.
+    """The collectives of one process group.
 
     Args:
-        device: where the backend wants its tensors (gloo: cpu, nccl: the GPU).
+        device: the device of tensors that its backend sends (gloo: cpu, nccl: the GPU).
         group: the ranks in the order of ``Layout.dp_sp_rank``; None for the world.
     """
 
@@ -49,22 +49,22 @@ class GroupCollectives:
 
     @property
     def size(self) -> int:
-        """Token ranks in the group."""
+        """Ranks in the group."""
         return dist.get_world_size(self.group)
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """[K, C] float64 with the same K everywhere -> [ranks, K, C] on the CPU; one collective."""
+        """[K, C] float64, K the same on every rank -> [ranks, K, C] on the CPU; one collective."""
         mine = rows.to(self.device).contiguous()
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(parts, mine, group=self.group)
         return torch.stack(parts).cpu()
 
     def gather_objects(self, item: Item) -> list[Item]:
-        """One picklable object per token rank -> all of them, in rank order."""
+        """One picklable object per rank -> the objects of all ranks, in rank order."""
         return self._exchange([_pickled(item)] * self.size)
 
     def exchange(self, outgoing: Sequence[Item]) -> list[Item]:
-        """``outgoing[r]`` goes to token rank r; what they all sent here comes back in rank order."""
+        """Send ``outgoing[r]`` to rank r; returns what every rank sent to this one, in rank order."""
         return self._exchange([_pickled(item) for item in outgoing])
 
     def _exchange(self, payloads: Sequence[Tensor]) -> list[Any]:
@@ -77,10 +77,11 @@ class GroupCollectives:
         buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         bytes_out = torch.cat(list(payloads)).to(self.device)
         dist.all_to_all_single(buffer, bytes_out, sizes, leaving.tolist(), group=self.group)
-        return [pickle.loads(part.numpy().tobytes()) for part in buffer.cpu().split(sizes)]
+        arrived = torch.split(buffer.cpu(), sizes)
+        return [pickle.loads(part.numpy().tobytes()) for part in arrived]
 
     def broadcast(self, item: Item) -> Item:
-        """Token rank 0's picklable object on every rank."""
+        """Rank 0's picklable object, on every rank."""
         holder = [item]
         dist.broadcast_object_list(holder, group=self.group, group_src=0, device=self.device)
         return holder[0]

@@ -1,6 +1,6 @@
-"""Weights from disk into the parameters of a model, one part of it at a time, so that no process holds it whole.
+"""Reads weights from disk into a model, one part of it at a time, so that no process ever holds the whole model.
 
-Leaves out the files (the model has them at ``stored``) and how a part is cut once it is there (a backend's own).
+Leaves out the files (the model has them as ``stored``) and how a part is sharded once it is read (a backend's own).
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from rlmodule.core.parameters import put, tied
 
 
 def load(model: nn.Module, part: nn.Module, device: torch.device) -> None:
-    """Put real tensors on ``device`` in the place of the parameters of ``part`` that are on the meta device.
+    """Replace the parameters of ``part`` that are on the meta device by their weights, on ``device``.
 
-    They are of the parameter's own type (fp32, whatever is stored); where a plan has cut it (a DTensor), this process's
-    piece. Without such parameters nothing happens.
+    The new parameter has the dtype of the old one (fp32, whatever is stored), and for a DTensor its placements.
     """
     waiting = {parameter for parameter in part.parameters() if parameter.is_meta}
     if not waiting:
@@ -31,7 +30,7 @@ def load(model: nn.Module, part: nn.Module, device: torch.device) -> None:
 
 
 def read(stored: StoredWeights, name: str, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor of that name in the type of ``like``, and cut as that is."""
+    """The stored tensor of that name, in the dtype of ``like`` and sharded like it."""
     full_tensor = torch.empty(like.shape, dtype=like.dtype, device=device).copy_(stored.read(name))
     if not isinstance(like, DTensor):
         return full_tensor

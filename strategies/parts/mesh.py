@@ -1,4 +1,4 @@
-"""Where this process sits and what it runs on. The one place that asks torch, the environment and the machine."""
+"""This process's device, and its place among the running processes. The one place that asks torch and the machine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import Layout
 
 
 def detect_device() -> str:
@@ -21,7 +21,7 @@ def detect_device() -> str:
 
 
 def detect_vendor(device: str) -> str:
-    """Who made the device; ``generic`` where it does not matter."""
+    """Maker of the device; ``generic`` where it does not matter."""
     if device == "npu":
         return "ascend"
     if device != "cuda":
@@ -41,11 +41,11 @@ def current_layout(sp_size: int = 1, tp_size: int = 1) -> Layout:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The running processes as a grid, data ranks outermost: replicas x shards (both data), sequence, tensor.
+    """The running processes as a device mesh, outermost first: replicas x shards (both data), sequence, tensor.
 
     Args:
-        layout: this process's place in it.
-        grid: dimensions ``replicate``, ``shard``, ``sequence``, ``tensor``.
+        layout: sizes of the mesh and this process's place in it.
+        grid: dimensions ``replicate``, ``shard``, ``sequence`` and ``tensor``.
     """
 
     layout: Layout
@@ -53,36 +53,36 @@ class Mesh:
 
     @classmethod
     def of_running(cls, device: str, *, sp_size: int = 1, tp_size: int = 1, replicas: int = 1) -> Mesh:
-        """Lay the grid over the running process group; every process calls it."""
+        """Lay the mesh over the running process group; every process calls it."""
         layout = current_layout(sp_size, tp_size)
         sizes = (replicas, layout.dp_size // replicas, sp_size, tp_size)
         return cls(layout, init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard", "sequence", "tensor")))
 
     @property
     def data_group(self) -> dist.ProcessGroup:
-        """Processes that train on different samples and hold the same slice and shard of everything else."""
+        """Processes that differ in their data rank only."""
         if self.grid["replicate"].size() == 1:
             return self.grid["shard"].get_group()
         return self._flat("replicate", "shard").get_group()
 
     @property
     def token_group(self) -> dist.ProcessGroup:
-        """Processes that train on tokens of their own: data x sequence, in the order of their ranks."""
+        """Processes that differ in their data or sequence rank, in the order of ``Layout.dp_sp_rank``."""
         return self.data_group if self.layout.sp_size == 1 else self._flat("replicate", "shard", "sequence").get_group()
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
-        """Processes that share a sequence; None where each has whole ones."""
+        """Processes that share a packed row; None where rows are not cut."""
         return self.grid["sequence"].get_group() if self.layout.sp_size > 1 else None
 
     @property
     def tensor(self) -> DeviceMesh | None:
-        """Processes that share every matrix; None where each has whole ones."""
+        """Processes that share every matrix; None where matrices are not cut."""
         return self.grid["tensor"] if self.layout.tp_size > 1 else None
 
     @property
     def sharding(self) -> DeviceMesh:
-        """Processes that gradients are averaged over, data x sequence: one dimension, or (replicas, shards)."""
+        """The mesh that gradients are averaged over, data x sequence: one dimension, or (replicas, shards)."""
         if self.layout.sp_size == 1:
             return self.grid["shard"] if self.grid["replicate"].size() == 1 else self.grid["replicate", "shard"]
         shards = self._flat("shard", "sequence")
@@ -93,10 +93,10 @@ class Mesh:
 
 
 def check_degrees(world_size: int, *, sp_size: int = 1, tp_size: int = 1, replicas: int = 1) -> None:
-    """Refuse degrees that do not tile the processes, before any process is started.
+    """Check, before any process is started, that the degrees divide the number of processes.
 
     Raises:
-        ConfigError: names the degree and what it does not divide.
+        ConfigError: one of them does not.
     """
     left = world_size
     for key, size in (("tp_size", tp_size), ("sp_size", sp_size), ("dp_replicate", replicas)):
@@ -104,7 +104,7 @@ def check_degrees(world_size: int, *, sp_size: int = 1, tp_size: int = 1, replic
             raise ConfigError(
                 key=f"strategy.{key}",
                 got=size,
-                because=f"it does not divide the {left} processes that are left to it, of {world_size} in all",
+                because=f"it does not divide the {left} processes left for it, of {world_size} in all",
                 fix=f"Use strategy.{key}=1, or trainer.devices so that tensor x sequence x replicas divides them",
             )
         left //= size

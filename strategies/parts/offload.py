@@ -1,9 +1,8 @@
-"""Tensors that wait in host memory while nobody needs them: parameters between passes, moments between steps.
+"""Offloading: parameters wait in host memory between passes, moments between steps.
 
-A tensor stays the object it is, on the device it is on, because optimizers, wrappers and gradient hooks hold on to it;
-only its storage is emptied on the way out and filled on the way in. So the same code serves every backend whose weights
-are plain tensors or pieces of them, and a CPU shows what a device would do. Leaves out what is offloaded (``shard`` and
-the optimizers say that), and DeepSpeed, which has means of its own.
+The tensor object and its device stay the same, because optimizers, wrappers and gradient hooks refer to it; only its
+storage is emptied and filled. So the code serves every backend whose weights are plain tensors or shards, and can be
+tested on a CPU. Leaves out what is offloaded (``strategy_mixin.py``), and DeepSpeed, which offloads by itself.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from rlmodule.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """What gives its device memory back while it is not used."""
+    """What waits in host memory while it is not used."""
 
     offload_params: bool = False  # weights wait in host memory outside of sampling, scoring and training
     offload_optimizer: bool = False  # both moments wait in host memory until the optimizer steps
 
 
-def check_offload_once(cpu_offload: bool, options: OffloadConfig) -> None:
-    """A backend that keeps everything in host memory at all times has nothing to bring there.
+def check_offload_once(cpu_offload: bool, config: OffloadConfig) -> None:
+    """Reject offload keys that have no effect because ``cpu_offload`` keeps everything in host memory.
 
     Raises:
-        ConfigError: names the key that has no effect.
+        ConfigError: names the key.
     """
     for key in ("offload_params", "offload_optimizer"):
-        if cpu_offload and getattr(options, key):
+        if cpu_offload and getattr(config, key):
             raise ConfigError(
                 key=key,
                 got=True,
@@ -46,7 +45,7 @@ class Offloaded:
     """Tensors that are on their device inside of ``on_device`` and in host memory otherwise.
 
     Args:
-        tensors: gives them, as this process holds them; asked whenever they are put away, since there may be new ones.
+        tensors: returns them, as this process holds them; called at every offload, since new ones may have been made.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -57,9 +56,9 @@ class Offloaded:
 
     @contextmanager
     def on_device(self, *, changes: bool) -> Iterator[None]:
-        """On the device inside, away again afterwards, also on error; within another such block nothing moves.
+        """Context with the tensors on the device; offloaded on exit, also on error. Nested contexts move nothing.
 
-        ``changes`` says that the tensors may be written to, so that host memory needs the new numbers.
+        ``changes`` says that the tensors may be written to, so that they must be copied back.
         """
         if self._depth == 0:
             self.onload()
@@ -73,7 +72,7 @@ class Offloaded:
                 self.offload()
 
     def onload(self) -> None:
-        """Fill every storage on the device; where there is no room for all of them, none is left filled."""
+        """Fill every storage on the device; all are emptied again if the device runs out of memory."""
         try:
             for storage, copied in self._away:
                 storage.resize_(copied.nbytes())
@@ -83,7 +82,10 @@ class Offloaded:
             raise
 
     def offload(self) -> None:
-        """Empty every storage on the device, once host memory has all numbers; its own storages are kept for that."""
+        """Copy the tensors to host memory where they have changed, and empty their storages on the device.
+
+        Buffers in host memory are kept and used again.
+        """
         known = {storage._cdata: copied for storage, copied in self._away}
         found = {s._cdata: s for s in (t.untyped_storage() for t in self._tensors()) if s.nbytes() and s.resizable()}
         away = []
@@ -104,6 +106,6 @@ class Offloaded:
 
 
 def _host_memory(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """As many bytes; page-locked where that makes copies from a device faster."""
-    fresh = torch.UntypedStorage(storage.nbytes())
+    """A buffer in host memory of the same size; page-locked for CUDA devices."""
+    fresh = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
     return fresh.pin_memory(storage.device) if storage.device.type == "cuda" else fresh

@@ -1,8 +1,8 @@
-"""Parameters cut over processes: norms over all pieces, and a whole copy to sample with.
+"""Parameters sharded over processes: the norm over all shards, and a whole copy to sample with.
 
-Sampling runs a model a different number of times on each rank, which no sharded forward survives. So a rank that
-samples gets a plain copy of the model, filled with whole weights tensor by tensor, and drops it afterwards. It costs
-the memory of one whole model in fp32 while sampling, and makes decoding free of exchange between ranks.
+Sampling runs a model a different number of times on each rank, which a sharded forward does not allow. So every rank
+samples with a plain copy of the model, filled with whole weights tensor by tensor and dropped afterwards. This costs
+the memory of one whole model in fp32 while sampling, and decoding needs no communication.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from strategies.parts.strategy_mixin import local, sum_of_squares
 
 
 class ShardedStrategy(DistributedStrategy):
-    """Base of the backends that cut parameters over processes."""
+    """Base of the backends that shard parameters."""
 
     _meta_copies: dict[str, nn.Module]
     _depth: dict[str, int]
 
     def shard(self, models: Mapping[str, nn.Module]) -> None:
-        """Keep an empty copy of each model to sample with, then cut the models."""
+        """Keep a copy of each model on the meta device to sample with, then shard the models."""
         if not self._models:
             self._meta_copies = {name: meta_copy(model) for name, model in models.items()}
             self._depth = dict.fromkeys(models, 0)
         super().shard(models)
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> float:
-        """Global norm over all pieces: one exchange of one float64, whatever the layout."""
+        """Global norm over the shards of all processes: one all-reduce of one float64, whatever the layout."""
         by_copies: dict[int, list[Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is not None and local(parameter.grad).numel():
@@ -47,7 +47,7 @@ class ShardedStrategy(DistributedStrategy):
         return math.sqrt(float(total))
 
     def copies_of(self, parameter: nn.Parameter) -> int:
-        """Processes that hold the same piece of a parameter's gradient."""
+        """Number of processes that hold the same shard of a parameter's gradient."""
         world = dist.get_world_size()
         if not isinstance(parameter, DTensor):
             return world
@@ -58,11 +58,11 @@ class ShardedStrategy(DistributedStrategy):
         return world // num_shards
 
     def generator(self, name: str) -> nn.Module:
-        """The whole copy; filled inside ``generation_mode`` only."""
+        """The whole copy, which has weights inside ``generation_mode`` only."""
         return self._meta_copies[name]
 
     def generation_mode(self, name: str) -> AbstractContextManager[None]:
-        """Fill the copy on the way in (every rank takes part), drop it on the way out (nobody is waited for)."""
+        """Context with the copy filled; every rank must enter it, and leaves it without waiting for the others."""
         return self._whole_copy(name)
 
     @contextmanager
@@ -86,15 +86,15 @@ class ShardedStrategy(DistributedStrategy):
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy in eval mode without weights: parameters on the meta device, buffers as they are."""
+    """A copy in eval mode with its parameters on the meta device and real buffers."""
     weights = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=False) for p in model.parameters()}
     return copy.deepcopy(model, weights).eval()
 
 
 def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """The whole of a DTensor; its pieces may live in host memory, where the exchange cannot reach them."""
+    """The whole tensor of a DTensor, gathered on ``device``, also where its shards are in host memory."""
     if not isinstance(tensor, DTensor):
         return tensor
     moved = tensor.to(device)
-    assert isinstance(moved, DTensor), "moving keeps the kind"
+    assert isinstance(moved, DTensor), "a DTensor moved is a DTensor"
     return moved.full_tensor()

@@ -1,12 +1,12 @@
-"""What every backend shares: it wraps the module's INNER models, one by one, and never the LightningModule itself.
+"""The part of the Strategy contract that backends share. It wraps the INNER models, never the LightningModule.
 
-Leaves out how a model is wrapped and what encloses a micro-batch; those are a backend's own few lines.
+Leaves out how a model is wrapped and when gradients are synced: a backend says that in a few lines.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,10 +14,14 @@ from typing import Any
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from rlmodule.core.contract import Collectives, Layout, SequenceRanks
+from rlmodule.core.contract import Backward, Collectives, ModelObjective, ModelSpec, SequenceRanks
+from rlmodule.core.layout import Layout
+from rlmodule.core.metrics import Metrics
 from rlmodule.core.parameters import tied
+from rlmodule.core.types import MicroBatch, StepTotals, TokenOutputs
 from strategies.parts.collectives import LocalCollectives
 from strategies.parts.loading import load
 from strategies.parts.offload import OffloadConfig, Offloaded
@@ -27,7 +31,11 @@ HF_PREFIX = "lm."  # the transformers model sits at ``lm``; what comes after it 
 
 
 class StrategyMixin(SavedState):
-    """Mixin for Lightning strategies: the part of the Strategy contract that does not depend on the backend."""
+    """Mixin for Lightning strategies; a backend puts it before Lightning's class.
+
+    It overrides ``wrap`` and, where gradients are exchanged, ``micro_batch``. A backend with a schedule of its own
+    overrides ``forward_backward``, ``evaluate`` and ``forward``; one with models of its own overrides ``build``.
+    """
 
     layout: Layout = Layout()
     collectives: Collectives = LocalCollectives()
@@ -41,16 +49,20 @@ class StrategyMixin(SavedState):
 
     @property
     def gathers_inside_blocks(self) -> bool:
-        """Whether it runs operations of its own in the middle of a block, other ones forward than backward."""
+        """Whether it gathers parameters inside a block (ZeRO-3), which rules out selective checkpointing."""
         return False
 
     @classmethod
-    def layout_of(cls, options: Any, world_size: int) -> Layout:
-        """The layout a run will have, known before its processes are started."""
+    def layout_of(cls, config: Any, world_size: int) -> Layout:
+        """The layout of a run of ``world_size`` processes, seen from rank 0, before any process is started."""
         return Layout(world_size)
 
+    def build(self, name: str, spec: ModelSpec) -> nn.Module:
+        """The project's model around the Hugging Face one."""
+        return spec.build_default()
+
     def shard(self, models: Mapping[str, nn.Module]) -> None:
-        """Wrap each model once; a second set-up of the same models (validate, then fit) keeps the wrappers."""
+        """Wrap each model once; when the same models are set up again (validate, then fit), the wrappers stay."""
         if self._models and all(self._models.get(name) is model for name, model in models.items()):
             return
         self._models = dict(models)
@@ -63,7 +75,7 @@ class StrategyMixin(SavedState):
                 offloaded.offload()
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
-        """The module to call in place of ``model``."""
+        """Read the weights of ``model``, move it to the device and return the module to call in its place."""
         load(model, model, self.root_device)
         return model.to(self.root_device)
 
@@ -72,23 +84,60 @@ class StrategyMixin(SavedState):
         return self._wrapped[name]
 
     def gather_first_error(self, problem: str | None) -> str | None:
-        """The first problem that any process has, on every process."""
+        """The first error message that any process passes in: here that of the only one."""
         return problem
 
     # ---- training
 
     def named_parameters(self, name: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name as before sharding, what this process holds of it), tied ones once."""
+        """(name before sharding, this process's part of it), tied parameters once."""
         yield from self._models[name].named_parameters()
 
+    def forward_backward(
+        self,
+        name: str,
+        micro_batches: Sequence[MicroBatch],
+        objective: ModelObjective,
+        totals: StepTotals,
+        backward: Backward,
+    ) -> list[Metrics]:
+        """Forward and backward of one micro-batch after the other."""
+        model, metrics = self._wrapped[name], list[Metrics]()
+        for index, micro_batch in enumerate(micro_batches):
+            with self.micro_batch(name, is_last=index == len(micro_batches) - 1):
+                loss = objective.for_micro_batch(micro_batch, totals, self.sequence)
+                backward(model(micro_batch, objective=loss))
+            metrics.append(loss.metrics)
+        return metrics
+
     def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
-        """Nothing to put off where gradients are not exchanged."""
+        """Encloses forward and backward of one micro-batch; a backend syncs gradients after the last one only."""
         return nullcontext()
+
+    def evaluate(
+        self, name: str, micro_batches: Sequence[MicroBatch], objective: ModelObjective, totals: StepTotals
+    ) -> list[Metrics]:
+        """Forward of one micro-batch after the other, for the metrics of its loss."""
+        model, metrics = self._wrapped[name], list[Metrics]()
+        with self.eval_mode(name):
+            for micro_batch in micro_batches:
+                loss = objective.for_micro_batch(micro_batch, totals, self.sequence)
+                model(micro_batch, objective=loss)
+                metrics.append(loss.metrics)
+        return metrics
+
+    def forward(
+        self, name: str, micro_batches: Iterable[MicroBatch], outputs: frozenset[str], *, with_adapter: bool = True
+    ) -> list[TokenOutputs]:
+        """Forward of one micro-batch after the other."""
+        options = {} if with_adapter else {"with_adapter": False}  # only a policy with an adapter knows the keyword
+        with self.eval_mode(name):
+            return [self._wrapped[name](micro_batch, outputs=outputs, **options) for micro_batch in micro_batches]
 
     def clip_and_step(self, optimizer: Optimizer | LightningOptimizer, max_norm: float) -> float:
         """Clip by the global norm (0: no clipping) and step, or skip when the norm is not finite; clears the gradients.
 
-        The norm is the same number on every rank, so every rank decides alike.
+        The norm is the same number on every rank, so all ranks step or all skip.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = self.grad_norm(parameters)
@@ -101,20 +150,20 @@ class StrategyMixin(SavedState):
         return norm
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> float:
-        """Global norm of the gradients; every process holds all of them here."""
+        """Global norm of the gradients, all of which this process holds."""
         return math.sqrt(sum_of_squares([p.grad for p in parameters if p.grad is not None]))
 
     # ---- whole weights
 
     def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """(all its names before sharding, whole tensor) of each parameter, one at a time; every process takes part."""
+        """(all its names before sharding, whole tensor) of each parameter, one at a time; every process calls it."""
         for names, parameter in tied(self._models[name]):
             yield names, parameter.detach()
 
     def full_weights(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor), one at a time; tied tensors under each of their names.
 
-        What lies outside of the transformers model (a value head beside it) goes by its own name.
+        Parameters outside of the transformers model (a value head beside it) keep their own names.
         """
         with self.parameters_on_device(name):
             for names, tensor in self.full_parameters(name):
@@ -126,39 +175,42 @@ class StrategyMixin(SavedState):
                 yield key.removeprefix(HF_PREFIX), buffer.to(dtype=dtype if buffer.is_floating_point() else None)
 
     def generator(self, name: str) -> nn.Module:
-        """The module to sample with inside ``generation_mode``: whole weights, no exchange in its forward."""
+        """The module to sample with inside ``generation_mode``: whole weights, no communication in its forward."""
         return self._models[name]
 
     def generation_mode(self, name: str) -> AbstractContextManager[None]:
-        """Whole weights of model ``name`` at hand inside; ranks may then run it a different number of times each."""
+        """Context with whole weights of model ``name``; each rank may run it as often as it needs to."""
         return self.eval_mode(name)
 
     # ---- modes, and where tensors are meanwhile
 
     @contextmanager
     def train_mode(self, name: str) -> Iterator[None]:
-        """Train mode and parameters at hand inside, as it was before afterwards, also on error.
+        """Context in train mode with parameters on the device; undone on exit, also on error.
 
-        Moments come to the device for the step alone, in ``clip_and_step``.
+        Moments are brought to the device by ``clip_and_step`` only.
         """
         with self.parameters_on_device(name, changes=True), _mode(self._wrapped[name], training=True):
             yield
 
     @contextmanager
     def eval_mode(self, name: str) -> Iterator[None]:
-        """Eval mode without gradients and parameters at hand inside, as it was before afterwards, also on error."""
+        """Context in eval mode with parameters on the device and no gradients; undone on exit, also on error."""
         with self.parameters_on_device(name), _mode(self._wrapped[name], training=False), torch.no_grad():
             yield
 
     def parameters_on_device(self, name: str, *, changes: bool = False) -> AbstractContextManager[None]:
-        """What this process keeps of a model is on the device inside, also where it waits in host memory otherwise."""
+        """Context with this rank's parameters on the device; brought there and taken back where offload is on.
+
+        ``changes`` says that they may be written to inside.
+        """
         offloaded = self._offloaded.get(name)
         return nullcontext() if offloaded is None else offloaded.on_device(changes=changes)
 
     def optimizer_on_device(
         self, optimizer: Optimizer | LightningOptimizer, *, changes: bool
     ) -> AbstractContextManager[None]:
-        """The same of an optimizer's states, which may be made inside."""
+        """Context with optimizer states on the device; states that are made inside are offloaded on exit as well."""
         made = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not self.offload.offload_optimizer:
             return nullcontext()
@@ -168,7 +220,7 @@ class StrategyMixin(SavedState):
 
     @contextmanager
     def all_on_device(self, *, changes: bool) -> Iterator[None]:
-        """What a checkpoint holds is on the device inside."""
+        """Context with everything that a checkpoint holds on the device."""
         with ExitStack() as stack:
             for name, optimizer in self.models_and_optimizers():
                 stack.enter_context(self.parameters_on_device(name, changes=changes))
@@ -176,11 +228,11 @@ class StrategyMixin(SavedState):
             yield
 
     def local_shards(self, name: str) -> Iterator[Tensor]:
-        """What this process keeps of each parameter of a model between passes, as plain tensors."""
+        """This process's part of each parameter of a model, as plain tensors."""
         return (local(parameter.detach()) for _, parameter in self.named_parameters(name))
 
     def teardown(self) -> None:
-        """Lightning moves everything to host memory: what waits there has to be on the device for that."""
+        # Lightning moves every tensor to host memory, which emptied storages do not survive.
         for offloaded in (*self._offloaded.values(), *self._moments.values()):
             offloaded.onload()
         self._offloaded, self._moments = {}, {}
@@ -189,7 +241,10 @@ class StrategyMixin(SavedState):
     # ---- what a checkpoint holds; see SavedState
 
     def state_dict_to_save(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
-        """What this process holds, as torch.distributed.checkpoint wants it, by names that know no strategy."""
+        """This process's part of a model and its optimizer, by names that do not depend on the strategy.
+
+        Values are what torch.distributed.checkpoint takes: plain tensors or DTensors.
+        """
         parts: dict[str, Tensor] = {}
         for key, parameter in self.named_parameters(name):
             parts[f"{name}.{key}"] = parameter.detach()
@@ -198,7 +253,7 @@ class StrategyMixin(SavedState):
         return parts
 
     def state_dict_to_load(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
-        """The same, every tensor there is to be filled in place."""
+        """As ``state_dict_to_save``, with moments made where there are none; every tensor is to be filled in place."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter] = {
@@ -209,17 +264,17 @@ class StrategyMixin(SavedState):
         return self.state_dict_to_save(name, optimizer)
 
     def load_state_dict(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
-        """Parts were filled in place: nothing is left to do."""
+        """Nothing: the tensors were filled in place."""
 
     def models_and_optimizers(self) -> list[tuple[str, Optimizer]]:
-        """Trainable models with their optimizers, in the order both were made."""
+        """Name and optimizer of each model that trains, in the order of ``models``."""
         trainable = [name for name, model in self._models.items() if any(p.requires_grad for p in model.parameters())]
         optimizers: Sequence[Optimizer] = self.optimizers  # type: ignore[attr-defined]
         return list(zip(trainable, optimizers, strict=True))
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, buffer) of the buffers that belong to a state dict."""
+    """(name, buffer) of the buffers that a state dict includes."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
@@ -227,12 +282,12 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def states_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Everything an optimizer keeps of this process's parameters, as plain tensors."""
+    """Every state tensor of an optimizer, as plain tensors."""
     return (local(value) for state in optimizer.state.values() for value in state.values())
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> float:
-    """Of all elements, in float64 from each tensor's own norm on."""
+    """Sum over all elements of all tensors, in float64 once each tensor's own norm is taken."""
     if not tensors:
         return 0.0
     norms = torch._foreach_norm(list(tensors))
@@ -240,18 +295,18 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> float:
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
-    """Multiply what this process holds of the gradients."""
+    """Multiply this process's part of the gradients by ``factor``, unless it is 1 or more."""
     if factor < 1.0 and parameters:
         torch._foreach_mul_([local(p.grad) for p in parameters if p.grad is not None], factor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, as a plain one."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """This process's part of a tensor, as a plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def inner_models_of(module: nn.Module | None) -> Mapping[str, nn.Module]:
-    """What a LightningModule of this project gives to be wrapped."""
+    """The models that an RLModule hands to its strategy; none where there is no module."""
     found = module.inner_models() if module is not None else {}  # type: ignore[operator]
     assert isinstance(found, Mapping)
     return found

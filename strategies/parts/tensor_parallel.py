@@ -1,7 +1,7 @@
-"""Tensor parallelism from the plan a model brings along (transformers' ``base_model_tp_plan``).
+"""Tensor parallelism by a model's own plan (transformers' ``base_model_tp_plan``).
 
-The embedding and the head stay whole on every tensor rank: log-probabilities are made from the head's weight chunk by
-chunk, outside of its forward. transformers' entry points are semi-public, so they are called from here only.
+The embedding and the head stay whole on every tensor rank: log-probabilities are computed from the head's weight chunk
+by chunk, outside of its forward. The entry points of transformers are semi-public, so only this file calls them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from rlmodule.core.errors import ConfigError
 
-# Which matrix of an adapter is cut beside a layer: the second one as columns, the first one as rows, so that the sum of
-# both has the shape of what this process has of the layer. What is left whole gets the same gradient everywhere.
+# The matrix of an adapter that is cut with its layer: the second one by columns, the first one by rows, so that the
+# adapter's output has the shape of the layer's. The other matrix stays whole and gets the same gradient on every rank.
 CUT_OF_ADAPTER = {"colwise": "lora_B", "rowwise": "lora_A"}
 KEPT_WHOLE = frozenset({"embed_tokens", "lm_head"})
 
 
 def apply_tensor_parallel(lm: Any, mesh: DeviceMesh) -> None:
-    """Cut the attention and feed-forward matrices of a transformers model over ``mesh``.
+    """Shard the attention and feed-forward matrices of a transformers model over ``mesh``.
 
     Raises:
-        ConfigError: the model has no plan, or its heads cannot be dealt out.
+        ConfigError: the model has no plan, or ``tp_size`` does not divide its heads.
     """
     text = lm.config.get_text_config()
     for label in ("num_attention_heads", "num_key_value_heads"):
@@ -49,10 +49,10 @@ def apply_tensor_parallel(lm: Any, mesh: DeviceMesh) -> None:
 
 
 def _with_adapters(lm: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The plan of a plain model, for that model with adapters (peft's) around some of its layers.
+    """The plan of a model, extended to the adapters (peft's) around some of its layers.
 
     Raises:
-        ConfigError: an adapter sits where the plan cuts in a way of its own.
+        ConfigError: the plan shards a layer with an adapter neither by columns nor by rows.
     """
     modules = dict(lm.named_modules())
     found: dict[str, str] = {}
@@ -64,7 +64,7 @@ def _with_adapters(lm: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             raise ConfigError(
                 key="model.lora.target_modules",
                 got=name,
-                because=f"the model's plan cuts this layer as {style}, and no adapter can be cut with it",
+                because=f"the model's plan shards this layer as {style}, and an adapter cannot be sharded that way",
                 fix="Use strategy.tp_size=1, or leave the layer out",
             )
         half = f"{name}.{CUT_OF_ADAPTER[style]}"

@@ -1,9 +1,9 @@
 """Ulysses sequence parallelism (arXiv:2309.14509): rows are cut over ranks, heads are exchanged around attention.
 
-A rank holds T/sp tokens of all heads; attention needs T tokens of some heads. One all-to-all makes the one from the
-other, its mirror goes back. Nothing is kept between calls and nothing is global: the model carries this object to its
-attention as a keyword. Leaves out the attention itself (``rlmodule/ops/attention.py``), how a row is cut
-(``rlmodule/batching/collate.py``), and which ranks form a group (``mesh.py``).
+A rank holds T/sp tokens of all heads; attention needs T tokens of some heads. One all-to-all goes there, its mirror
+back. The object has no state and is no global: the model hands it to its attention as a keyword. Leaves out the
+attention itself (``rlmodule/ops/attention.py``), how a row is cut (``rlmodule/batching/collate.py``), and which ranks
+form a group (``mesh.py``).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Ulysses:
-    """One rank's view of the group that shares its rows; implements ``SequenceRanks``.
+    """The sequence-parallel group of one rank; implements ``SequenceRanks``.
 
     Args:
-        group: the sequence-parallel group.
-        collectives: the same group, for small objects.
-        size, rank: extent of the group and place in it.
+        group: its process group.
+        collectives: of the same group, for small objects.
+        size, rank: of the group, and of this process in it.
     """
 
     group: dist.ProcessGroup
@@ -39,36 +39,36 @@ class Ulysses:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup | None, device: torch.device) -> Ulysses | None:
-        """The view of this process; None where rows are not cut. ``device`` is where small objects travel."""
+        """The group of this process, None where rows are not cut; ``device`` is that of ``GroupCollectives``."""
         if group is None or dist.get_world_size(group) == 1:
             return None
         return cls(group, GroupCollectives(device, group), dist.get_world_size(group), dist.get_rank(group))
 
     def scatter_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[1, heads, T/sp, D] -> [1, heads/sp, T, D]: queries, keys and values travel in one exchange.
+        """[1, heads, T/sp, D] -> [1, heads/sp, T, D]: one all-to-all for queries, keys and values.
 
-        Fewer key/value heads than ranks: each is repeated for the ranks whose queries read it.
+        Where there are fewer key/value heads than ranks, each is repeated for the ranks whose queries read it.
         """
         parts = [self._for_ranks(x) for x in (query, key, value)]  # [sp, heads/sp, T/sp, D] each
         sizes = [part[0].numel() for part in parts]
-        arrived = _Mirrored.apply(_all_to_all, torch.cat([part.flatten(1) for part in parts], dim=1), self.group)
-        local_shards = (piece.view(part.shape) for piece, part in zip(arrived.split(sizes, dim=1), parts, strict=True))
-        # The first axis is now the rank that sent it, which is the slice of the row.
-        q, k, v = (piece.transpose(0, 1).flatten(1, 2).unsqueeze(0) for piece in local_shards)
+        arrived = _mirrored(_all_to_all, torch.cat([part.flatten(1) for part in parts], dim=1), self.group)
+        pieces = zip(torch.split(arrived, sizes, dim=1), parts, strict=True)
+        # The first axis is now the sender, which is the slice of the row.
+        q, k, v = (piece.view(part.shape).transpose(0, 1).flatten(1, 2).unsqueeze(0) for piece, part in pieces)
         return q.to(query.dtype), k.to(key.dtype), v.to(value.dtype)
 
     def gather_heads(self, out: Tensor) -> Tensor:
         """[1, T, heads/sp, D] -> [1, T/sp, heads, D]."""
-        by_slice = out[0].unflatten(0, (self.size, -1))  # [sp, T/sp, heads/sp, D]
-        by_heads = _Mirrored.apply(_all_to_all, by_slice, self.group)
+        by_slice = out[0].reshape(self.size, -1, *out.shape[2:])  # [sp, T/sp, heads/sp, D]
+        by_heads = _mirrored(_all_to_all, by_slice, self.group)
         return by_heads.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def sum_over_slices(self, value: Tensor) -> Tensor:
-        """Sum over the ranks. Every rank's loss share may depend on it, so backward sums over the ranks as well."""
-        return _Mirrored.apply(_all_reduce, value, self.group)
+        """Sum over the ranks. Every rank's loss may depend on it, so backward sums over the ranks as well."""
+        return _mirrored(_all_reduce, value, self.group)
 
     def gather_slices(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """[n] per micro-batch of this slice -> [N] of the whole rows: loss tokens stand in the order of the row."""
+        """[n] of this slice, for each micro-batch -> [N] of the whole rows, in the order of the row."""
         everyone = self.collectives.gather_objects(list(parts))
         return [torch.cat(slices) for slices in zip(*everyone, strict=True)]
 
@@ -76,11 +76,17 @@ class Ulysses:
         heads = x.shape[1]
         if heads < self.size:
             x = x.repeat_interleave(self.size // heads, dim=1)
-        return x[0].unflatten(0, (self.size, -1))
+        return x[0].reshape(self.size, -1, *x.shape[2:])
+
+
+def _mirrored(collective: Collective, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """A collective, differentiable."""
+    result: Tensor = _Mirrored.apply(collective, x, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _Mirrored(torch.autograd.Function):
-    """A collective that is its own mirror: backward is the same one, of the gradient."""
+    """A collective whose backward is the same collective, applied to the gradient."""
 
     @staticmethod
     def forward(ctx: Any, collective: Collective, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -94,7 +100,7 @@ class _Mirrored(torch.autograd.Function):
 
 
 def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """``x[r]`` goes to rank r; what rank r sent here arrives at r."""
+    """Send ``x[r]`` to rank r; place r of the result is what rank r sent here."""
     x = x.contiguous()
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)

@@ -17,8 +17,8 @@ from rlmodule.batching.plan import PLANNERS, plan_batch
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.batching.shared_prompts import with_shared_prompts
 from rlmodule.batching.workload import Workload
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, Sample, SampleMeta, TrainingSample
 
 

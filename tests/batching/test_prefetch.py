@@ -6,7 +6,7 @@ import pytest
 
 from rlmodule.batching.prefetch import PackedAhead
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
-from rlmodule.core.contract import Layout
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import MiniBatch, SampleMeta
 
 METAS = [SampleMeta(i, i, 2, 3, 3) for i in range(12)]

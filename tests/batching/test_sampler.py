@@ -8,8 +8,8 @@ import itertools
 import pytest
 
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig, sample_order
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import SampleMeta
 
 METAS = [SampleMeta(i, i // 2, 2 + i % 3, 1 + (7 * i) % 11, 1 + (7 * i) % 11) for i in range(30)]

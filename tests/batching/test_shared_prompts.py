@@ -63,7 +63,9 @@ def test_less_is_computed():
 def test_log_probabilities_and_entropies_are_the_same(family):
     """Sliding windows of 4 tokens, which reach into the prompt and past it, capped and scaled attention, experts."""
     policy = tiny_policy(family).eval()
-    plain, less = (policy(pack_rows(ROWS, TOTALS, share_prompts=s), with_entropy=True) for s in (False, True))
+    plain, less = (
+        policy(pack_rows(ROWS, TOTALS, share_prompts=s), outputs=frozenset({"entropy"})) for s in (False, True)
+    )
     torch.testing.assert_close(less.logprob, plain.logprob, rtol=0, atol=1e-5)
     torch.testing.assert_close(less.entropy, plain.entropy, rtol=0, atol=1e-5)
 

@@ -9,7 +9,7 @@ import torch
 
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.callbacks.parts.context import RunContext
-from rlmodule.core.contract import Layout
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, RewardResult, Sample, SampleMeta, ScoredSample
 from rlmodule.experience.iteration import Experience, Iteration
 from rlmodule.experience.sample_info import SampleInfo

@@ -182,7 +182,7 @@ def test_the_summary_says_what_the_run_came_to(finished):
     assert (summary["val_accuracy_start"], summary["val_accuracy_end"]) == (accuracies[0], accuracies[-1])
     assert (summary["iterations"], summary["optimizer_steps"], summary["samples"]) == (3, 6, 24)
     assert (summary["skipped_steps"], summary["empty_steps"], summary["seed"]) == (0, 0, 0)
-    assert summary["layout"] == {"world_size": 1, "dp_size": 1, "sp_size": 1, "tp_size": 1}
+    assert summary["layout"] == {"world_size": 1, "dp_size": 1, "sp_size": 1, "tp_size": 1, "pp_size": 1, "ep_size": 1}
     assert {"python", "torch", "lightning", "transformers", "rlmodule"} == set(summary["versions"])
     assert summary["wall_seconds"]["total"] == pytest.approx(
         sum(v for k, v in summary["wall_seconds"].items() if k != "total")

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.experience.replay import ReplayMemory
 from rlmodule.records.metrics_log import read_records

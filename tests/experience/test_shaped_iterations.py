@@ -14,8 +14,8 @@ from rlmodule.algorithm.rollout_correction import RolloutCorrection, correction_
 from rlmodule.algorithm.shaping import FilterGroups, KLController, KLInReward, OverlongBuffer
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import TrainingError
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule

@@ -17,7 +17,8 @@ from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
-from rlmodule.core.contract import Layout, Loss, TokenObjective
+from rlmodule.core.contract import Loss, TokenObjective
+from rlmodule.core.layout import Layout
 from rlmodule.core.parameters import put, tied
 from rlmodule.core.types import (
     LossInputs,
@@ -253,7 +254,7 @@ class Theta(nn.Module):
         self.theta = nn.Parameter(torch.ones(()))
 
     def forward(
-        self, batch: MicroBatch, *, objective: TokenObjective | None = None, with_entropy: bool = False
+        self, batch: MicroBatch, *, objective: TokenObjective | None = None, outputs: frozenset[str] = frozenset()
     ) -> Tensor | TokenOutputs:
         logprob = self.theta.expand(len(batch.labels))
         return TokenOutputs(logprob) if objective is None else objective(logprob, None, slice(0, len(logprob)))
@@ -385,6 +386,11 @@ def assert_same_training(got: Training, expected: Training, *, rtol: float = 1e-
     np.testing.assert_allclose(got.grad_norms, expected.grad_norms, rtol=rtol)
     for name, value in expected.weights.items():
         np.testing.assert_allclose(got.weights[name], value, rtol=0, atol=1e-5, err_msg=name)
+
+
+def frozen_copy(model: nn.Module) -> nn.Module:
+    """A model of the same weights that never trains and shares nothing with the original."""
+    return copy.deepcopy(model).requires_grad_(False).eval()
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

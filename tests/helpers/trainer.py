@@ -89,7 +89,7 @@ def fit(
     """Train a tiny policy; ``rank`` is what ``run_on_ranks`` passes, 0 in a process of its own."""
     world_size = current_layout().world_size
     cls = STRATEGIES.lookup("language_model", backend, device="cpu")
-    strategy = cls(cls.options(), device="cpu", num_processes=world_size, num_nodes=1)
+    strategy = cls(cls.config_class(), device="cpu", num_processes=world_size, num_nodes=1)
     models = {"policy": tiny_policy()}
     if use_kl_loss:
         models["reference"] = tiny_policy(seed=1).requires_grad_(False).eval()

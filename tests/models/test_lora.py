@@ -156,7 +156,7 @@ def test_a_model_whose_head_is_tied_keeps_it_tied(tmp_path: Path) -> None:
 
 
 def on_rank(rank: int) -> dict[str, Tensor]:
-    from rlmodule.core.contract import Layout
+    from rlmodule.core.layout import Layout
 
     policy = policy_of()
     stepper = Stepper(policy, ddp, optimizer=OptimizerConfig(lr=1e-2, warmup_steps=0))

@@ -53,7 +53,7 @@ def by_stock_model(policy, rows, temperature=1.0):
 def test_packed_scores_equal_the_stock_model(family):
     """Sliding windows, caps on attention and on logits, scaled heads, absolute positions: none is lost on the way."""
     policy = tiny_policy(family)
-    out = policy(pack_rows(ROWS, TOTALS), with_entropy=True)
+    out = policy(pack_rows(ROWS, TOTALS), outputs=frozenset({"entropy"}))
     logprob, entropy = by_stock_model(policy, ROWS)
     torch.testing.assert_close(out.logprob, logprob, rtol=0, atol=1e-5)
     torch.testing.assert_close(out.entropy, entropy, rtol=0, atol=1e-5)
@@ -99,7 +99,7 @@ def test_packing_changes_nothing():
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_the_temperature_divides_the_logits(temperature):
     policy = tiny_policy(temperature=temperature)
-    out = policy(pack_rows(ROWS, TOTALS), with_entropy=True)
+    out = policy(pack_rows(ROWS, TOTALS), outputs=frozenset({"entropy"}))
     logprob, entropy = by_stock_model(policy, ROWS, temperature)
     torch.testing.assert_close(out.logprob, logprob, rtol=0, atol=1e-5)
     torch.testing.assert_close(out.entropy, entropy, rtol=0, atol=1e-5)
@@ -109,7 +109,7 @@ def test_a_micro_batch_without_loss_tokens_keeps_the_graph():
     """Its backward must run, so that no rank is missed in the gradient exchange, and give zeros."""
     policy = tiny_policy()
     empty = pack_rows([without_loss(row) for row in ROWS], TOTALS)
-    assert policy(empty, with_entropy=True).logprob.shape == (0,)
+    assert policy(empty, outputs=frozenset({"entropy"})).logprob.shape == (0,)
     loss = policy(empty, objective=Added(needs_entropy=True))
     assert loss == 0
     loss.backward()
@@ -138,7 +138,7 @@ def test_bf16_mixed_computes_in_bf16_and_keeps_weights_and_scores_in_fp32():
     policy, exact = tiny_policy(precision="bf16-mixed"), tiny_policy()
     assert {p.dtype for p in policy.parameters()} == {torch.float32}
     batch = pack_rows(ROWS, TOTALS)
-    out = policy(batch, with_entropy=True)
+    out = policy(batch, outputs=frozenset({"entropy"}))
     assert (out.logprob.dtype, out.entropy.dtype) == (torch.float32, torch.float32)
     difference = (out.logprob - exact(batch).logprob).abs().max()
     assert 1e-5 < difference < 0.2, "rounded products, the same distribution"

@@ -75,10 +75,10 @@ def test_packed_values_are_those_of_each_sample_alone(family):
 def test_a_head_on_the_policy_reads_the_same_trunk_and_changes_nothing_it_says():
     policy = tiny_policy()
     batch = pack_rows(ROWS, TOTALS)
-    before = policy(batch, with_entropy=True)
+    before = policy(batch, outputs=frozenset({"entropy"}))
     both = PolicyValueModel(policy)
     with_head(both, both.value_head)
-    after = both(batch, with_entropy=True)
+    after = both(batch, outputs=frozenset({"entropy"}))
     assert torch.equal(after.logprob, before.logprob)
     assert torch.equal(after.entropy, before.entropy)
     torch.testing.assert_close(after.value, sample_by_sample(both.lm.base_model, both.value_head), rtol=1e-5, atol=1e-5)

@@ -20,8 +20,8 @@ from rlmodule import cli
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.commands import COMMANDS
 from rlmodule.commands.parity import Parity
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError, TrainingError
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import LossInputs, TokenLoss
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.parity.compare import metric_differences, parameter_difference

@@ -31,9 +31,8 @@ from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.policy import PolicyModel
 from rlmodule.rewards.exact_match import ExactMatch
 from rlmodule.rollout.hf import HFRolloutConfig
-from rlmodule.run.build.models import frozen_copy
 from tests.helpers.runs import rollouts, run_small, small_run
-from tests.helpers.tiny import Stepper, sample, single, stock, tiny_policy
+from tests.helpers.tiny import Stepper, frozen_copy, sample, single, stock, tiny_policy
 
 TOTALS = StepTotals(tokens=1000, sequences=8)
 END, LIMIT = 3, 6

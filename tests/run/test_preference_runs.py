@@ -15,7 +15,7 @@ from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
-from rlmodule.core.contract import Layout
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import RewardResult, ScoredSample
 from rlmodule.data.preferences import Pair
 from rlmodule.data.stream import PromptStream

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlmodule.batching.collate import pack_rows
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import RLModuleError
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import StepTotals, TrainingSample
 from rlmodule.data.stream import PromptStream
 from rlmodule.experience.sources import RowSampler, StoredSource

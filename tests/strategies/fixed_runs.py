@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import numpy as np
+import pytest
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch.utils.data import DataLoader
@@ -25,9 +26,9 @@ from rlmodule.models.description import ModelConfig
 from rlmodule.models.policy import PolicyModel
 from rlmodule.module import RLModule
 from rlmodule.optim.adamw import OptimizerConfig
-from rlmodule.run.build.models import frozen_copy
 from rlmodule.training.update import Trainable
 from strategies.registry import STRATEGIES
+from tests.helpers.tiny import frozen_copy
 
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "qwen3",
@@ -61,6 +62,7 @@ class FixedRun:
 
     Args:
         backend, options: the strategy and what is set on it.
+        strategy_class: stands in for the backend's own class.
         lengths: (prompt, response) tokens of each sample; the third of a triple is the number of loss tokens.
         mini_batch_size: samples of a step.
         budget: tokens of a micro-batch.
@@ -78,6 +80,7 @@ class FixedRun:
 
     backend: str = "single"
     options: Mapping[str, Any] = field(default_factory=dict)
+    strategy_class: type | None = None
     lengths: tuple[tuple[int, int, int], ...] = tuple(
         (3 + i % 5, 2 + (7 * i) % 23, 2 + (7 * i) % 23) for i in range(18)
     )
@@ -134,8 +137,8 @@ class FixedRun:
 
     def fit(self, world_size: int = 1, rank: int = 0, ckpt: Any = None) -> Outcome:
         """Train on this process."""
-        cls = STRATEGIES.lookup("language_model", self.backend, device="cpu")
-        strategy = cls(cls.options(**self.options), device="cpu", num_processes=world_size, num_nodes=1)
+        cls: Any = self.strategy_class or STRATEGIES.lookup("language_model", self.backend, device="cpu")
+        strategy = cls(cls.config_class(**self.options), device="cpu", num_processes=world_size, num_nodes=1)
         config = self.model or ModelConfig(
             architecture={**ARCHITECTURE, **self.architecture}, tokenizer="byte", precision=self.precision
         )
@@ -208,6 +211,24 @@ class FixedData(RLDataModule):
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.next_iteration = state["next_iteration"]
+
+
+def check_equal(reference: Outcome, outcomes: list[Outcome]) -> None:
+    """The same norms on every rank; norms, metrics and weights are those of the reference."""
+    for outcome in outcomes:
+        assert outcome.norms == outcomes[0].norms, "the norm is one number, on every rank"
+        assert outcome.norms == pytest.approx(reference.norms, rel=1e-5)
+        for mine, wanted in zip(outcome.metrics, reference.metrics, strict=True):
+            for key in (
+                "actor/loss",
+                "actor/pg_loss",
+                "actor/entropy",
+                "actor/clip_frac",
+                "train/loss_tokens",
+                "actor/lr",
+            ):
+                assert mine[key] == pytest.approx(wanted[key], rel=1e-5, abs=1e-7), key
+        assert relative_difference(reference, outcome) < 1e-5
 
 
 def relative_difference(reference: Outcome, other: Outcome) -> float:

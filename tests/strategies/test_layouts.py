@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.ranks import run_on_ranks
-from tests.strategies.fixed_runs import FixedRun, Outcome, relative_difference
+from tests.strategies.fixed_runs import FixedRun, Outcome, check_equal, relative_difference
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
@@ -39,23 +39,6 @@ def alone(run: FixedRun) -> Outcome:
 @pytest.fixture(scope="module")
 def references() -> dict[str, Outcome]:
     return {"uneven": alone(UNEVEN), "sparse": alone(SPARSE)}
-
-
-def check_equal(reference: Outcome, outcomes: list[Outcome]) -> None:
-    for outcome in outcomes:
-        assert outcome.norms == outcomes[0].norms, "the norm is one number, on every rank"
-        assert outcome.norms == pytest.approx(reference.norms, rel=1e-5)
-        for mine, wanted in zip(outcome.metrics, reference.metrics, strict=True):
-            for key in (
-                "actor/loss",
-                "actor/pg_loss",
-                "actor/entropy",
-                "actor/clip_frac",
-                "train/loss_tokens",
-                "actor/lr",
-            ):
-                assert mine[key] == pytest.approx(wanted[key], rel=1e-5, abs=1e-7), key
-        assert relative_difference(reference, outcome) < 1e-5
 
 
 @pytest.mark.parametrize(("backend", "world", "options"), LAYOUTS, ids=label)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import Layout
 from strategies.parts.mesh import check_degrees
 from strategies.registry import STRATEGIES, StrategyRegistry
 
@@ -61,6 +61,6 @@ def test_degrees_that_do_not_tile_the_processes_are_refused(options, key):
 
 def test_layout_is_known_before_processes_start():
     cls = STRATEGIES.lookup("language_model", "fsdp2", device="cpu")
-    layout = cls.layout_of(cls.options(sp_size=2, tp_size=2), 8)
+    layout = cls.layout_of(cls.config_class(sp_size=2, tp_size=2), 8)
     assert layout == Layout(8, sp_size=2, tp_size=2)
     assert layout.dp_size == 2

@@ -25,9 +25,8 @@ from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.building import save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.optim.adamw import OptimizerConfig, build_optimizer, build_schedule
-from rlmodule.run.build.models import frozen_copy
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.tiny import SMOOTH, Stepper, mixed_rows, row, sample, share_rows, tiny_policy, train_on
+from tests.helpers.tiny import SMOOTH, Stepper, frozen_copy, mixed_rows, row, sample, share_rows, tiny_policy, train_on
 
 TOTALS = StepTotals(tokens=1000, sequences=8)
 WARM_UP = OptimizerConfig(lr=0.001, warmup_steps=10)

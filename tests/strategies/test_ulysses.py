@@ -13,7 +13,8 @@ from torch import Tensor
 from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator, pack_rows, pad_to_multiple, shard_for_rank, shifted_labels
-from rlmodule.core.contract import Layout, SequenceRanks
+from rlmodule.core.contract import SequenceRanks
+from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import merge
 from rlmodule.core.types import LossInputs, Prompt, Sample, StepTotals, TokenLoss, TrainingSample
 from rlmodule.losses.gmpo import GMPO
@@ -96,7 +97,7 @@ def step_of(policy: PolicyModel, objective: Objective, layout: Layout, sequence:
         share = objective.for_micro_batch(batch, totals, sequence)
         policy(batch, objective=share).backward()
         metrics.append(share.metrics)
-        outputs.append(policy(batch, with_entropy=True))
+        outputs.append(policy(batch, outputs=frozenset({"entropy"})))
     gradients = {name: p.grad for name, p in policy.named_parameters()}
     if layout.world_size > 1:
         for gradient in gradients.values():

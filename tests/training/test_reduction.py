@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from rlmodule.core.contract import Layout
+from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metric, ReduceType, ratio, total
 from rlmodule.training.reduction import CAPACITY, reduce_metrics
 from strategies.parts.collectives import GroupCollectives, LocalCollectives

@@ -32,7 +32,7 @@ def selected_on(rank, name, config, sp_size=1):
     if sp_size > 1:
         policy.sequence = Ulysses.of(Mesh.of_running("cpu", sp_size=sp_size).sequence_group, torch.device("cpu"))
     [mini_batch] = share_rows(ROWS, config, layout)
-    picked = with_selection(mini_batch, LOSSES[name], strategy)
+    picked = with_selection(mini_batch, LOSSES[name], "policy", strategy)
     return [
         (sample, place)
         for batch in picked.micro_batches

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
+from rlmodule.algorithm.objective import Objective
+from rlmodule.algorithm.shaping import KLController
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler
 from rlmodule.batching.workload import Workload
-from rlmodule.core.contract import RolloutEngine
+from rlmodule.core.contract import RolloutEngine, Strategy
+from rlmodule.core.types import POLICY
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.evaluation import Evaluator, PairEvaluator, PromptEvaluator
 from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.reference_cache import ReferenceLogprobCache
-from rlmodule.experience.scoring import Scorer
-from rlmodule.models.description import shape_of
-from rlmodule.algorithm.objective import Objective
 from rlmodule.experience.replay import ReplayMemory
+from rlmodule.experience.scoring import Scorer
+from rlmodule.experience.sources import OfflineSource, RowSampler
+from rlmodule.models.description import shape_of
 from rlmodule.run.config import RunConfig
-from rlmodule.algorithm.shaping import KLController
-from rlmodule.experience.sources import RowSampler, OfflineSource
 from rlmodule.run.datasets import Preferences, TrainingDataset
 
 
@@ -31,7 +31,7 @@ def build_datamodule(
     config: RunConfig,
     dataset: TrainingDataset,
     objective: Objective,
-    strategy: Any,
+    strategy: Strategy,
     start: Callable[[int], None],
 ) -> RLDataModule:
     """What gives the mini-batches of a run.
@@ -49,8 +49,8 @@ def build_datamodule(
 
     def engine() -> RolloutEngine:
         return s.rollout.connect(
-            partial(strategy.generator, "policy"),
-            partial(strategy.generation_mode, "policy"),
+            partial(strategy.generator, POLICY),
+            partial(strategy.generation_mode, POLICY),
             dataset.tokenizer,
             strategy.root_device,
         )
@@ -69,7 +69,11 @@ def build_datamodule(
 
 
 def build_evaluators(
-    config: RunConfig, dataset: TrainingDataset, objective: Objective, strategy: Any, engine: Callable[[], RolloutEngine]
+    config: RunConfig,
+    dataset: TrainingDataset,
+    objective: Objective,
+    strategy: Strategy,
+    engine: Callable[[], RolloutEngine],
 ) -> list[Evaluator]:
     """Of what is held out, prompts first; what it is given is that of ``build_datamodule``."""
     s, made = config, list[Evaluator]()
@@ -90,7 +94,7 @@ def build_maker(
     config: RunConfig,
     dataset: TrainingDataset,
     objective: Objective,
-    strategy: Any,
+    strategy: Strategy,
     iteration: int,
     *,
     kl_controller: KLController | None = None,

@@ -1,4 +1,7 @@
-"""Ranks that torchrun or srun started meet, before a weight is loaded. Leaves out ranks of our own (``run/launchers/local.py``)."""
+"""Joins ranks that torchrun or srun started, before weights are loaded.
+
+Leaves out ranks that the program starts itself (``run/launchers/local.py``).
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 
-from rlmodule.run.build.machine import Machine
 from rlmodule.core.errors import ConfigError, RLModuleError
-from rlmodule.run.launchers.local import STORE, launched_from_outside, process_rank
 from rlmodule.records.run_directory import RunDirectory
+from rlmodule.run.build.machine import Machine
+from rlmodule.run.launchers.local import STORE, launched_from_outside, process_rank
 
 _COLLECTIVE_SECONDS = 1800.0  # torch's own limit for gloo
 

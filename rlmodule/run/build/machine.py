@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.run.launchers.local import launched_from_outside
 from rlmodule.run.config import TrainerConfig
+from rlmodule.run.launchers.local import launched_from_outside
 
 
 @dataclass(frozen=True)

@@ -10,30 +10,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rlmodule.run.build.machine import Machine
 from rlmodule.core.config import convert
-from rlmodule.core.contract import Layout
+from rlmodule.core.contract import LANGUAGE_MODEL, POLICY_VALUE, VALUE_MODEL, Strategy, StrategyClass
+from rlmodule.core.layout import Layout
 from rlmodule.models.description import NO_VALUE, SEPARATE, SHARED
+from rlmodule.run.build.machine import Machine
 from rlmodule.run.config import RunConfig
 
-# What a strategy must be able to spread beside a policy alone, by model.value.
+# Kinds of models that train in a run, by model.value.
 MODEL_TYPES = {
-    NO_VALUE: ("language_model",),
-    SHARED: ("policy_value",),
-    SEPARATE: ("language_model", "value_model"),
+    NO_VALUE: (LANGUAGE_MODEL,),
+    SHARED: (POLICY_VALUE,),
+    SEPARATE: (LANGUAGE_MODEL, VALUE_MODEL),
 }
 
 
 class StrategyRegistry(Protocol):
-    """What is asked of the strategy registry."""
+    """What a run needs of the strategy registry."""
 
-    def lookup(self, model_type: str, backend: str, *, device: str | None = None, vendor: str | None = None) -> type:
-        """The class for this machine."""
+    def lookup(
+        self, model_type: str, backend: str, *, device: str | None = None, vendor: str | None = None
+    ) -> StrategyClass:
+        """The class that runs this kind of model on this machine; None for what the machine has."""
 
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """How the models of a run are spread.
+    """The strategy that a run has chosen, before it is made.
 
     Args:
         config: of the run.
@@ -49,33 +52,34 @@ class StrategyChoice:
 
     @property
     def layout(self) -> Layout:
-        """How the run's processes are laid out, seen from the first."""
-        return self._class.layout_of(self._options, self.machine.world_size)
+        """The layout of the run, seen from rank 0."""
+        return self._class.layout_of(self._strategy_config, self.machine.world_size)
 
-    def build(self) -> Any:
-        """The strategy, which refuses options that do not fit the number of processes."""
+    def build(self) -> Strategy:
+        """The strategy.
+
+        Raises:
+            ConfigError: its config does not fit the number of processes.
+        """
         return self._class(
-            self._options,
+            self._strategy_config,
             device=self.machine.device,
             num_processes=self.machine.num_processes,
             num_nodes=self.config.trainer.num_nodes,
         )
 
     @property
-    def _class(self) -> Any:
+    def _class(self) -> StrategyClass:
         device = os.environ.get("RLMODULE_DEVICE", self.machine.device)
-        found = [
-            self.registry.lookup(kind, self.config.backend, device=device)
-            for kind in self._model_types
-        ]
+        found = [self.registry.lookup(kind, self.config.backend, device=device) for kind in self._model_types]
         assert len(set(found)) == 1, f"one strategy spreads all models of a run, got {found}"
         return found[0]
 
     @property
     def _model_types(self) -> tuple[str, ...]:
         model = self.config.model
-        return ("value_model",) if model.is_reward_model else MODEL_TYPES[model.value]
+        return (VALUE_MODEL,) if model.is_reward_model else MODEL_TYPES[model.value]
 
     @property
-    def _options(self) -> Any:
-        return convert(self._class.options, self.node, "strategy", ignore=("name",))
+    def _strategy_config(self) -> Any:
+        return convert(self._class.config_class, self.node, "strategy", ignore=("name",))

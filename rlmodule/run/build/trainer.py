@@ -8,16 +8,17 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.strategies import Strategy as LightningStrategy
 from transformers.utils import logging as transformers_logging
 
-from rlmodule.run.build.machine import Machine
 from rlmodule.callbacks.metrics import purge_step
 from rlmodule.callbacks.parts.context import TolerantTensorBoardLogger
+from rlmodule.core.contract import Strategy
 from rlmodule.records.run_directory import RunDirectory
+from rlmodule.run.build.machine import Machine
 from rlmodule.run.config import RunConfig
 
 
@@ -25,13 +26,14 @@ def build_trainer(
     config: RunConfig,
     machine: Machine,
     run_dir: RunDirectory,
-    strategy: Any,
+    strategy: Strategy,
     callbacks: list[L.Callback],
     *,
     resumed_step: int | None = None,
     hparams: Mapping[str, object] = MappingProxyType({}),
 ) -> L.Trainer:
     """Lightning's trainer, set up for this run; ``hparams`` go into TensorBoard's ``hparams.yaml``."""
+    assert isinstance(strategy, LightningStrategy), "a strategy stands on one of Lightning's"
     writer: TolerantTensorBoardLogger | bool = False
     if config.logger == "tensorboard":
         writer = TolerantTensorBoardLogger(
@@ -59,8 +61,8 @@ def build_trainer(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    # Lightning answers SIGTERM with a collective inside the signal handler, which hangs ranks that are elsewhere; what a
-    # signal means here is in training/preemption.py.
+    # Lightning answers SIGTERM with a collective inside the signal handler, which hangs ranks that are elsewhere; what
+    # a signal means here is in training/preemption.py.
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     return trainer
 

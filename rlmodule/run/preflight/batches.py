@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import Layout
 from rlmodule.run.config import RunConfig
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from transformers import PreTrainedConfig
 
-from rlmodule.core.contract import Layout
+from rlmodule.core.layout import Layout
 from rlmodule.run.config import RunConfig
 from rlmodule.run.preflight.adapters import check_lora
 from rlmodule.run.preflight.batches import check_equal_counts, check_kept_groups

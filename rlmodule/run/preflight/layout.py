@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import Layout
 from rlmodule.models.description import shape_of
 
 

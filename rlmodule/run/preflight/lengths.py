@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from transformers import PreTrainedConfig
 
 from rlmodule.algorithm.config import ROLLOUTS
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import Layout
 from rlmodule.models.description import positions_of
 from rlmodule.run.config import RunConfig
 

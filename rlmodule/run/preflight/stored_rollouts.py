@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError, DataError
+from rlmodule.core.layout import Layout
 from rlmodule.data.rollouts import RolloutTable
 from rlmodule.models.description import positions_of
 from rlmodule.run.config import RunConfig

@@ -8,8 +8,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from rlmodule.algorithm.critic import CriticConfig
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import Layout
 from rlmodule.models.description import NO_VALUE, SEPARATE, SHARED
 from rlmodule.models.lora import is_adapter
 from rlmodule.run.config import RunConfig

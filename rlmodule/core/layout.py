@@ -1,0 +1,106 @@
+"""Where one process sits among all processes of a run: a value, so that a thousand ranks are tested in one process.
+
+Leaves out process groups and devices (``strategies/parts/mesh.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The grid of processes and this process's place in it: world = pp x dp x sp x tp.
+
+    Tensor-parallel ranks are nearest, then sequence, then data, then pipeline stages. Expert parallelism adds no
+    dimension: ``ep_size`` neighbouring ranks of one pipeline stage hold different experts of its layers, and everything
+    else is laid out over them as without it. So ``ep_size`` divides dp x sp x tp.
+
+    Args:
+        world_size: processes of the run.
+        rank: this process.
+        tp_size: ranks that share every matrix (tensor parallelism).
+        sp_size: ranks that share a packed row (Ulysses sequence parallelism).
+        pp_size: ranks that share the layers of a model (pipeline parallelism).
+        ep_size: ranks that share the experts of a layer (expert parallelism).
+    """
+
+    world_size: int = 1
+    rank: int = 0
+    tp_size: int = 1
+    sp_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
+
+    def __post_init__(self) -> None:
+        assert min(self.tp_size, self.sp_size, self.pp_size, self.ep_size) >= 1, f"{self} has a size below 1"
+        assert self.world_size % (self.tp_size * self.sp_size * self.pp_size) == 0, f"{self} does not tile"
+        assert self.stage_size % self.ep_size == 0, f"{self} does not tile: ep_size must divide dp x sp x tp"
+        assert 0 <= self.rank < self.world_size, f"{self} is outside its world"
+
+    @property
+    def stage_size(self) -> int:
+        """Processes of one pipeline stage: dp x sp x tp."""
+        return self.world_size // self.pp_size
+
+    @property
+    def dp_size(self) -> int:
+        """Data ranks: processes that train on different samples."""
+        return self.stage_size // (self.tp_size * self.sp_size)
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's data rank."""
+        return self.rank // (self.tp_size * self.sp_size) % self.dp_size
+
+    @property
+    def sp_rank(self) -> int:
+        """This process's place in its sequence-parallel group."""
+        return self.rank // self.tp_size % self.sp_size
+
+    @property
+    def tp_rank(self) -> int:
+        """This process's place in its tensor-parallel group."""
+        return self.rank % self.tp_size
+
+    @property
+    def pp_rank(self) -> int:
+        """The pipeline stage of this process; stage 0 has the embedding."""
+        return self.rank // self.stage_size
+
+    @property
+    def ep_rank(self) -> int:
+        """This process's place in its expert-parallel group."""
+        return self.rank % self.ep_size
+
+    @property
+    def dp_sp_size(self) -> int:
+        """Processes that train on different tokens: data ranks times the sequence ranks that share their rows."""
+        return self.dp_size * self.sp_size
+
+    @property
+    def dp_sp_rank(self) -> int:
+        """This process's place among the ``dp_sp_size`` ranks; tensor ranks and pipeline stages repeat it."""
+        return self.dp_rank * self.sp_size + self.sp_rank
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Number of processes, and of ranks along each dimension; written into manifests and summaries."""
+        return {
+            "world_size": self.world_size,
+            "dp_size": self.dp_size,
+            "sp_size": self.sp_size,
+            "tp_size": self.tp_size,
+            "pp_size": self.pp_size,
+            "ep_size": self.ep_size,
+        }
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether this process speaks for its data rank: sequence, tensor and pipeline replicas count once."""
+        return self.sp_rank == 0 and self.tp_rank == 0 and self.pp_rank == 0
+
+    @property
+    def is_rank_zero(self) -> bool:
+        """Whether this process writes files and talks to the user."""
+        return self.rank == 0
