@@ -24,7 +24,7 @@ LAYERS = (
     {"experience"},
     {"evaluation"},
     {"module", "datamodule"},
-    {"callbacks"},
+    {"loggers", "callbacks"},
     {"run"},
     {"parity"},
     {"cli"},
@@ -70,6 +70,7 @@ LIBRARIES = {
     "rlmodule/experience": TORCH,
     "rlmodule/module.py": TORCH | {"lightning"},
     "rlmodule/datamodule.py": TORCH | {"lightning"},
+    "rlmodule/loggers": TORCH | {"lightning"},
     "rlmodule/callbacks": TORCH | {"lightning", "transformers"},
     "rlmodule/callbacks/progress.py": {"rich"},
     "rlmodule/callbacks/report.py": {"rich", "matplotlib"},
@@ -103,6 +104,7 @@ MENUS = {
     "rewards": "REWARDS",
     "environments": "TASKS",
     "rollout": "ROLLOUTS",
+    "loggers": "LOGGERS",
     "callbacks": "CALLBACKS",
 }
 

@@ -88,7 +88,7 @@ def run_for_layout(run: Run, layout: ParityLayout) -> Run:
         ),
         backend=layout.backend,
         callbacks={},
-        logger="none",
+        loggers={},
     )
     return Run(config, run.run_dir, run.menu, dict(layout.options), is_rank_zero=False)
 

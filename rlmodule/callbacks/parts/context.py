@@ -5,15 +5,12 @@ Leaves out what callbacks do with them (``callbacks/``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
 import lightning as L
-from lightning.pytorch.loggers import TensorBoardLogger
-from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.contract import Strategy
@@ -23,17 +20,7 @@ from rlmodule.models.policy import PolicyModel
 from rlmodule.models.value import ValueModel
 from rlmodule.module import RLModule
 from rlmodule.records.metrics_log import MetricsLog
-
-EVENT_FILE = "TensorBoard's event file"
-
-
-class TolerantTensorBoardLogger(TensorBoardLogger):
-    """TensorBoard's logger; a run whose event file cannot be written still comes to its end."""
-
-    def finalize(self, status: str) -> None:
-        """Close the file."""
-        with suppress(OSError):
-            super().finalize(status)
+from rlmodule.records.run_logger import RunLogger
 
 
 @dataclass(frozen=True)
@@ -103,8 +90,9 @@ class RunState:
         """The strategy in use, by the project's contract."""
         return self.module.strategy
 
-    @property
-    def tensorboard(self) -> SummaryWriter | None:
-        """The event file being written, None without a TensorBoard logger; for the first process only."""
-        loggers = [x for x in self.trainer.loggers if isinstance(x, TensorBoardLogger)]
-        return loggers[0].experiment if loggers else None
+    def show(self, metrics_log: MetricsLog, write: Callable[[RunLogger], None]) -> None:
+        """Call ``write`` with every logger of the run; one that cannot write is reported once. First process only."""
+        for logger in self.trainer.loggers:
+            if isinstance(logger, RunLogger):
+                with metrics_log.warn_on_write_error(logger.output):
+                    write(logger)

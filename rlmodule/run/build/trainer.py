@@ -15,8 +15,6 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from rlmodule.run.build.machine import Machine
-from rlmodule.callbacks.metrics import purge_step
-from rlmodule.callbacks.parts.context import TolerantTensorBoardLogger
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.config import RunConfig
 
@@ -31,17 +29,10 @@ def build_trainer(
     resumed_step: int | None = None,
     hparams: Mapping[str, object] = MappingProxyType({}),
 ) -> L.Trainer:
-    """Lightning's trainer, set up for this run; ``hparams`` go into TensorBoard's ``hparams.yaml``."""
-    writer: TolerantTensorBoardLogger | bool = False
-    if config.logger == "tensorboard":
-        writer = TolerantTensorBoardLogger(
-            run_dir.root,
-            name="tensorboard",
-            version="",
-            default_hp_metric=False,
-            purge_step=purge_step(resumed_step),
-        )
-        writer.hparams.update(hparams)
+    """Build Lightning's trainer for this run; ``hparams`` are shown by the loggers."""
+    loggers = [
+        logger.connect(run_dir.root, hparams=hparams, resumed_step=resumed_step) for logger in config.loggers.values()
+    ]
     return L.Trainer(
         accelerator="gpu" if machine.device == "cuda" else machine.device,
         devices=machine.num_processes,
@@ -49,7 +40,7 @@ def build_trainer(
         strategy=strategy,
         max_epochs=config.trainer.max_epochs,
         callbacks=callbacks,
-        logger=writer,
+        logger=loggers,
         log_every_n_steps=1,
         reload_dataloaders_every_n_epochs=1,
         use_distributed_sampler=False,
