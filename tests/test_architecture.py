@@ -65,6 +65,7 @@ LIBRARIES = {
     "rlmodule/data/files.py": {"pyarrow"},
     "rlmodule/rewards": TORCH | {"transformers"},
     "rlmodule/rollout": TORCH | {"transformers", "numpy"},
+    "rlmodule/checkpoint": TORCH,
     "rlmodule/algorithm": TORCH,
     "rlmodule/training": TORCH,
     "rlmodule/experience": TORCH,
@@ -82,6 +83,8 @@ LIBRARIES = {
     "strategies": TORCH | {"lightning"},
     "strategies/deepspeed.py": {"deepspeed"},
     "strategies/parts/tensor_parallel.py": {"transformers"},
+    "strategies/parts/shards.py": {"safetensors"},
+    "strategies/parts/snapshot.py": {"safetensors"},
 }
 
 # Imports inside a function: a chosen component's optional dependency, and these, each for the reason beside it.

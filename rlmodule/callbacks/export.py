@@ -67,9 +67,11 @@ class ExportPolicy(L.Callback):
         save: dict[str, Callable[[Path], None]] = {}
         if (policy := run_state.policy) is not None:
             weights, head = self._weights(run_state.strategy, policy)
+            check_finite(POLICY, weights | head)
             save[POLICY] = partial(self._save_policy, policy=policy, weights=weights, head=head)
         for name, model in run_state.value_models.items():
             of_model = dict(run_state.strategy.full_weights(name, self.dtype))
+            check_finite(name, of_model)
             save[name] = partial(save_pretrained, lm=model.lm, tokenizer=self.context.tokenizer, weights=of_model)
         failures = (self._write(name, into) for name, into in save.items() if trainer.is_global_zero)
         problem = run_state.strategy.gather_first_error(
@@ -106,6 +108,20 @@ class ExportPolicy(L.Callback):
         whole = without_head(strategy.full_weights(POLICY), head)  # merged in full precision, rounded once
         stream = merged(whole, policy.lora.scaling) if self.lora == MERGED else adapter_only(whole)
         return {name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor for name, tensor in stream}, head
+
+
+def check_finite(name: str, weights: Mapping[str, Tensor]) -> None:
+    """Refuse to export weights that are NaN or infinite; every process has the same ones.
+
+    Raises:
+        TrainingError: names the first such tensor.
+    """
+    bad = next((key for key, tensor in weights.items() if not bool(tensor.isfinite().all())), None)
+    if bad is not None:
+        raise TrainingError(
+            f"the {name} is not exported: {bad} is not finite. Go on from an earlier checkpoint with a lower "
+            "optimizer.lr"
+        )
 
 
 @contextmanager

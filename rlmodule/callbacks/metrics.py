@@ -88,7 +88,7 @@ class WriteMetrics(L.Callback):
         )
         if not run_state.data.source.has_rewards:
             metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
-        metrics_log.add(Record("iteration", run_state.step, metrics_log.iteration, metrics))
+        metrics_log.add(Record("iteration", run_state.step, metrics_log.iteration, {**metrics, **metrics_log.counts}))
         if self.context.is_rank_zero and self.config.histograms:
             for name, values in distributions(iteration).items():
                 run_state.show(metrics_log, partial(_write_histogram, name=name, values=values, step=run_state.step))

@@ -110,6 +110,7 @@ class WriteReport(L.Callback):
             "optimizer_steps": counters.optimizer_steps,
             "skipped_steps": counters.skipped,
             "empty_steps": counters.empty,
+            **{name.replace("/", "_"): int(count) for name, count in self.context.metrics_log.counts.items()},
             "process": {"wall_seconds": perf_counter() - self.context.started, "cpu_seconds": process_time()},
             "seed": self.context.hparams.get("seed"),
             "layout": layout.sizes,

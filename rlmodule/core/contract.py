@@ -150,11 +150,21 @@ class StoredWeights(Protocol):
 class Snapshot(Protocol):
     """The state of a run at one moment, this process's part of it; the other processes have theirs."""
 
+    @property
+    def failure(self) -> str | None:
+        """What kept a process from taking its part, the same on every process; such a snapshot is not written."""
+
+    @property
+    def not_finite(self) -> str | None:
+        """Name of a tensor with NaN or infinity in it, the same on every process; such a snapshot is not written."""
+
     def write(self, path: Path) -> None:
-        """Tensors beside ``path``, everything else into it; every process calls it, from any thread, in the same order.
+        """Tensors beside ``path``, everything else into it; every process calls it, from any thread.
+
+        Nothing is exchanged with other processes, so one that fails keeps none waiting.
 
         Raises:
-            OSError, RuntimeError: it could not be written.
+            Exception: it could not be written.
         """
 
     def gather_first_error(self, problem: str | None) -> str | None:
@@ -163,7 +173,7 @@ class Snapshot(Protocol):
 
 @dataclass
 class SaveLater:
-    """Storage options for Lightning's ``save_checkpoint``: a snapshot is taken, and whoever asked for it writes it.
+    """Storage options for Lightning's ``save_checkpoint``: a snapshot is taken, and the caller writes it.
 
     Args:
         copied: into host memory of its own, so that training may go on meanwhile.

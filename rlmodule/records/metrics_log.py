@@ -81,11 +81,13 @@ class MetricsLog:
         records: oldest first; on the first process they reach back before a resume.
         iteration: iterations begun.
         clock: time of the iteration in progress.
+        counts: name -> rare events of this process so far, logged with every iteration from the first of them on.
     """
 
     records: list[Record] = field(default_factory=list)
     iteration: int = 0
     clock: PhaseClock = field(default_factory=lambda: PhaseClock("idle"))
+    counts: dict[str, float] = field(default_factory=dict)
     _on_record: list[Callable[[Record], None]] = field(default_factory=list)
     _on_phase: list[Callable[[str], None]] = field(default_factory=list)
     _unwritten: set[str] = field(default_factory=set)
@@ -126,6 +128,10 @@ class MetricsLog:
         self.records.append(record)
         for notify in self._on_record:
             notify(record)
+
+    def count(self, name: str) -> None:
+        """One more event of that name."""
+        self.counts[name] = self.counts.get(name, 0.0) + 1.0
 
     def value_at(self, step: int, metric: str) -> float | None:
         """The finite value that a metric had when the run stood at ``step``; None where it was not taken there."""

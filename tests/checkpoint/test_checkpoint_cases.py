@@ -46,7 +46,7 @@ def save(root, iteration, megabytes=1.0):
         for shard in range(4):
             (aside / f"shard_{shard}").write_bytes(block)
 
-    write_folder(folder_of(root, iteration), write, {"iteration": iteration})
+    write_folder(folder_of(root, iteration), write, {"iteration": iteration, "step": iteration})
 
 
 def test_ckpt_01_a_truncated_checkpoint_is_passed_over_and_replaced_by_the_next_save(tmp_path):
@@ -119,11 +119,11 @@ def test_ckpt_01_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_pa
 
 
 def fill_the_disk(rank, run_dir, devices):
-    """Go on for one iteration in a world where no file may grow past 40 KB, which a checkpoint alone does."""
+    """Go on for one iteration in a world where no file may grow past 30 KB, which a checkpoint alone does."""
     no_rollouts = "callbacks.samples.every_n_iterations=99"
     devices = f"trainer.devices={devices}"
     run = small_run(run_dir, "trainer.max_epochs=4", devices, no_rollouts, f"resume={run_dir}")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
     try:
         run.fit()
     except CheckpointError as error:

@@ -83,7 +83,7 @@ DAMAGE = {
     remove_file: "shards/rank_0 is missing",
     remove_manifest: f"{MANIFEST} is missing",
     cut_manifest: f"{MANIFEST} cannot be read",
-    empty_manifest: f"{MANIFEST} cannot be read",
+    empty_manifest: f"{MANIFEST} is damaged",
 }
 
 
