@@ -143,6 +143,35 @@ def test_ckpt_03_a_full_disk_leaves_the_checkpoint_before_it_and_ends_every_rank
     assert newest_whole(copy_of / "checkpoints") == (folder_of(copy_of / "checkpoints", 3), [])
 
 
+# ---- another model
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 4), (4, 2)])
+def test_t2a_25_another_rank_of_the_adapters_is_refused_with_the_key(tmp_path, first, second):
+    """T2A-25."""
+    run_dir = tmp_path / "run"
+    run_small(run_dir, f"model.lora.r={first}")
+    with pytest.raises(
+        CheckpointError, match=rf"It was written with model\.lora\.r={first}; resume with that"
+    ) as caught:
+        run_small(run_dir, f"model.lora.r={second}", "trainer.max_epochs=3", f"resume={run_dir}")
+    assert f"is [{first}, 16] there and [{second}, 16] here" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("model.architecture.num_hidden_layers=2", "it has no policy."),
+        ("model.architecture.intermediate_size=8", "[16, 16] there and [8, 16] here"),
+        ("model.lora.r=2", "it has no policy."),
+    ],
+)
+def test_the_weights_of_another_model_are_refused(copy_of, setting, says):
+    with pytest.raises(CheckpointError, match="It was written for another model; start anew, or use its own") as caught:
+        run_small(copy_of, setting, "trainer.max_epochs=4", f"resume={copy_of}")
+    assert says in str(caught.value)
+
+
 # ---- CKPT-04
 
 

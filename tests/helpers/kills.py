@@ -36,7 +36,7 @@ TRAINING: dict[str, tuple[Any, str, int]] = {
 WRITING: dict[str, tuple[Any, str, int]] = {
     "shard": (snapshot, "write_shards", 1),
     "finish": (state, "_finish", 1),
-    "flush": (state, "_flush", 8),  # of every file and folder, before the whole gets its name
+    "flush": (state, "_flush", 7),  # of every file and folder, before the whole gets its name
     "rename": (Path, "rename", 1),
 }
 ENDING: dict[str, tuple[Any, str, int]] = {"export": (rlmodule.callbacks.export, "save_pretrained", 1)}
