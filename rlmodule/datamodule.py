@@ -1,4 +1,4 @@
-"""The LightningDataModule: one epoch is one iteration, so the train loader is made anew each epoch."""
+"""The LightningDataModule: one epoch is one iteration, so a new train loader is built each epoch."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from rlmodule.experience.timer import Timer
 
 
 class RLDataModule(L.LightningDataModule):
-    """Collects samples, makes experience of them, hands out mini-batches.
+    """Collects samples, turns them into experience, yields mini-batches.
 
     Args:
         source: gives this rank's samples.
-        stream: the position in the prompts, saved with a checkpoint.
-        make: builds the experience maker for one iteration, once the strategy is set up.
-        evaluators: on rows that are never trained on; none where nothing is held out.
-        kl_controller: the price of KL in the reward, saved with a checkpoint; None where it is not in the reward.
-        replay: what is trained on again, saved with a checkpoint by whoever saves what ranks hold.
-        start: called when an iteration begins, with its number; for progress displays.
+        stream: order of the rows and position in it, saved with a checkpoint.
+        make: builds the experience maker of one iteration, once the strategy is set up.
+        evaluators: evaluate on held-out rows; empty if there are none.
+        kl_controller: coefficient of the KL in the reward, saved with a checkpoint; None without KL in the reward.
+        replay: samples that are trained on again; the checkpoint callback saves them.
+        start: called with the number of an iteration (from 0) when it begins.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class RLDataModule(L.LightningDataModule):
         self._pending_partial: SavedIteration | None = None  # of the checkpoint that the run goes on from
 
     def train_dataloader(self) -> PackedAhead:
-        """Samples of the next iteration, planned and scored.
+        """Collect, plan and score the samples of the next iteration.
 
-        Lightning asks twice after a resume; an iteration of which nothing was trained yet is handed out again.
+        Lightning calls this twice after a resume; an iteration of which nothing was trained yet is returned again.
         """
         made = self.iteration
         if self._loader is not None and made is not None and made.sampler.consumed == self._begun_at:
@@ -85,11 +85,11 @@ class RLDataModule(L.LightningDataModule):
         return self._loader
 
     def transfer_batch_to_device(self, batch: MiniBatch, device: torch.device, dataloader_idx: int) -> MiniBatch:
-        """Copies from page-locked memory run beside the step before; elsewhere they are waited for."""
+        # Copies from page-locked memory run while the step before is computed.
         return batch.to(device, non_blocking=device.type == "cuda")
 
     def _collect(self, number: int) -> list[ScoredSample]:
-        """The next batch of samples, and what is trained on again; asked again where flat groups are replaced."""
+        """New samples and those that are trained on again; called once more for each round of ``filter_groups``."""
         new = self.source.collect(number, self.timer)
         self.collected += new
         return self.replay.with_earlier(new, number)
@@ -106,7 +106,6 @@ class RLDataModule(L.LightningDataModule):
         self._pending_partial = SavedIteration.from_state(shared, ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Iteration to come, position in the prompts, price of KL."""
         controller = None if self.kl_controller is None else self.kl_controller.state_dict()
         return {
             "next_iteration": self.next_iteration,
@@ -115,7 +114,6 @@ class RLDataModule(L.LightningDataModule):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the iteration after the saved one."""
         self.next_iteration = state["next_iteration"]
         self.stream.load_state_dict(state["stream"])
         if self.kl_controller is not None and state["kl_controller"] is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import warnings
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from rlmodule.checkpoint.state import (
     folder_of,
     oldest_first,
     prune,
-    write_folder_together,
+    write_folder,
 )
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.contract import SaveLater, Snapshot
@@ -149,15 +150,15 @@ class SaveCheckpoints(Checkpoint):
     def _refuse(self, name: str, run_state: RunState, *, run_goes_on: bool) -> None:
         """Save nothing, count it, and warn; an error where the run ends here."""
         self.context.metrics_log.count(NOT_FINITE)
-        said = f"step {run_state.step}: {name} is not finite, so this state is not saved"
+        text = f"step {run_state.step}: {name} is not finite, so this state is not saved"
         saved = oldest_first(self.root)
         remedy = (
             f"Go on from {saved[-1]} with a lower optimizer.lr" if saved else "Start anew with a lower optimizer.lr"
         )
         if not run_goes_on:
-            raise TrainingError(f"{said}. {remedy}")
+            raise TrainingError(f"{text}. {remedy}")
         if self.context.is_rank_zero:
-            warnings.warn(f"{said}. {remedy}", stacklevel=2)
+            warnings.warn(f"{text}. {remedy}", stacklevel=2)
 
     def _entries(self, run_state: RunState) -> dict[str, Any]:
         """Manifest entries: iteration, step, layout, config, metric value."""
@@ -171,7 +172,7 @@ class SaveCheckpoints(Checkpoint):
 
     def _write(self, folder: Path, snapshot: Snapshot, entries: dict[str, Any], is_rank_zero: bool) -> str | None:
         """Write the folder, then prune; returns what went wrong, the same on every process."""
-        failure = write_folder_together(
+        failure = write_folder(
             folder,
             lambda aside: snapshot.write(aside / STATE_FILE),
             entries,
@@ -179,11 +180,12 @@ class SaveCheckpoints(Checkpoint):
             is_rank_zero=is_rank_zero,
         )
         if failure is None and is_rank_zero:
-            prune(self.root, self.config.keep, folder)
+            with suppress(OSError):  # what cannot be removed now is removed after the next write
+                prune(self.root, self.config.keep, folder)
         return failure
 
     def _settle(self) -> None:
-        """Wait for the write that is under way, if there is one.
+        """Wait for the write in the background, if there is one.
 
         Raises:
             CheckpointError: on every process, when it failed on any.
@@ -284,7 +286,7 @@ def random_state() -> PlainState:
 
 
 def set_random_state(state: PlainState) -> None:
-    """Inverse of ``random_state``."""
+    """Restore what ``random_state`` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():

@@ -31,7 +31,7 @@ Row = Mapping[str, Any]
 @CALLBACKS.register
 @dataclass(frozen=True)
 class SamplesConfig:
-    """Which iterations to write, and how much of them to show."""
+    """Which iterations are written, and how many of their responses are shown."""
 
     every_n_iterations: int = 1  # write the responses of every n-th iteration
     num_text_samples: int = 8  # responses in a logger's table, spread over the iteration; 0 for no table
@@ -45,17 +45,17 @@ class SamplesConfig:
 
 
 class WriteSamples(L.Callback):
-    """Writes responses as soon as they are there, so that they can be read if training on them fails.
+    """Writes responses as soon as they are collected, so that they can be read if training on them fails.
 
     Args:
-        config: which.
+        config: which iterations, how many responses.
         context: names the directory.
     """
 
     def __init__(self, config: SamplesConfig, context: RunContext) -> None:
         self.config = config
         self.context = context
-        self._shown: Sequence[Row] = ()  # waits for the step that the iteration will reach
+        self._shown: Sequence[Row] = ()  # shown once the iteration has reached its last step
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         run_state, iteration = RunState.of(trainer), self.context.metrics_log.iteration
@@ -84,10 +84,10 @@ class WriteSamples(L.Callback):
 def to_row(
     scored: ScoredSample, iteration: int, tokenizer: PreTrainedTokenizerBase, sampling: Mapping[str, float]
 ) -> dict[str, Any]:
-    """One response as plain values; all that ``data.rollouts`` needs to train on it again.
+    """One response as plain values; everything that ``data.rollouts`` needs to train on it again.
 
-    ``logprobs`` are the sampler's, in nats, rounded to float32, and ``sampling`` says of which distribution;
-    ``loss_mask`` is there only where some token is not trained on; ``reward`` is null where the response could not be
+    ``logprobs`` are the sampler's, in nats, rounded to float32, under the distribution that ``sampling`` describes;
+    ``loss_mask`` is present only if some token is not trained on; ``reward`` is null if the response could not be
     scored.
     """
     sample, prompt = scored.sample, scored.sample.prompt
@@ -118,7 +118,7 @@ def sort_by_sample_id(parts: Iterable[Iterable[Row]]) -> list[Row]:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """One JSON object per line; a reader sees the whole file or none."""
+    """Write one JSON object per line; a reader sees the whole file or none."""
     # A lone surrogate has no UTF-8 form; its backslash escape is what JSON writes for it.
     with atomic_write(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

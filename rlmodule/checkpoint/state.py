@@ -50,51 +50,21 @@ class Manifest:
 # ---- writing
 
 
-def write_folder(folder: Path, write: Callable[[Path], None], entries: Mapping[str, Any]) -> Manifest:
-    """Let ``write`` fill a folder aside, then put it in the place of ``folder`` in one rename.
-
-    Raises:
-        OSError: the disk is full or the place cannot be written; ``folder`` is untouched and nothing is left behind.
-    """
-    aside = folder.with_name(folder.name + _UNFINISHED)
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
-        write(aside)
-        return _finish(aside, folder, entries)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
-
-
-def _finish(aside: Path, folder: Path, entries: Mapping[str, Any]) -> Manifest:
-    """Describe what lies aside, flush it, and give it its name."""
-    paths = [path for path in sorted(aside.rglob("*")) if path.is_file()]
-    files = {path.relative_to(aside).as_posix(): (path.stat().st_size, _checksum(path)) for path in paths}
-    manifest = Manifest(files, dict(entries), folder.name)
-    (aside / MANIFEST).write_bytes(_sealed({"format": FORMAT, **vars(manifest)}))
-    for path in aside.rglob("*"):
-        _flush(path)
-    _flush(aside)
-    _replace(aside, folder)
-    return manifest
-
-
-def write_folder_together(
+def write_folder(
     folder: Path,
     write: Callable[[Path], None],
     entries: Mapping[str, Any],
     *,
-    gather_first_error: Callable[[str | None], str | None],
-    is_rank_zero: bool,
+    gather_first_error: Callable[[str | None], str | None] = lambda problem: problem,
+    is_rank_zero: bool = True,
 ) -> str | None:
-    """``write_folder`` by all processes of a run: each fills its part of the folder aside, the first finishes it.
+    """Let all processes of a run fill a folder aside, then put it in the place of ``folder`` in one rename.
 
     Args:
         folder: where the checkpoint goes; on a file system that all processes see.
         write: writes this process's files; it must not wait for another process.
         entries: for the manifest.
-        gather_first_error: the first problem any process has, on every process.
+        gather_first_error: the first problem any process has, on every process; by default there is one process.
         is_rank_zero: whether this process makes the manifest and renames.
 
     Returns:
@@ -124,6 +94,18 @@ def _attempt(stage: Callable[[], None]) -> str | None:
     except Exception as error:  # whatever it is, the other processes have to hear of it
         return in_one_line(error)
     return None
+
+
+def _finish(aside: Path, folder: Path, entries: Mapping[str, Any]) -> None:
+    """Describe what lies aside, flush it, and give it its name."""
+    paths = [path for path in sorted(aside.rglob("*")) if path.is_file()]
+    files = {path.relative_to(aside).as_posix(): (path.stat().st_size, _checksum(path)) for path in paths}
+    manifest = Manifest(files, dict(entries), folder.name)
+    (aside / MANIFEST).write_bytes(_sealed({"format": FORMAT, **vars(manifest)}))
+    for path in aside.rglob("*"):
+        _flush(path)
+    _flush(aside)
+    _replace(aside, folder)
 
 
 def _replace(aside: Path, folder: Path) -> None:
@@ -306,14 +288,14 @@ def best_of(folders: Sequence[Path]) -> Path | None:
     Read from the folders themselves, so a resumed run needs no memory of the runs before it.
     """
     found = {folder: quality for folder in folders if (quality := _quality_of(folder)) is not None}
-    asked = found.get(folders[-1]) if folders else None
-    if asked is None:
+    newest = found.get(folders[-1]) if folders else None
+    if newest is None:
         return None
-    sign = 1.0 if asked.mode == "max" else -1.0
+    sign = 1.0 if newest.mode == "max" else -1.0
     values = {
         folder: sign * quality.value
         for folder, quality in found.items()
-        if quality.value is not None and (quality.metric, quality.mode) == (asked.metric, asked.mode)
+        if quality.value is not None and (quality.metric, quality.mode) == (newest.metric, newest.mode)
     }
     return max(reversed(values), key=values.__getitem__, default=None)
 

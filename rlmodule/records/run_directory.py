@@ -1,4 +1,4 @@
-"""Where a run writes: one directory for all its processes, found again on resume. Standard library only.
+"""Where a run writes: one directory for all its processes, found again on resume.
 
 outputs/2026-11-29/15-04-05/
     config.yaml command.txt            what was run
@@ -25,7 +25,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Names of the places inside one run directory."""
+    """The paths inside one run directory."""
 
     root: Path
 
@@ -36,7 +36,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Folders that resume the run."""
+        """Folder of the checkpoints."""
         return self.root / "checkpoints"
 
     @property
@@ -56,7 +56,7 @@ class RunDirectory:
 
 
 def choose(run_dir: str | None, output_root: str, resume: str | None) -> Path:
-    """The directory of this run: as told, that of the run to resume, or a new one named by date and time.
+    """The directory of this run: the one given, that of the run to resume, or a new one named by date and time.
 
     Raises:
         ConfigError: resume=auto, and there is nothing to resume.
@@ -73,7 +73,7 @@ def choose(run_dir: str | None, output_root: str, resume: str | None) -> Path:
 
 
 def _run_of(path: Path) -> Path:
-    """A run directory, from itself or from one of its checkpoints."""
+    """The run directory that ``path`` is, or that holds the checkpoint ``path``."""
     if not path.exists():
         raise CheckpointError(
             f"resume={path}: there is nothing there. Give a run directory or one of its checkpoint folders"
@@ -105,19 +105,19 @@ def _finished(run: Path) -> bool:
 
 
 def _unused(path: Path) -> Path:
-    """Two runs started in the same second do not share a directory."""
+    """``path``, or with a number behind it if it exists: two runs may start in the same second."""
     candidates = [path, *(path.with_name(f"{path.name}-{i}") for i in range(1, 1000))]
     return next(c for c in candidates if not c.exists())
 
 
 def remove_if_unused(run_dir: RunDirectory) -> None:
-    """Take away the directory of a run that was refused before it wrote anything of its own."""
+    """Remove the directory of a run that was refused before it wrote anything."""
     if run_dir.root.is_dir() and {path.name for path in run_dir.root.iterdir()} <= {".hydra"}:
         shutil.rmtree(run_dir.root)
 
 
 def provenance(arguments: Sequence[str]) -> str:
-    """The command and the revision of the code it ran, as a small shell-like text."""
+    """The command line, working directory, commit and Python version of a run, one line each."""
     command = shlex.join(["python", *arguments])
     return f"command: {command}\ncwd: {Path.cwd()}\ngit: {git_revision()}\npython: {sys.version.split()[0]}\n"
 

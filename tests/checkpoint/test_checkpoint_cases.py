@@ -46,7 +46,7 @@ def save(root, iteration, megabytes=1.0):
         for shard in range(4):
             (aside / f"shard_{shard}").write_bytes(block)
 
-    write_folder(folder_of(root, iteration), write, {"iteration": iteration, "step": iteration})
+    assert write_folder(folder_of(root, iteration), write, {"iteration": iteration, "step": iteration}) is None
 
 
 def test_ckpt_01_a_truncated_checkpoint_is_passed_over_and_replaced_by_the_next_save(tmp_path):

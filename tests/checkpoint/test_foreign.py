@@ -85,7 +85,7 @@ def forged(finished: Path, run_dir: Path, contents: dict[str, bytes]) -> Path:
         for name, content in contents.items():
             (aside / name).write_bytes(content)
 
-    write_folder(folder, write, verify(folder).entries)
+    assert write_folder(folder, write, verify(folder).entries) is None
     return folder
 
 

@@ -17,7 +17,7 @@ def save(root, iteration, content="weights", **entries):
         (aside / "shards").mkdir()
         (aside / "shards" / "rank_0").write_text(content * 3)
 
-    write_folder(folder, write, {"step": 4 * iteration, **entries})
+    assert write_folder(folder, write, {"step": 4 * iteration, **entries}) is None
     return folder
 
 
@@ -47,8 +47,7 @@ def test_a_write_that_fails_leaves_everything_as_it_was(tmp_path):
         (aside / STATE_FILE).write_text("half")
         raise OSError("no space left")
 
-    with pytest.raises(OSError, match="no space left"):
-        write_folder(folder, fail, {})
+    assert write_folder(folder, fail, {"step": 4}) == "OSError: no space left"
     assert (folder / STATE_FILE).read_text() == "weights"
     verify(folder)
     assert [p.name for p in tmp_path.iterdir()] == [folder.name]
