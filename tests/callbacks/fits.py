@@ -82,7 +82,7 @@ class SmallRun:
         resumed_step: as the context says it.
         world_size, rank: place of this process; more than one needs a process group.
         extra: callbacks of the test itself.
-        loggers: names of those that show it.
+        loggers: those that show it, by name or as they are.
         reward: the judge.
         imitates: demonstrations take the place of sampled responses.
     """
@@ -94,7 +94,7 @@ class SmallRun:
     world_size: int = 1
     rank: int = 0
     extra: tuple[L.Callback, ...] = ()
-    loggers: tuple[str, ...] = ("tensorboard",)
+    loggers: tuple[Any, ...] = ("tensorboard",)
     reward: Callable[[Sequence[Sample]], list[RewardResult]] = EvenTokens()
     imitates: bool = False
 
@@ -136,8 +136,10 @@ class SmallRun:
         module = RLModule({"policy": policy}, [trainable], max_skipped_in_a_row=3)
         callbacks = [CALLBACKS.get(name)(**kwargs).connect(context) for name, kwargs in self.config.items()]
         loggers = [
-            LOGGERS.get(name)().connect(self.run_dir, hparams=context.hparams, resumed_step=self.resumed_step)
-            for name in self.loggers
+            LOGGERS.get(one)().connect(self.run_dir, hparams=context.hparams, resumed_step=self.resumed_step)
+            if isinstance(one, str)
+            else one
+            for one in self.loggers
         ]
         self._trainer(strategy, [*callbacks, *self.extra], loggers).fit(
             module, datamodule=data, ckpt_path=checkpoint, weights_only=True

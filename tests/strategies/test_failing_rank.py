@@ -10,18 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+import torch
 
 from rlmodule.checkpoint import state
 from rlmodule.checkpoint.state import STATE_FILE, folder_of, newest_whole
-from rlmodule.core.errors import CheckpointError
+from rlmodule.core.errors import CheckpointError, TrainingError
 from rlmodule.datamodule import RLDataModule
 from rlmodule.experience.replay import ReplayMemory
 from strategies.parts import saved_state, shards, snapshot
 from strategies.parts.snapshot import StateFiles
+from strategies.parts.strategy_mixin import local
 from tests.callbacks.fits import SmallRun
 from tests.helpers.ranks import run_on_ranks
-from tests.strategies.test_checkpoint_portable import RUN, saving
+from tests.strategies.test_checkpoint_portable import RUN, STEPS, saving
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
@@ -140,3 +143,28 @@ def test_point_15_a_rank_that_cannot_read_ends_every_rank(written, tmp_path, wha
     texts = endings(READING[what], OSError(5, "drill"), run, checkpoint, nth=1)
     assert len(set(texts)) == 1, texts
     assert "drill" in texts[0]
+
+
+class SpoilShard(L.Callback):
+    """The second rank's piece of a weight is NaN after the last step."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if module.counters.steps == STEPS and trainer.global_rank == 1:
+            pieces = (local(parameter) for _, parameter in trainer.strategy.named_parameters("policy"))
+            with torch.no_grad():
+                next(piece for piece in pieces if piece.numel()).view(-1)[0] = float("nan")
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp"])
+def test_point_16_a_piece_that_is_not_finite_on_one_rank_is_known_to_all(tmp_path, backend):
+    def rank_of(rank: int) -> str:
+        run = saving(tmp_path, replace(RUN.with_options(backend), epochs=1))
+        try:
+            replace(run, callbacks=(SpoilShard(), *run.callbacks)).fit(2, rank)
+        except TrainingError as caught:
+            return str(caught)
+        return ""
+
+    texts = run_on_ranks(2, rank_of)
+    assert len(set(texts)) == 1 and "is not finite, so this state is not saved. Start anew" in texts[0], texts
+    assert not (tmp_path / "checkpoints").exists()
