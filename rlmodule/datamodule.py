@@ -1,8 +1,7 @@
-"""The LightningDataModule: one epoch is one iteration, so the train loader is made anew each epoch."""
+"""The LightningDataModule: one epoch is one iteration, so a new train loader is built each epoch."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,10 +11,12 @@ import torch
 
 from rlmodule.algorithm.shaping import KLController
 from rlmodule.batching.prefetch import PackedAhead
+from rlmodule.checkpoint.samples import PlainState
 from rlmodule.core.types import MiniBatch, ScoredSample
 from rlmodule.data.stream import PromptStream
 from rlmodule.evaluation import Evaluator
 from rlmodule.experience.iteration import Iteration
+from rlmodule.experience.iteration_state import SavedIteration, iteration_state
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.replay import ReplayMemory
 from rlmodule.experience.sources import Source
@@ -23,16 +24,16 @@ from rlmodule.experience.timer import Timer
 
 
 class RLDataModule(L.LightningDataModule):
-    """Collects samples, makes experience of them, hands out mini-batches.
+    """Collects samples, turns them into experience, yields mini-batches.
 
     Args:
         source: gives this rank's samples.
-        stream: the position in the prompts, saved with a checkpoint.
-        make: builds the experience maker for one iteration, once the strategy is set up.
-        evaluators: on rows that are never trained on; none where nothing is held out.
-        kl_controller: the price of KL in the reward, saved with a checkpoint; None where it is not in the reward.
-        replay: what is trained on again, saved with a checkpoint by whoever saves what ranks hold.
-        start: called when an iteration begins, with its number; for progress displays.
+        stream: order of the rows and position in it, saved with a checkpoint.
+        make: builds the experience maker of one iteration, once the strategy is set up.
+        evaluators: evaluate on held-out rows; empty if there are none.
+        kl_controller: coefficient of the KL in the reward, saved with a checkpoint; None without KL in the reward.
+        replay: samples that are trained on again; the checkpoint callback saves them.
+        start: called with the number of an iteration (from 0) when it begins.
     """
 
     def __init__(
@@ -60,24 +61,22 @@ class RLDataModule(L.LightningDataModule):
         self.iteration: Iteration | None = None
         self._loader: PackedAhead | None = None
         self._begun_at = 0  # mini-batches of the iteration that were trained on before this run
-        self._pending_partial: list[
-            Any
-        ] = []  # what the ranks of the saved run held of an iteration that was not finished
+        self._pending_partial: SavedIteration | None = None  # of the checkpoint that the run goes on from
 
     def train_dataloader(self) -> PackedAhead:
-        """Samples of the next iteration, planned and scored.
+        """Collect, plan and score the samples of the next iteration.
 
-        Lightning asks twice after a resume; an iteration of which nothing was trained yet is handed out again.
+        Lightning calls this twice after a resume; an iteration of which nothing was trained yet is returned again.
         """
         made = self.iteration
         if self._loader is not None and made is not None and made.sampler.consumed == self._begun_at:
             return self._loader
-        number = self.next_iteration - bool(self._pending_partial)
+        number = self.next_iteration - (self._pending_partial is not None)
         self.start(number)
         self.timer, self.collected = Timer(), []
         maker = self.make(number)
-        if self._pending_partial:
-            self.iteration = self._restore_partial(maker)
+        if self._pending_partial is not None:
+            self.iteration, self._pending_partial = maker.resumed(self._pending_partial), None
         else:
             self.iteration = maker(lambda: self._collect(number), self.timer)
         self.next_iteration = number + 1
@@ -86,37 +85,27 @@ class RLDataModule(L.LightningDataModule):
         return self._loader
 
     def transfer_batch_to_device(self, batch: MiniBatch, device: torch.device, dataloader_idx: int) -> MiniBatch:
-        """Copies from page-locked memory run beside the step before; elsewhere they are waited for."""
+        # Copies from page-locked memory run while the step before is computed.
         return batch.to(device, non_blocking=device.type == "cuda")
 
     def _collect(self, number: int) -> list[ScoredSample]:
-        """The next batch of samples, and what is trained on again; asked again where flat groups are replaced."""
+        """New samples and those that are trained on again; called once more for each round of ``filter_groups``."""
         new = self.source.collect(number, self.timer)
         self.collected += new
         return self.replay.with_earlier(new, number)
 
-    def partial_state(self) -> bytes | None:
-        """This rank's rows and the facts of an iteration that is being trained on; None between iterations."""
+    def partial_state(self) -> tuple[PlainState, PlainState] | None:
+        """(what all ranks know, what this rank holds) of an iteration being trained on; None between iterations."""
         made = self.iteration
         if made is None or not 0 < made.sampler.consumed < len(made.sampler):
             return None
-        known = (made.sample_info, made.advantages, dict(made.metrics))
-        return pickle.dumps((known, dict(made.experience.rows), made.sampler.state_dict()))
+        return iteration_state(made)
 
-    def load_partial_state(self, payloads: Sequence[bytes]) -> None:
-        """Go on with the iteration that all ranks of the saved run have put down; there may be others of them now."""
-        self._pending_partial = [pickle.loads(parcel) for parcel in payloads]
-
-    def _restore_partial(self, maker: ExperienceMaker) -> Iteration:
-        (sample_info, advantages, metrics), _, state = self._pending_partial[0]
-        held = {p: row for _, rows, _ in self._pending_partial for p, row in rows.items()}
-        iteration = maker.restored(sample_info, held, advantages, metrics)
-        iteration.sampler.load_state_dict(state)
-        self._pending_partial = []
-        return iteration
+    def load_partial_state(self, shared: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Restore an unfinished iteration from all saved ranks; the number of ranks may differ."""
+        self._pending_partial = SavedIteration.from_state(shared, ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Iteration to come, position in the prompts, price of KL."""
         controller = None if self.kl_controller is None else self.kl_controller.state_dict()
         return {
             "next_iteration": self.next_iteration,
@@ -125,7 +114,6 @@ class RLDataModule(L.LightningDataModule):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the iteration after the saved one."""
         self.next_iteration = state["next_iteration"]
         self.stream.load_state_dict(state["stream"])
         if self.kl_controller is not None and state["kl_controller"] is not None:

@@ -24,7 +24,7 @@ LAYERS = (
     {"experience"},
     {"evaluation"},
     {"module", "datamodule"},
-    {"callbacks"},
+    {"loggers", "callbacks"},
     {"run"},
     {"parity"},
     {"commands"},
@@ -66,11 +66,13 @@ LIBRARIES = {
     "rlmodule/data/files.py": {"pyarrow"},
     "rlmodule/rewards": TORCH | {"transformers"},
     "rlmodule/rollout": TORCH | {"transformers", "numpy"},
+    "rlmodule/checkpoint": TORCH,
     "rlmodule/algorithm": TORCH,
     "rlmodule/training": TORCH,
     "rlmodule/experience": TORCH,
     "rlmodule/module.py": TORCH | {"lightning"},
     "rlmodule/datamodule.py": TORCH | {"lightning"},
+    "rlmodule/loggers": TORCH | {"lightning"},
     "rlmodule/callbacks": TORCH | {"lightning", "transformers"},
     "rlmodule/callbacks/progress.py": {"rich"},
     "rlmodule/callbacks/report.py": {"rich", "matplotlib"},
@@ -85,6 +87,8 @@ LIBRARIES = {
     "strategies": TORCH | {"lightning"},
     "strategies/deepspeed.py": {"deepspeed"},
     "strategies/parts/tensor_parallel.py": {"transformers"},
+    "strategies/parts/shards.py": {"safetensors"},
+    "strategies/parts/snapshot.py": {"safetensors"},
 }
 
 # Imports inside a function: a chosen component's optional dependency, and these, each for the reason beside it.
@@ -110,6 +114,7 @@ MENUS = {
     "rewards": "REWARDS",
     "environments": "TASKS",
     "rollout": "ROLLOUTS",
+    "loggers": "LOGGERS",
     "callbacks": "CALLBACKS",
     "commands": "COMMANDS",
 }

@@ -23,6 +23,7 @@ from rlmodule.commands import COMMANDS
 from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.data.prompts import DataConfig
 from rlmodule.environments import TASKS
+from rlmodule.loggers import LOGGERS
 from rlmodule.losses import LOSSES
 from rlmodule.models.description import ModelConfig
 from rlmodule.optim.adamw import OptimizerConfig
@@ -95,6 +96,17 @@ def test_the_default_switches_every_callback_on_and_saves_last():
     config = RunConfig.read(compose())
     assert sorted(config.callbacks) == CALLBACKS.names()
     assert list(config.callbacks)[-1] == "checkpoint"
+
+
+def test_loggers_are_chosen_by_name_one_or_several():
+    assert list(RunConfig.read(compose()).loggers) == ["tensorboard"]
+    for name in LOGGERS.names():
+        config = compose(f"logger={name}")
+        assert set(config.logger[name]) == fields_of(LOGGERS.get(name))
+        assert list(RunConfig.read(config).loggers) == [name], "the file switches on the logger of its name"
+    assert list(RunConfig.read(compose("logger=[csv,tensorboard]")).loggers) == ["csv", "tensorboard"]
+    for nothing in ("logger=none", "logger=[]", "~logger"):
+        assert RunConfig.read(compose(nothing)).loggers == {}
 
 
 @pytest.mark.parametrize("choice", [c for c in CHOICES if c.split("=")[0] in SECTIONS])
@@ -267,7 +279,7 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["algorithm=dpo", "algorithm.old_logprob=rollout"], "algorithm.old_logprob", "rollout", "preferences were not sampled"),
         (["algorithm=dpo", "loss.nll_coef=-1"], "loss.nll_coef", -1.0, "at least 0"),
         (["algorithm=dpo", "loss.label_smoothing=0.9"], "loss.label_smoothing", 0.9, "0.5"),
-        (["logger=wandb"], "logger", "wandb", "Known: none, tensorboard"),
+        (["logger=wandb"], "logger", "wandb", "Known: csv, none, tensorboard"),
         (["model=tiny", "model.path=folder"], "model.path", "folder", "exactly one must be given"),
         (["model=local", "model.path=/nowhere"], "model.path", "/nowhere", "Give a folder that holds config.json"),
         (["model.architecture.model_type=qwen33"], "model.architecture.model_type", "qwen33", "Did you mean qwen3"),
@@ -318,6 +330,8 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["callbacks.checkpoint.best_mode=most"], "callbacks.checkpoint.best_mode", "most", "Known: max, min"),
         (["+callbacks=checkpoint"], "+callbacks", "checkpoint", "Use callbacks=checkpoint"),
         (["+callbacks.foo={}"], "callbacks", "foo", "Known: checkpoint, export"),
+        (["+logger.foo={}"], "logger", "foo", "Known: csv, tensorboard"),
+        (["+logger.tensorboard.flush=1"], "logger.tensorboard.flush", 1, "no such key"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_names_key_value_and_fix(tmp_path, overrides, key, got, says):

@@ -1,4 +1,4 @@
-"""What watches a run: one file each, the file's name is the callback's name. Leaves out what trains (``module.py``)."""
+"""Callbacks of a run: one file each, the file's name is the callback's name. Leaves out training (``module.py``)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:  # torch's event writer and lightning take seconds to import
 
 
 class CallbackConfig(Protocol):
-    """Settings of a callback: a frozen dataclass whose fields are its config keys."""
+    """Config of a callback: a frozen dataclass whose fields are its config keys."""
 
     def connect(self, context: RunContext) -> Callback:
-        """The callback for one run."""
+        """Build the callback of one run."""
 
 
 CALLBACKS: Registry[CallbackConfig] = Registry("callback", "rlmodule.callbacks")

@@ -1,6 +1,7 @@
 """Saves what resumes the run, at the end of an iteration: model, optimizer, schedule, random state, place in the data.
 
-Leaves out how a folder is written safely (``checkpoint/state.py``).
+A state with weights that are NaN or infinite is never saved. Leaves out how a folder is written safely
+(``checkpoint/state.py``).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import random
 import warnings
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,14 +22,23 @@ from lightning.pytorch.callbacks import Checkpoint
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.checkpoint.background import in_background
-from rlmodule.checkpoint.state import STATE_FILE, Quality, folder_of, prune, write_folder_together
+from rlmodule.checkpoint.samples import PlainState
+from rlmodule.checkpoint.state import (
+    STATE_FILE,
+    Quality,
+    folder_of,
+    oldest_first,
+    prune,
+    write_folder,
+)
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.contract import SaveLater, Snapshot
-from rlmodule.core.errors import CheckpointError, did_you_mean
+from rlmodule.core.errors import CheckpointError, TrainingError, did_you_mean, in_one_line
 
-# What ranks hold of samples, in the state of a run: rows of an iteration under way, and responses to train on again.
-UNFINISHED, REPLAY = "unfinished", "replay"
+# In the state of a run: what all ranks know of an unfinished iteration, and what each rank holds of its own.
+UNFINISHED, RANKS = "unfinished", "ranks"
 AUTO = "auto"
+NOT_FINITE = "checkpoint/not_finite"  # states that were not saved since a weight was NaN or infinite
 
 
 @CALLBACKS.register
@@ -47,15 +58,18 @@ class CheckpointConfig:
         one_of("best_mode", self.best_mode, ("max", "min"))
 
     def connect(self, context: RunContext) -> SaveCheckpoints:
-        """The callback for one run."""
         return SaveCheckpoints(self, context)
 
 
 class SaveCheckpoints(Checkpoint):
-    """Lightning runs callbacks of this base class last, so what the others keep is up to date when it is saved.
+    """Lightning runs callbacks of this base class last, so the state of the others is up to date when it is saved.
 
     The last iteration is saved at the end of training, after validation and export: a run that is killed before it has
     exported goes on from the checkpoint before, instead of finding nothing left to do.
+
+    Args:
+        config: when to save, and what to keep.
+        context: names the directory and holds the metrics that rank checkpoints.
     """
 
     def __init__(self, config: CheckpointConfig, context: RunContext) -> None:
@@ -64,7 +78,7 @@ class SaveCheckpoints(Checkpoint):
         self.context = context
         self.root = context.run_dir / "checkpoints"
         self._pending: tuple[Path, Future[str | None]] | None = None
-        self._doubted = False
+        self._warned_of_metric = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """From now on a signal means: save, then stop."""
@@ -75,11 +89,9 @@ class SaveCheckpoints(Checkpoint):
         RunState.of(trainer).module.preemption.at_rest = None
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Signals mean what they meant before."""
         RunState.of(trainer).module.preemption.uninstall()
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Asked to stop within an iteration: save what is left of it too, and end the run."""
         run_state = RunState.of(trainer)
         if not self._all_must_stop(run_state) or run_state.data.partial_state() is None:
             return
@@ -88,7 +100,6 @@ class SaveCheckpoints(Checkpoint):
         run_state.module.preemption.stop(folder)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save where it is due."""
         run_state = RunState.of(trainer)
         self._settle_if_written(run_state)
         done = run_state.data.next_iteration
@@ -101,13 +112,11 @@ class SaveCheckpoints(Checkpoint):
             run_state.module.preemption.stop(folder)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Save the last iteration."""
         run_state = RunState.of(trainer)
         self._save(run_state, folder_of(self.root, run_state.data.next_iteration))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """A checkpoint under way is worth waiting for, but not where somebody wants to leave at once."""
-        if self._pending is None or isinstance(exception, KeyboardInterrupt):
+        if self._pending is None or isinstance(exception, KeyboardInterrupt):  # Ctrl-C does not wait for a write
             return
         try:
             self._settle()
@@ -115,19 +124,29 @@ class SaveCheckpoints(Checkpoint):
             warnings.warn(str(error), stacklevel=2)
 
     def _all_must_stop(self, run_state: RunState) -> bool:
-        """Data ranks know from the step's metrics; where a row or a matrix is shared, its ranks ask each other."""
+        """Whether some rank was asked to stop. All data ranks know from the step's metrics; others are asked here."""
         layout, must_stop = run_state.strategy.layout, run_state.module.must_stop
         if layout.dp_size == layout.world_size:
             return must_stop
         return run_state.strategy.gather_first_error("stop" if must_stop else None) is not None
 
     def _save(self, run_state: RunState, folder: Path, *, run_goes_on: bool = False) -> None:
+        """Save, at once or in the background.
+
+        Raises:
+            CheckpointError: on every process, when it could not be written on any.
+            TrainingError: on every process, when a weight is not finite and the run ends here.
+        """
         self._settle()
         trainer = run_state.trainer
         later = SaveLater(copied=self.config.async_save and run_goes_on)
         trainer.save_checkpoint(STATE_FILE, storage_options=later)
         assert later.snapshot is not None, "the strategy takes one when asked"
-        write = partial(self._write, folder, later.snapshot, self._facts(run_state), trainer.is_global_zero)
+        stop_on(later.snapshot.failure, folder)
+        if later.snapshot.not_finite is not None:
+            self._refuse(later.snapshot.not_finite, run_state, run_goes_on=run_goes_on)
+            return
+        write = partial(self._write, folder, later.snapshot, self._entries(run_state), trainer.is_global_zero)
         if later.copied:
             self._pending = folder, in_background(write)
         else:
@@ -135,8 +154,21 @@ class SaveCheckpoints(Checkpoint):
             if run_goes_on:  # until the next step trains
                 run_state.module.preemption.at_rest = f"its state is saved in {folder}; go on with resume=auto"
 
-    def _facts(self, run_state: RunState) -> dict[str, Any]:
-        """For the manifest."""
+    def _refuse(self, name: str, run_state: RunState, *, run_goes_on: bool) -> None:
+        """Save nothing, count it, and warn; an error where the run ends here."""
+        self.context.metrics_log.count(NOT_FINITE)
+        text = f"step {run_state.step}: {name} is not finite, so this state is not saved"
+        saved = oldest_first(self.root)
+        remedy = (
+            f"Go on from {saved[-1]} with a lower optimizer.lr" if saved else "Start anew with a lower optimizer.lr"
+        )
+        if not run_goes_on:
+            raise TrainingError(f"{text}. {remedy}")
+        if self.context.is_rank_zero:
+            warnings.warn(f"{text}. {remedy}", stacklevel=2)
+
+    def _entries(self, run_state: RunState) -> dict[str, Any]:
+        """Manifest entries: iteration, step, layout, config, metric value."""
         return {
             "iteration": run_state.data.next_iteration,
             "step": run_state.step,
@@ -146,8 +178,8 @@ class SaveCheckpoints(Checkpoint):
         }
 
     def _write(self, folder: Path, snapshot: Snapshot, entries: dict[str, Any], is_rank_zero: bool) -> str | None:
-        """What went wrong, the same on every process."""
-        failure = write_folder_together(
+        """Write the folder, then prune; returns what went wrong, the same on every process."""
+        failure = write_folder(
             folder,
             lambda aside: snapshot.write(aside / STATE_FILE),
             entries,
@@ -155,11 +187,12 @@ class SaveCheckpoints(Checkpoint):
             is_rank_zero=is_rank_zero,
         )
         if failure is None and is_rank_zero:
-            prune(self.root, self.config.keep, folder)
+            with suppress(OSError):  # what cannot be removed now is removed after the next write
+                prune(self.root, self.config.keep, folder)
         return failure
 
     def _settle(self) -> None:
-        """Wait for the write that is under way, if there is one.
+        """Wait for the write in the background, if there is one.
 
         Raises:
             CheckpointError: on every process, when it failed on any.
@@ -170,7 +203,7 @@ class SaveCheckpoints(Checkpoint):
         stop_on(outcome.result(), folder)
 
     def _settle_if_written(self, run_state: RunState) -> None:
-        """A write that has failed ends the run at the end of the iteration, not only when the next save is due."""
+        """End the run at the end of the iteration if a write has failed, not only when the next save is due."""
         if self._pending is None:
             return
         _, outcome = self._pending
@@ -178,7 +211,7 @@ class SaveCheckpoints(Checkpoint):
             self._settle()
 
     def _quality(self, run_state: RunState) -> dict[str, Any] | None:
-        """For the manifest: what ranks this checkpoint among the others, see ``best_of``."""
+        """What ranks this checkpoint among the others, see ``best_of``; None where nothing does."""
         metric = self.config.best_metric
         if metric == AUTO:
             metric = next((evaluator.accuracy for evaluator in run_state.data.evaluators), None)
@@ -190,12 +223,12 @@ class SaveCheckpoints(Checkpoint):
         return asdict(Quality(metric, self.config.best_mode, value))
 
     def _warn_unknown_metric(self, metric: str) -> None:
-        """Say once that a metric is not among those logged so far, where it should have been."""
+        """Warn once of a metric that should have been logged by now, and was not."""
         records = self.context.metrics_log.records
         known = {name for record in records for name in record.metrics}
         is_late = metric.startswith("val/") and not any(record.kind == "validation" for record in records)
-        if metric not in known and not is_late and not self._doubted:
-            self._doubted = True
+        if metric not in known and not is_late and not self._warned_of_metric:
+            self._warned_of_metric = True
             warnings.warn(
                 f"callbacks.checkpoint.best_metric={metric}: no such metric is logged, so no checkpoint is the best. "
                 + did_you_mean(metric, known),
@@ -203,31 +236,43 @@ class SaveCheckpoints(Checkpoint):
             )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Keep every token rank's random state beside the model, and what samples it holds."""
         run_state = RunState.of(trainer)
-        checkpoint["random_states"] = run_state.strategy.collectives.gather_objects(random_state())
-        for name, held in ((UNFINISHED, run_state.data.partial_state()), (REPLAY, run_state.data.replay.state())):
-            if held is not None:
-                parcel = torch.frombuffer(bytearray(held), dtype=torch.uint8)  # torch.load reads tensors, not objects
-                checkpoint[name] = run_state.strategy.collectives.gather_objects(parcel)
+        shared: PlainState | None = None
+        mine: PlainState = {}
+        problem = None
+        try:
+            shared, mine = self._held(run_state)
+        except Exception as error:  # every process must reach the exchange
+            problem = in_one_line(error)
+        failure = run_state.strategy.gather_first_error(problem)
+        if failure is not None:
+            raise CheckpointError(f"step {run_state.step}: the checkpoint could not be taken ({failure})")
+        checkpoint[UNFINISHED] = shared
+        checkpoint[RANKS] = run_state.strategy.collectives.gather_objects(mine)
+
+    def _held(self, run_state: RunState) -> tuple[PlainState | None, PlainState]:
+        """(what all ranks know of an unfinished iteration, what this token rank holds of its own)."""
+        shared, rows = run_state.data.partial_state() or (None, None)
+        return shared, {"random": random_state(), "rows": rows, "replay": run_state.data.replay.state()}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Bring back the random state of this token rank, where the checkpoint knows one."""
-        run_state = RunState.of(trainer)
-        run_state.data.load_partial_state(_payloads(checkpoint, UNFINISHED))
-        run_state.data.replay.load(_payloads(checkpoint, REPLAY), run_state.strategy.layout)
-        states = checkpoint["random_states"]
-        rank = run_state.strategy.layout.dp_sp_rank
-        if rank < len(states):
-            set_random_state(states[rank])
+        try:
+            self._take_over(RunState.of(trainer), checkpoint[UNFINISHED], checkpoint[RANKS])
+        except (LookupError, TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
+            raise CheckpointError(f"{trainer.ckpt_path}: its samples cannot be read ({in_one_line(error)})") from error
 
-
-def _payloads(checkpoint: dict[str, Any], name: str) -> list[bytes]:
-    return [parcel.numpy().tobytes() for parcel in checkpoint.get(name, ())]
+    def _take_over(self, run_state: RunState, shared: PlainState | None, ranks: list[PlainState]) -> None:
+        """Restore samples from all saved ranks, and the random state of this token rank where there is one."""
+        layout = run_state.strategy.layout
+        if shared is not None:
+            run_state.data.load_partial_state(shared, [rank["rows"] for rank in ranks])
+        run_state.data.replay.load([rank["replay"] for rank in ranks if rank["replay"] is not None], layout)
+        if layout.dp_sp_rank < len(ranks):
+            set_random_state(ranks[layout.dp_sp_rank]["random"])
 
 
 def stop_on(failure: str | None, folder: Path) -> None:
-    """A checkpoint that could not be written ends the run.
+    """End the run if its checkpoint could not be written.
 
     Raises:
         CheckpointError: there is a failure.
@@ -239,16 +284,16 @@ def stop_on(failure: str | None, folder: Path) -> None:
         )
 
 
-def random_state() -> dict[str, Any]:
-    """State of torch's and Python's generators, of plain types only."""
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+def random_state() -> PlainState:
+    """State of torch's and Python's generators."""
+    state: PlainState = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def set_random_state(state: dict[str, Any]) -> None:
-    """Inverse of ``random_state``."""
+def set_random_state(state: PlainState) -> None:
+    """Restore what ``random_state`` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():

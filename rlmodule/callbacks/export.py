@@ -1,4 +1,4 @@
-"""Writes the trained models as Hugging Face folders, from the strategy's stream of whole weights."""
+"""Writes the trained models as Hugging Face folders, from the strategy's stream of full weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @CALLBACKS.register
 @dataclass(frozen=True)
 class ExportConfig:
-    """What is written at the end of a run."""
+    """How the models are written at the end of a run."""
 
     dtype: str = "float32"  # of the weights on disk: float32 or bfloat16
     lora: str = MERGED  # with model.lora: merged into a plain model, or the adapter alone
@@ -42,16 +42,20 @@ class ExportConfig:
         one_of("lora", self.lora, (MERGED, ADAPTER))
 
     def connect(self, context: RunContext) -> ExportPolicy:
-        """The callback for one run."""
         return ExportPolicy(context, DTYPES[self.dtype], self.lora)
 
 
 class ExportPolicy(L.Callback):
-    """``<run_dir>/policy`` loads with ``AutoModelForCausalLM.from_pretrained``; an adapter with peft, over its base.
+    """Writes ``<run_dir>/policy``, ``critic`` and ``reward_model``, those of them that the run trains.
 
-    A value head on the policy's trunk lies beside it in a file of its own. A value model of its own is
-    ``<run_dir>/critic``, a reward model ``<run_dir>/reward_model``; both load with
+    The policy loads with ``AutoModelForCausalLM.from_pretrained``, an adapter with peft over its base model; a value
+    head on the policy's trunk lies beside it in a file of its own. The other two load with
     ``AutoModelForTokenClassification.from_pretrained``.
+
+    Args:
+        context: names the directory, and gives the tokenizer.
+        dtype: of the weights on disk.
+        lora: ``merged`` or ``adapter``.
     """
 
     def __init__(self, context: RunContext, dtype: torch.dtype, lora: str = MERGED) -> None:
@@ -60,16 +64,17 @@ class ExportPolicy(L.Callback):
         self.lora = lora
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Every rank takes part in the stream; the first one writes."""
         run_state = RunState.of(trainer)
         if run_state.data.next_iteration < self.context.max_iterations:
             return
         save: dict[str, Callable[[Path], None]] = {}
         if (policy := run_state.policy) is not None:
             weights, head = self._weights(run_state.strategy, policy)
+            check_finite(POLICY, weights | head)
             save[POLICY] = partial(self._save_policy, policy=policy, weights=weights, head=head)
         for name, model in run_state.value_models.items():
             of_model = dict(run_state.strategy.full_weights(name, self.dtype))
+            check_finite(name, of_model)
             save[name] = partial(save_pretrained, lm=model.lm, tokenizer=self.context.tokenizer, weights=of_model)
         failures = (self._write(name, into) for name, into in save.items() if trainer.is_global_zero)
         problem = run_state.strategy.gather_first_error(
@@ -79,7 +84,7 @@ class ExportPolicy(L.Callback):
             raise TrainingError(f"{problem}. Free some space, then go on with resume=auto")
 
     def _write(self, name: str, save: Callable[[Path], None]) -> str | None:
-        """What went wrong; nothing half written is left then."""
+        """Write one folder; returns what went wrong, or None. A failed write leaves nothing behind."""
         folder = self.context.run_dir / name
         try:
             with disk_errors(), _in_place_of(folder) as aside:
@@ -99,7 +104,7 @@ class ExportPolicy(L.Callback):
         save_head(folder, head)
 
     def _weights(self, strategy: Strategy, policy: PolicyModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(the policy's weights, those of its value head), as they go to disk."""
+        """(the policy's weights, its value head's), as they go to disk."""
         head: dict[str, Tensor] = {}
         if policy.lora is None:
             return dict(without_head(strategy.full_weights(POLICY, self.dtype), head)), head
@@ -108,9 +113,23 @@ class ExportPolicy(L.Callback):
         return {name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor for name, tensor in stream}, head
 
 
+def check_finite(name: str, weights: Mapping[str, Tensor]) -> None:
+    """Refuse to export weights that are NaN or infinite; every process has the same ones.
+
+    Raises:
+        TrainingError: names the first such tensor.
+    """
+    bad = next((key for key, tensor in weights.items() if not bool(tensor.isfinite().all())), None)
+    if bad is not None:
+        raise TrainingError(
+            f"the {name} is not exported: {bad} is not finite. Go on from an earlier checkpoint with a lower "
+            "optimizer.lr"
+        )
+
+
 @contextmanager
 def _in_place_of(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which then takes the place of ``folder``."""
+    """Yields a folder to fill, which replaces ``folder`` when the block ends without an error."""
     aside = folder.with_name(f"{folder.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
     try:

@@ -1,6 +1,6 @@
-"""Where the run is: redrawn in place on a terminal, one line per iteration elsewhere; ``train.log`` has the lines too.
+"""Progress of the run: a bar on a terminal, one line per iteration elsewhere and in ``train.log``.
 
-Stands in for Lightning's progress bar. Leaves out everything but looking: what it shows comes from the journal.
+Replaces Lightning's progress bar. Only shows: every number comes from the metrics log.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from rlmodule.core.config import more_than
 from rlmodule.records.metrics_log import Record
 
 LOG_NAME = "train.log"
-LABEL_WIDTH = 12  # characters of the label of a line of the plan
-BAR_WIDTH = 16  # characters; the facts beside it need the rest of 80 columns
+LABEL_WIDTH = 12  # characters of the label in a line of the plan
+BAR_WIDTH = 16  # characters; the numbers beside it need the rest of 80 columns
 
-# metric -> how it is worded. Demonstrations and pairs have a loss to show instead of a reward.
+# (metric, format). Demonstrations and pairs have no reward, so their loss is shown.
 REWARDS = (("reward/mean", "reward {:.3f}"),)
 LOSSES = (("actor/loss", "loss {:.4f}"), ("reward_model/loss", "loss {:.4f}"))
 HELD_OUT = (("val/accuracy", "val {:.3f}"), ("val/pair_accuracy", "pairs {:.3f}"))
@@ -42,7 +42,7 @@ IN_A_LINE = (
 OF_A_VALIDATION = (
     ("val/accuracy", "accuracy {:.3f}"),
     ("val/response_length", "length {:.1f}"),
-    ("val/pair_accuracy", "pairs told apart {:.3f}"),
+    ("val/pair_accuracy", "pair accuracy {:.3f}"),
     ("val/margin", "margin {:.3f}"),
     ("val/loss", "loss {:.4f}"),
     ("timing_s/validation", "{:.1f} s"),
@@ -61,17 +61,16 @@ class ProgressConfig:
         more_than("refresh_per_second", self.refresh_per_second, 0)
 
     def connect(self, context: RunContext) -> ShowProgress:
-        """The callback for one run."""
         return ShowProgress(self, context, Console(file=sys.stdout))
 
 
 class ShowProgress(L.Callback):
-    """Listens to the journal and shows what it hears; silent on all processes but the first.
+    """Subscribes to the metrics log and shows what it is notified of; only on the first process.
 
     Args:
-        config: how.
+        config: how progress is shown.
         context: the run.
-        console: where people look.
+        console: where to print.
     """
 
     def __init__(self, config: ProgressConfig, context: RunContext, console: Console) -> None:
@@ -82,7 +81,6 @@ class ShowProgress(L.Callback):
         self._live: Live | None = None
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Show the plan of the run and begin to listen; the first responses are sampled right after."""
         if not self.context.is_rank_zero:
             return
         run_state = RunState.of(trainer)
@@ -98,11 +96,11 @@ class ShowProgress(L.Callback):
             self._live.start()
 
     def on_phase(self, phase: str) -> None:
-        """The run went on to another phase."""
+        """Show that the run has entered another phase."""
         self.state.enter(phase, self.context.metrics_log.iteration)
 
     def on_record(self, record: Record) -> None:
-        """Numbers are in; an iteration and a validation are worth a line."""
+        """Show new numbers; an iteration and a validation get a line each."""
         self.state.take(record)
         if record.kind == "iteration":
             self._say(self.state.iteration_line(record))
@@ -112,21 +110,18 @@ class ShowProgress(L.Callback):
             self._live.refresh()  # a quick iteration may be over before its turn comes
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Leave the last state on the screen; validation and export are over."""
         self.state.phase = "done"
         self._stop()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Give the terminal back."""
         self.state.phase = "stopped"
         self._stop()
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Give the terminal back also where there was nothing left to train."""
         self._stop()
 
     def _say(self, line: str) -> None:
-        """A line for the log, and for people too unless they have the bar to look at."""
+        """Append a line to the log, and print it unless there is a bar."""
         with self.context.metrics_log.warn_on_write_error(LOG_NAME):
             self.context.run_dir.mkdir(parents=True, exist_ok=True)
             with (self.context.run_dir / LOG_NAME).open("a", encoding="utf-8") as file:
@@ -142,14 +137,14 @@ class ShowProgress(L.Callback):
 
 @dataclass
 class State:
-    """What the display knows; rich draws it from a thread of its own.
+    """Everything that is displayed; rich draws it from a thread of its own.
 
     Args:
-        max_iterations: of the whole run.
+        max_iterations: iterations of the whole run.
         has_rewards: whether samples have rewards to show.
-        collecting: seconds by finished phase of the collecting that goes on.
-        phase: of the run.
-        iteration, done: iterations begun and finished, those before a resume included.
+        collecting: gives the seconds of each finished phase of collecting in the current iteration.
+        phase: current phase of the run.
+        iteration, done: iterations begun and finished, including those before a resume.
         latest: last value of every metric.
     """
 
@@ -164,7 +159,7 @@ class State:
     _spinner: Spinner = field(default_factory=lambda: Spinner("dots"))
 
     def enter(self, phase: str, iteration: int) -> None:
-        """The run is in ``phase`` of its ``iteration``-th iteration."""
+        """Note that ``phase`` of iteration ``iteration`` (from 1) has begun."""
         self.phase, self.iteration = phase, iteration
         self.done = max(self.done, iteration - 1)
         if self._began is None:
@@ -178,7 +173,7 @@ class State:
 
     @property
     def activity(self) -> str:
-        """The phase in a person's words: rollout, reward, score, update or validate."""
+        """What the run is doing: rollout, reward, score, update or validate."""
         return finest_phase(self.collecting()) if self.phase == "collect" else self.phase
 
     @property
@@ -190,18 +185,18 @@ class State:
         return pace * max(0, self.max_iterations - self.done)
 
     def shown_metrics(self, shown: Iterable[tuple[str, str]]) -> list[str]:
-        """The newest value of each of these metrics that was ever seen, in words."""
+        """The last value of each of these metrics, formatted; metrics not seen yet are left out."""
         return format_metrics(self.latest, (*(REWARDS if self.has_rewards else LOSSES), *shown))
 
     def iteration_line(self, record: Record) -> str:
-        """The iteration that has just been taken in, in a line."""
+        """One line for the iteration that ``take`` has just been given."""
         left = self.seconds_left
         place = f"iteration {record.iteration:{len(str(self.max_iterations))}}/{self.max_iterations}"
         eta = f"ETA {'-' if left is None else format_duration(left)}"
         return "  ".join([place, f"step {record.step}", *self.shown_metrics(IN_A_LINE), eta])
 
     def __rich__(self) -> Table:
-        """The same as a bar, for a terminal."""
+        """The bar for a terminal."""
         has_ended = self.phase in ("done", "stopped")
         left = self.seconds_left
         grid = Table.grid(padding=(0, 1))
@@ -219,20 +214,20 @@ class State:
 
 
 def finest_phase(finished: Mapping[str, float]) -> str:
-    """What collecting is at, from the phases it has behind it."""
+    """The phase of collecting that runs now, from the phases that are finished."""
     if "reward" in finished:
         return "score"
     return "reward" if "rollout" in finished else "rollout"
 
 
 def validation_line(record: Record) -> str:
-    """One validation in a line."""
+    """One line for a validation."""
     return "  ".join(["validation", f"step {record.step}", *format_metrics(record.metrics, OF_A_VALIDATION)])
 
 
 def format_metrics(metrics: Mapping[str, float], wanted: Iterable[tuple[str, str]]) -> list[str]:
-    """Those of the metrics that are there, each as it is worded."""
-    return [words.format(metrics[name]) for name, words in wanted if name in metrics]
+    """Each of ``wanted`` (metric, format) that has a value, formatted."""
+    return [form.format(metrics[name]) for name, form in wanted if name in metrics]
 
 
 def format_duration(seconds: float) -> str:

@@ -1,6 +1,6 @@
-"""What the run came to: ``summary.json``, ``curves.png`` and a table, at the end and also when it is cut short.
+"""Results of the run: ``summary.json``, ``curves.png`` and a table, at the end and also when it is cut short.
 
-Leaves out the numbers themselves: they are read from the journal (``records/summary.py``).
+Leaves out how the numbers are computed from the metrics log (``records/summary.py``).
 """
 
 from __future__ import annotations
@@ -50,17 +50,16 @@ class ReportConfig:
         at_least("dpi", self.dpi, 1)
 
     def connect(self, context: RunContext) -> WriteReport:
-        """The callback for one run."""
         return WriteReport(self, context, Console(file=sys.stdout))
 
 
 class WriteReport(L.Callback):
-    """Writes and prints once, on the first process.
+    """Writes and prints the report once, on the first process.
 
     Args:
         config: what to make.
-        context: the run and its journal.
-        console: where people look.
+        context: the run and its metrics log.
+        console: where to print.
     """
 
     def __init__(self, config: ReportConfig, context: RunContext, console: Console) -> None:
@@ -70,16 +69,13 @@ class WriteReport(L.Callback):
         self.is_due = context.is_rank_zero
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """A summary from before a resume no longer holds."""
-        if self.context.is_rank_zero:
+        if self.context.is_rank_zero:  # a summary from before a resume no longer holds
             RunDirectory(self.context.run_dir).summary.unlink(missing_ok=True)
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The run is over, and whatever else it leaves behind is there."""
         self._report(trainer, finished=True)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """An error or Ctrl-C: say how far it got."""
         self._report(trainer, finished=False)
 
     def _report(self, trainer: L.Trainer, *, finished: bool) -> None:
@@ -92,7 +88,7 @@ class WriteReport(L.Callback):
         if self.config.curves:
             with self.context.metrics_log.warn_on_write_error(CURVES), atomic_write(curves) as aside:
                 draw_curves(records, aside, self.config.dpi)
-        summary = {"finished": finished, **run_totals(records), **self._facts(RunState.of(trainer), directory)}
+        summary = {"finished": finished, **run_totals(records), **self._run_summary(RunState.of(trainer), directory)}
         with (
             self.context.metrics_log.warn_on_write_error(directory.summary.name),
             atomic_write(directory.summary) as aside,
@@ -103,13 +99,14 @@ class WriteReport(L.Callback):
             words = f"tensorboard --logdir {directory.root}" if label == "tensorboard" else place
             self.console.print(f"{label:<12} {words}", soft_wrap=True, highlight=False, markup=False)
 
-    def _facts(self, run_state: RunState, directory: RunDirectory) -> dict[str, object]:
+    def _run_summary(self, run_state: RunState, directory: RunDirectory) -> dict[str, object]:
         counters, layout = run_state.module.counters, run_state.strategy.layout
         return {
             "steps": counters.steps,
             "optimizer_steps": counters.optimizer_steps,
             "skipped_steps": counters.skipped,
             "empty_steps": counters.empty,
+            **{name.replace("/", "_"): int(count) for name, count in self.context.metrics_log.counts.items()},
             "process": {"wall_seconds": perf_counter() - self.context.started, "cpu_seconds": process_time()},
             "seed": self.context.hparams.get("seed"),
             "layout": layout.sizes,
@@ -120,7 +117,7 @@ class WriteReport(L.Callback):
 
 
 def output_paths(directory: RunDirectory) -> dict[str, str]:
-    """What -> where, of everything the run has left behind."""
+    """Label -> path of everything that the run has left behind."""
     root = directory.root
     checkpoints = oldest_first(directory.checkpoints)
     best = best_of(checkpoints)
@@ -141,7 +138,7 @@ def output_paths(directory: RunDirectory) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """What the run ran on."""
+    """Versions of Python and of the main libraries."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -152,14 +149,14 @@ def versions() -> dict[str, str]:
 
 
 def without_nan(value: object) -> object:
-    """The same with null for numbers that JSON cannot write."""
+    """``value`` with None for numbers that JSON cannot write, at any depth."""
     if isinstance(value, dict):
         return {key: without_nan(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def table(lines: Iterable[Change], title: str) -> Table:
-    """start -> end of the metrics a person asks about."""
+    """The table that is printed at the end: main metrics at the start and at the end of the run."""
     grid = Table(title=title, title_justify="left", title_style="bold")
     grid.add_column("")
     for name in ("start", "end"):
@@ -171,7 +168,7 @@ def table(lines: Iterable[Change], title: str) -> Table:
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric in a panel; ``on_right`` measures it on an axis of its own."""
+    """One metric in a panel; ``on_right`` gives it the axis on the right."""
 
     metric: str
     label: str
@@ -181,7 +178,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """One of the four pictures; ``left`` and ``right`` say what the axes measure, in which unit."""
+    """One of the four plots; ``left`` and ``right`` label its axes, with the unit."""
 
     title: str
     left: str
@@ -189,7 +186,7 @@ class Panel:
     right: str = ""
 
 
-# Colours that people who see few colours can tell apart (Okabe and Ito, Color universal design, 2008).
+# Distinguishable by people who see few colours (Okabe and Ito, Color universal design, 2008).
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 
 PANELS = (
@@ -199,7 +196,7 @@ PANELS = (
         (
             Curve("reward/mean", "training samples", BLUE),
             Curve("val/accuracy", "held-out prompts, greedy", ORANGE),
-            Curve("val/pair_accuracy", "held-out pairs told apart", GREEN),
+            Curve("val/pair_accuracy", "held-out pairs, accuracy", GREEN),
         ),
     ),
     Panel(
@@ -239,7 +236,7 @@ SMOOTHED_SHARE = 20  # the running mean spans one point in this many
 
 
 def draw_curves(records: Sequence[Record], path: Path, dpi: int) -> None:
-    """Four panels over optimizer steps; a metric that was never logged is left out."""
+    """Draw four panels over optimizer steps; a metric that was never logged is left out."""
     figure = Figure(figsize=(12, 8), layout="constrained")
     FigureCanvasAgg(figure)
     end = max(1, *(record.step for record in records))
@@ -250,7 +247,7 @@ def draw_curves(records: Sequence[Record], path: Path, dpi: int) -> None:
 
 
 def draw_panel(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
-    """One panel: title, legend, curves, what the axes measure."""
+    """Draw one panel: title, legend, curves, labels of the axes."""
     axes.set_title(panel.title, loc="left", fontweight="bold", pad=26)  # points; the legend goes between
     axes.set_xlabel("optimizer steps")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -268,7 +265,7 @@ def draw_panel(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
 
 
 def _draw_curve(axes: Axes, curve: Curve, records: Sequence[Record]) -> list[Line2D]:
-    """The handle for the legend, in a list as matplotlib gives it."""
+    """Draw one curve; returns its handle for the legend, in a list as matplotlib gives it."""
     steps, values = series(records, curve.metric)
     is_noisy = len(values) >= NOISY_FROM
     if is_noisy:

@@ -1,4 +1,4 @@
-"""Every response with its reward, to read: ``rollouts/iteration_000001.jsonl``, and a few of them in TensorBoard.
+"""Every response with its reward, to read: ``rollouts/iteration_000001.jsonl``, and a table of a few in the loggers.
 
 The file is the same on any number of ranks. Leaves out scores made for training (old and reference log-probabilities).
 """
@@ -16,7 +16,7 @@ import lightning as L
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.callbacks.parts.context import EVENT_FILE, RunContext, RunState
+from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.core.config import at_least
 from rlmodule.core.types import ScoredSample
 from rlmodule.records.metrics_log import atomic_write
@@ -25,44 +25,39 @@ FOLDER = "rollouts"
 PANEL = "samples/train"
 PANEL_COLUMNS = ("prompt", "response", "answer", "reward", "finish_reason")
 
-# What markdown or HTML would take for its own is written by number.
-_IN_A_CELL = str.maketrans({sign: f"&#{ord(sign)};" for sign in "&<>|`*_~\\[]"} | {"\n": "<br>", "\r": ""})
-
 Row = Mapping[str, Any]
 
 
 @CALLBACKS.register
 @dataclass(frozen=True)
 class SamplesConfig:
-    """Which iterations to write, and how much of them to show."""
+    """Which iterations are written, and how many of their responses are shown."""
 
     every_n_iterations: int = 1  # write the responses of every n-th iteration
-    num_text_samples: int = 8  # responses in TensorBoard's text panel, spread over the iteration; 0 for no panel
+    num_text_samples: int = 8  # responses in a logger's table, spread over the iteration; 0 for no table
 
     def __post_init__(self) -> None:
         at_least("every_n_iterations", self.every_n_iterations, 1)
         at_least("num_text_samples", self.num_text_samples, 0)
 
     def connect(self, context: RunContext) -> WriteSamples:
-        """The callback for one run."""
         return WriteSamples(self, context)
 
 
 class WriteSamples(L.Callback):
-    """Writes responses as soon as they are there, so that they can be read if training on them fails.
+    """Writes responses as soon as they are collected, so that they can be read if training on them fails.
 
     Args:
-        config: which.
+        config: which iterations, how many responses.
         context: names the directory.
     """
 
     def __init__(self, config: SamplesConfig, context: RunContext) -> None:
         self.config = config
         self.context = context
-        self._shown: Sequence[Row] = ()  # waits for the step that the iteration will reach
+        self._shown: Sequence[Row] = ()  # shown once the iteration has reached its last step
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Every rank gives its responses, the first writes them all."""
         run_state, iteration = RunState.of(trainer), self.context.metrics_log.iteration
         if not run_state.data.source.is_fresh or iteration % self.config.every_n_iterations:
             return
@@ -76,21 +71,23 @@ class WriteSamples(L.Callback):
             self._shown = evenly_spaced(rows, self.config.num_text_samples)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The panel stands at the step where the metrics of the iteration stand."""
         run_state = RunState.of(trainer)
-        if self._shown and run_state.tensorboard is not None:
-            with self.context.metrics_log.warn_on_write_error(EVENT_FILE):
-                run_state.tensorboard.add_text(PANEL, markdown_table(self._shown), run_state.step)
+        if self._shown:  # at the step where the metrics of the iteration stand
+            cells = [[row[name] for name in PANEL_COLUMNS] for row in self._shown]
+            run_state.show(
+                self.context.metrics_log,
+                lambda logger: logger.write_table(PANEL, PANEL_COLUMNS, cells, run_state.step),
+            )
         self._shown = ()
 
 
 def to_row(
     scored: ScoredSample, iteration: int, tokenizer: PreTrainedTokenizerBase, sampling: Mapping[str, float]
 ) -> dict[str, Any]:
-    """One response as plain values; all that ``data.rollouts`` needs to train on it again.
+    """One response as plain values; everything that ``data.rollouts`` needs to train on it again.
 
-    ``logprobs`` are the sampler's, in nats, rounded to float32, and ``sampling`` says of which distribution;
-    ``loss_mask`` is there only where some token is not trained on; ``reward`` is null where the response could not be
+    ``logprobs`` are the sampler's, in nats, rounded to float32, under the distribution that ``sampling`` describes;
+    ``loss_mask`` is present only if some token is not trained on; ``reward`` is null if the response could not be
     scored.
     """
     sample, prompt = scored.sample, scored.sample.prompt
@@ -116,34 +113,22 @@ def to_row(
 
 
 def sort_by_sample_id(parts: Iterable[Iterable[Row]]) -> list[Row]:
-    """The rows of all ranks by sample id, which no rank has a say in."""
+    """All ranks' rows sorted by sample id, so the file does not depend on the number of ranks."""
     return sorted((row for part in parts for row in part), key=lambda row: int(row["sample_id"]))
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """One JSON object per line; a reader sees the whole file or none."""
+    """Write one JSON object per line; a reader sees the whole file or none."""
     # A lone surrogate has no UTF-8 form; its backslash escape is what JSON writes for it.
     with atomic_write(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def evenly_spaced(rows: Sequence[Row], count: int) -> list[Row]:
-    """``count`` rows at equal distances, so that they come from many groups."""
+    """``count`` rows at equal distances, so that many groups are shown."""
     count = min(count, len(rows))
     return [rows[i * len(rows) // count] for i in range(count)]
 
 
-def markdown_table(rows: Iterable[Row]) -> str:
-    """The rows as TensorBoard's text panel shows them."""
-    header = [f"| {' | '.join(PANEL_COLUMNS)} |", "|" + " --- |" * len(PANEL_COLUMNS)]
-    return "\n".join(header + [f"| {' | '.join(_cell(row[name]) for name in PANEL_COLUMNS)} |" for row in rows])
-
-
 def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return "" if value is None else str(value).strip().translate(_IN_A_CELL)

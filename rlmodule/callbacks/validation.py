@@ -1,6 +1,6 @@
-"""How good the models are on rows that are never trained on, now and then.
+"""Evaluates the models on held-out rows, at the start, at the end and every few iterations.
 
-Every process does its share, so every process must get here. Leaves out what is asked (``evaluation.py``).
+Every process evaluates its share, so every process must get here. Leaves out the evaluators (``evaluation.py``).
 """
 
 from __future__ import annotations
@@ -31,22 +31,21 @@ class ValidationConfig:
         at_least("every_n_iterations", self.every_n_iterations, 0)
 
     def connect(self, context: RunContext) -> Validate:
-        """The callback for one run."""
         return Validate(self, context)
 
 
 class Validate(L.Callback):
-    """Makes all examinations of the run, where it has any.
+    """Runs all evaluators of the run, if it has any.
 
     Args:
-        config: when.
+        config: when to validate.
         context: takes the records.
     """
 
     def __init__(self, config: ValidationConfig, context: RunContext) -> None:
         self.config = config
         self.context = context
-        self.history: list[Record] = []  # all of the run, also from before a resume; the same on every rank
+        self.history: list[Record] = []  # of the whole run, including before a resume; the same on every rank
 
     @property
     def latest(self) -> Mapping[str, float]:
@@ -54,18 +53,16 @@ class Validate(L.Callback):
         return self.history[-1].metrics if self.history else {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Before any update; the first responses are there by now, and they changed no weight."""
+        # The first responses have been sampled by now, and no weight has changed.
         if self.config.at_start and self.context.resumed_step is None:
             self._validate(RunState.of(trainer), iteration=0)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """After every n-th iteration, counted from the start of the run."""
         every, iteration = self.config.every_n_iterations, self.context.metrics_log.iteration
         if every and iteration % every == 0:
             self._validate(RunState.of(trainer), iteration)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The result of the run."""
         run_state = RunState.of(trainer)
         if self.config.at_end and (not self.history or self.history[-1].step < run_state.step):
             self._validate(run_state, self.context.metrics_log.iteration)
@@ -75,16 +72,14 @@ class Validate(L.Callback):
         if not evaluators:
             return
         with metrics_log.phase(VALIDATE) as spent:
-            said = {name: value for examine in evaluators for name, value in examine().items()}
+            metrics = {name: value for evaluate in evaluators for name, value in evaluate().items()}
         times = {"timing_s/validation": spent.seconds, "cpu_s/validation": spent.cpu_seconds}
-        record = Record("validation", run_state.step, iteration, {**said, **times})
+        record = Record("validation", run_state.step, iteration, {**metrics, **times})
         self.history.append(record)
         metrics_log.add(record)
 
     def state_dict(self) -> dict[str, Any]:
-        """Results so far."""
         return {"history": [asdict(record) for record in self.history]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Results from before a resume."""
         self.history = [Record(**record) for record in state_dict["history"]]

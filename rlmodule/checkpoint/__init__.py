@@ -1,1 +1,1 @@
-"""What resumes a run, written so that a half-written or damaged checkpoint is never taken for a whole one."""
+"""Checkpoints: folders that are whole or do not count, and the form in which samples are kept. Nothing is pickled."""

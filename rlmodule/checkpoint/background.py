@@ -1,4 +1,4 @@
-"""A write that goes on while the run does: one thread, whose outcome is asked for later."""
+"""Writing while training goes on: one thread, whose result is collected later."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from concurrent.futures import Future
 
 
 def in_background(write: Callable[[], str | None]) -> Future[str | None]:
-    """Start ``write``, which returns what went wrong, in a thread that does not keep a dying process alive."""
+    """Start ``write``, which returns what went wrong or None, in a daemon thread: it keeps no dying process alive."""
     outcome: Future[str | None] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(write())
-        except BaseException as error:  # raised again where the outcome is asked for
+        except BaseException as error:  # raised again where the result is collected
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True, name="checkpoint-writer").start()

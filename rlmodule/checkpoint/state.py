@@ -1,7 +1,8 @@
 """Checkpoint folders: written aside, flushed to disk, described by a manifest, then renamed into place.
 
-A folder counts only when its manifest is there and every file has the size and the checksum it lists. Leaves out what
-goes into a checkpoint (``callbacks/checkpoint.py``).
+A folder counts only if its manifest is intact and every file has the size and the checksum that it lists. All files are
+JSON or safetensors, so nothing in a folder can run code. Leaves out what goes into a checkpoint
+(``callbacks/checkpoint.py``).
 """
 
 from __future__ import annotations
@@ -9,17 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from rlmodule.core.errors import CheckpointError
+from rlmodule.core.errors import CheckpointError, in_one_line
 
 MANIFEST = "manifest.json"
-STATE_FILE = "state.ckpt"
+STATE_FILE = "state.json"
+FORMAT = 2  # of the folder; 1 held pickles
 _UNFINISHED = ".writing"
+_NAME = re.compile(r"iteration_(\d{6,})(?:\.step_(\d{8,}))?")
+_LEFT_OVER = re.compile(_NAME.pattern + r"(\.old)?" + re.escape(_UNFINISHED))
 
 
 @dataclass(frozen=True)
@@ -28,58 +33,38 @@ class Manifest:
 
     Args:
         files: name -> (bytes, SHA-256).
-        entries: step, iteration, layout and whatever else a reader wants to know before loading.
+        entries: ``step`` (mini-batches seen), iteration, layout and whatever else is worth knowing before loading.
+        name: of the folder when it was written; a user may have renamed it since.
     """
 
     files: Mapping[str, tuple[int, str]]
     entries: Mapping[str, Any]
+    name: str
+
+    @property
+    def step(self) -> int:
+        """Mini-batches seen when it was written."""
+        return int(self.entries["step"])
 
 
-def write_folder(folder: Path, write: Callable[[Path], None], entries: Mapping[str, Any]) -> Manifest:
-    """Let ``write`` fill a folder aside, then put it in the place of ``folder`` in one rename.
-
-    Raises:
-        OSError: the disk is full or the place cannot be written; ``folder`` is untouched and nothing is left behind.
-    """
-    aside = folder.with_name(folder.name + _UNFINISHED)
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        aside.mkdir(parents=True)
-        write(aside)
-        return _finish(aside, folder, entries)
-    except BaseException:
-        shutil.rmtree(aside, ignore_errors=True)
-        raise
+# ---- writing
 
 
-def _finish(aside: Path, folder: Path, entries: Mapping[str, Any]) -> Manifest:
-    files = {
-        str(p.relative_to(aside)): (p.stat().st_size, _checksum(p)) for p in sorted(aside.rglob("*")) if p.is_file()
-    }
-    manifest = Manifest(files, dict(entries))
-    (aside / MANIFEST).write_text(json.dumps({"files": files, "entries": manifest.entries}, indent=1))
-    for path in aside.rglob("*"):
-        _flush(path)
-    _flush(aside)
-    _replace(aside, folder)
-    return manifest
-
-
-def write_folder_together(
+def write_folder(
     folder: Path,
     write: Callable[[Path], None],
     entries: Mapping[str, Any],
     *,
-    gather_first_error: Callable[[str | None], str | None],
-    is_rank_zero: bool,
+    gather_first_error: Callable[[str | None], str | None] = lambda problem: problem,
+    is_rank_zero: bool = True,
 ) -> str | None:
-    """``write_folder`` by all processes of a run: each fills its part of the folder aside, the first finishes it.
+    """Let all processes of a run fill a folder aside, then put it in the place of ``folder`` in one rename.
 
     Args:
         folder: where the checkpoint goes; on a file system that all processes see.
-        write: writes this process's files.
+        write: writes this process's files; it must not wait for another process.
         entries: for the manifest.
-        gather_first_error: the first problem any process has, on every process.
+        gather_first_error: the first problem any process has, on every process; by default there is one process.
         is_rank_zero: whether this process makes the manifest and renames.
 
     Returns:
@@ -106,9 +91,21 @@ def write_folder_together(
 def _attempt(stage: Callable[[], None]) -> str | None:
     try:
         stage()
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    except Exception as error:  # whatever it is, the other processes have to hear of it
+        return in_one_line(error)
     return None
+
+
+def _finish(aside: Path, folder: Path, entries: Mapping[str, Any]) -> None:
+    """Describe what lies aside, flush it, and give it its name."""
+    paths = [path for path in sorted(aside.rglob("*")) if path.is_file()]
+    files = {path.relative_to(aside).as_posix(): (path.stat().st_size, _checksum(path)) for path in paths}
+    manifest = Manifest(files, dict(entries), folder.name)
+    (aside / MANIFEST).write_bytes(_sealed({"format": FORMAT, **vars(manifest)}))
+    for path in aside.rglob("*"):
+        _flush(path)
+    _flush(aside)
+    _replace(aside, folder)
 
 
 def _replace(aside: Path, folder: Path) -> None:
@@ -120,6 +117,15 @@ def _replace(aside: Path, folder: Path) -> None:
     aside.rename(folder)
     _flush(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _sealed(document: Mapping[str, Any]) -> bytes:
+    """The bytes of a manifest, which end with a checksum of what stands before it."""
+    digest = hashlib.sha256(json.dumps(document).encode()).hexdigest()
+    return json.dumps({**document, "sha256": digest}, indent=1).encode()
+
+
+# ---- reading
 
 
 def verify(folder: Path) -> Manifest:
@@ -141,28 +147,62 @@ def verify(folder: Path) -> Manifest:
             raise CheckpointError(
                 f"{folder}: {name} has {path.stat().st_size} bytes instead of {size}. Use an earlier checkpoint"
             )
-        if _checksum(path) != digest:
+        try:
+            is_intact = _checksum(path) == digest
+        except OSError as error:
+            raise CheckpointError(f"{folder}: {name} cannot be read ({error}). Use an earlier checkpoint") from None
+        if not is_intact:
             raise CheckpointError(f"{folder}: {name} is damaged (its checksum differs). Use an earlier checkpoint")
     return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What a checkpoint says of itself; no file is looked at.
+    """What a checkpoint says of itself; no other file is looked at.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: there is no manifest, it is damaged, or an older version wrote it.
     """
     try:
-        read = json.loads((folder / MANIFEST).read_text())
-        return Manifest(
-            {name: (int(size), str(digest)) for name, (size, digest) in read["files"].items()}, read["entries"]
-        )
+        content = (folder / MANIFEST).read_bytes()
+        document = json.loads(content)
+        _check_seal(folder, content, document)
+        return _manifest_from(document)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: {MANIFEST} is missing, so the checkpoint was never finished. Use an earlier one"
         ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder}: {MANIFEST} cannot be read ({error}). Use an earlier one") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder}: {MANIFEST} cannot be read ({in_one_line(error)}). Use an earlier checkpoint"
+        ) from None
+
+
+def _check_seal(folder: Path, content: bytes, document: Any) -> None:
+    """Refuse a manifest that another version wrote, or of which a single bit differs."""
+    rest = {name: value for name, value in dict(document).items() if name != "sha256"}
+    if len(rest) == len(document) and "files" in rest and "format" not in rest:
+        raise CheckpointError(
+            f"{folder}: an older version of rlmodule wrote this checkpoint, and this one does not read it. Start anew, "
+            "or go on with the version that wrote it"
+        )
+    if content != _sealed(rest):
+        raise CheckpointError(f"{folder}: {MANIFEST} is damaged (its checksum differs). Use an earlier checkpoint")
+    if rest["format"] != FORMAT:
+        raise CheckpointError(
+            f"{folder}: the checkpoint has format {rest['format']}, this version of rlmodule reads {FORMAT}. Use the "
+            "version that wrote it"
+        )
+
+
+def _manifest_from(document: Mapping[str, Any]) -> Manifest:
+    files = {name: (int(size), str(digest)) for name, (size, digest) in document["files"].items()}
+    for name in files:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise ValueError(f"{name} lies outside of the checkpoint")
+    entries = dict(document["entries"])
+    if type(entries["step"]) is not int or entries["step"] < 0:
+        raise ValueError(f"step is {entries['step']!r}")
+    return Manifest(files, entries, str(document["name"]))
 
 
 def folder_of(root: Path, iteration: int, step: int | None = None) -> Path:
@@ -183,15 +223,48 @@ def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
+def oldest_first(root: Path) -> list[Path]:
+    """The checkpoints below ``root``, whole or not; what is being written, and what a user has renamed, is left out."""
+    return sorted((f for f in root.glob("iteration_*") if _NAME.fullmatch(f.name) and not _was_renamed(f)), key=_age)
+
+
+def _was_renamed(folder: Path) -> bool:
+    """Whether the folder was written under another name; one that is damaged was not, for all we know."""
+    try:
+        return read_manifest(folder).name != folder.name
+    except CheckpointError:
+        return False
+
+
+def _age(folder: Path) -> tuple[int, int]:
+    """(whole iterations, step within the next one) from a folder's name."""
+    found = _NAME.fullmatch(folder.name)
+    assert found is not None, f"{folder} is no checkpoint"
+    return int(found[1]), int(found[2] or 0)
+
+
+# ---- which ones stay
+
+
 def prune(root: Path, keep: int, newest: Path) -> None:
     """Remove all but the last ``keep`` checkpoints up to ``newest`` and the best one, and what interrupted writes left.
 
     Later ones, which a run resumed from an earlier checkpoint has yet to reach again, are left alone and not counted.
+    So is every folder that does not say itself, in a manifest that can be read, that it was written under its name.
     """
-    finished = [folder for folder in oldest_first(root) if _age(folder) <= _age(newest)]
-    stay = {*finished[-keep:], best_of(finished)}
-    for folder in [*(f for f in finished if f not in stay), *root.glob(f"*{_UNFINISHED}")]:
+    ours = [folder for folder in oldest_first(root) if _age(folder) <= _age(newest) and _is_readable(folder)]
+    stay = {*ours[-keep:], best_of(ours)}
+    left_over = [path for path in root.glob(f"*{_UNFINISHED}") if _LEFT_OVER.fullmatch(path.name)]
+    for folder in [*(f for f in ours if f not in stay), *left_over]:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_readable(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -212,17 +285,17 @@ class Quality:
 def best_of(folders: Sequence[Path]) -> Path | None:
     """The best checkpoint by the metric of the last one, the later of equals; None where none has a value of it.
 
-    Asked of the folders themselves, so a resumed run needs no memory of the runs before it.
+    Read from the folders themselves, so a resumed run needs no memory of the runs before it.
     """
     found = {folder: quality for folder in folders if (quality := _quality_of(folder)) is not None}
-    asked = found.get(folders[-1]) if folders else None
-    if asked is None:
+    newest = found.get(folders[-1]) if folders else None
+    if newest is None:
         return None
-    sign = 1.0 if asked.mode == "max" else -1.0
+    sign = 1.0 if newest.mode == "max" else -1.0
     values = {
         folder: sign * quality.value
         for folder, quality in found.items()
-        if quality.value is not None and (quality.metric, quality.mode) == (asked.metric, asked.mode)
+        if quality.value is not None and (quality.metric, quality.mode) == (newest.metric, newest.mode)
     }
     return max(reversed(values), key=values.__getitem__, default=None)
 
@@ -234,15 +307,7 @@ def _quality_of(folder: Path) -> Quality | None:
         return None
 
 
-def oldest_first(root: Path) -> list[Path]:
-    """The checkpoints below ``root``, whole or not; what is being written is left out."""
-    return sorted((f for f in root.glob("iteration_*") if not f.name.endswith(_UNFINISHED)), key=_age)
-
-
-def _age(folder: Path) -> tuple[int, int]:
-    """(whole iterations, step within the next one) from a folder's name."""
-    digits, _, step = folder.name.removeprefix("iteration_").partition(".step_")
-    return int(digits) if digits.isdigit() else -1, int(step) if step.isdigit() else 0
+# ---- bytes
 
 
 def _checksum(path: Path) -> str:

@@ -121,13 +121,21 @@ class ModelSpec:
 class Snapshot(Protocol):
     """The state of a run at one moment: the part of it that this process holds."""
 
-    def write(self, path: Path) -> None:
-        """Write the tensors beside ``path`` and everything else into it.
+    @property
+    def failure(self) -> str | None:
+        """What kept a process from taking its part, the same on every process; such a snapshot is not written."""
 
-        Every process calls it, from any thread, and all of them write their snapshots in the same order.
+    @property
+    def not_finite(self) -> str | None:
+        """Name of a tensor with NaN or infinity in it, the same on every process; such a snapshot is not written."""
+
+    def write(self, path: Path) -> None:
+        """Tensors beside ``path``, everything else into it; every process calls it, from any thread.
+
+        Nothing is exchanged with other processes, so one that fails keeps none waiting.
 
         Raises:
-            OSError, RuntimeError: it could not be written.
+            Exception: it could not be written.
         """
 
     def gather_first_error(self, problem: str | None) -> str | None:
@@ -136,7 +144,7 @@ class Snapshot(Protocol):
 
 @dataclass
 class SaveLater:
-    """Storage options for Lightning's ``save_checkpoint``: take a snapshot only; the caller writes it.
+    """Storage options for Lightning's ``save_checkpoint``: a snapshot is taken, and the caller writes it.
 
     Args:
         copied: copy the tensors to host memory, so that training may go on before they are written.

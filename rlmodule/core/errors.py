@@ -70,6 +70,11 @@ class Preempted(RLModuleError):  # noqa: N818  no error was made
     """The run was asked to stop and has saved its state; exit code 75, which a scheduler can tell from an error."""
 
 
+def in_one_line(error: BaseException) -> str:
+    """The error's type and the first line of what it says, for a sentence that gives it as the reason."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}".removesuffix(": ")
+
+
 _SHORT_LIST = 12  # names that still read as one line
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rlmodule.batching.sampler import BalancedSampler, RankShare
-from rlmodule.core.types import MiniBatch, SampleMeta, ScoredSample, TrainingSample
+from rlmodule.core.types import MiniBatch, SampleMeta, ScoredSample
 from rlmodule.experience.advantage_stage import AdvantageStage, means, with_advantages
 from rlmodule.experience.collect import collect_groups
 from rlmodule.experience.correction import corrected
 from rlmodule.experience.iteration import Experience, Iteration
+from rlmodule.experience.iteration_state import SavedIteration
 from rlmodule.experience.redistribute import redistribute
 from rlmodule.experience.sample_info import SampleInfo
 from rlmodule.experience.scoring import Scorer
@@ -75,19 +76,15 @@ class ExperienceMaker:
             has_gradient = [a and bool((b.float() != 0).any()) for a, b in zip(has_gradient, advantages, strict=True)]
         return [replace(f.meta, is_skipped=not has) for f, has in zip(sample_info, has_gradient, strict=True)]
 
-    def restored(
-        self,
-        sample_info: Sequence[SampleInfo],
-        held: Mapping[int, TrainingSample],
-        advantages: Tensor | None,
-        metrics: Mapping[str, float],
-    ) -> Iteration:
+    def resumed(self, saved: SavedIteration) -> Iteration:
         """An iteration that a checkpoint interrupted, from the rows of all its ranks; nothing is scored anew."""
+        info = saved.sample_info
         # What no rank holds was left out of the plan, and is again.
-        sampler = self.make_sampler([replace(f.meta, is_skipped=p not in held) for p, f in enumerate(sample_info)])
+        sampler = self.make_sampler([replace(f.meta, is_skipped=p not in saved.rows) for p, f in enumerate(info)])
+        sampler.load_state_dict(saved.sampler)
         owners = sampler.owners(sampler.plans)
-        mine = {p: row for p, row in held.items() if self.scorer.strategy.layout.dp_rank in owners.get(p, ())}
-        return Iteration(sample_info, advantages, self.scorer.experience(mine, len(sample_info)), sampler, metrics)
+        mine = {p: row for p, row in saved.rows.items() if self.scorer.strategy.layout.dp_rank in owners.get(p, ())}
+        return Iteration(info, saved.advantages, self.scorer.experience(mine, len(info)), sampler, saved.metrics)
 
     def packed(self, experience: Experience, share: RankShare) -> MiniBatch:
         """One mini-batch on the host, where copies to a CUDA device do not wait for it."""

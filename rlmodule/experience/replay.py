@@ -1,14 +1,14 @@
-"""Responses of the last iterations, kept to be trained on again beside those of the policy as it is now.
+"""Responses of the last iterations, kept to be trained on again beside those of the current policy.
 
-What the policies between have learned since is corrected by weights (``algorithm/rollout_correction.py``); here is only
-who is kept, for how long, and how it survives a restart on another number of ranks.
+Leaves out the weights that correct for what the policy has learned since (``algorithm/rollout_correction.py``).
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from rlmodule.checkpoint.samples import PlainState, scored_samples_from, scored_samples_state
 from rlmodule.core.layout import Layout
 from rlmodule.core.types import ScoredSample
 
@@ -25,17 +25,17 @@ class ReplayMemory:
         self._kept: list[ScoredSample] = []
 
     def with_earlier(self, new: list[ScoredSample], iteration: int) -> list[ScoredSample]:
-        """The responses of ``iteration`` and, before them, those that are young enough; the former are kept as well."""
+        """The kept responses that are young enough, then the new ones of ``iteration``, which are kept from now on."""
         young = [s for s in self._kept if s.sample.version >= iteration - self.staleness]
         self._kept = [*young, *new] if self.staleness else []
         return [*young, *new]
 
-    def state(self) -> bytes | None:
-        """What this rank keeps; None where nothing ever is."""
-        return pickle.dumps(self._kept) if self.staleness else None
+    def state(self) -> PlainState | None:
+        """What this rank keeps, as plain values and tensors; None without replay."""
+        return scored_samples_state(self._kept) if self.staleness else None
 
-    def load(self, payloads: Sequence[bytes], layout: Layout) -> None:
-        """Take this rank's share of what all ranks of a saved run kept."""
-        everyone = [sample for parcel in payloads for sample in pickle.loads(parcel)]
+    def load(self, states: Sequence[Mapping[str, Any]], layout: Layout) -> None:
+        """Take this rank's share of what all ranks of the saved run kept."""
+        everyone = [sample for state in states for sample in scored_samples_from(state)]
         everyone.sort(key=lambda scored: scored.sample.sample_id)
         self._kept = everyone[layout.dp_sp_rank :: layout.dp_sp_size]

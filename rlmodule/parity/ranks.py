@@ -92,7 +92,7 @@ def run_for_layout(run: Run, layout: ParityLayout, parity: ParityConfig) -> Run:
         ),
         backend=layout.backend,
         callbacks={},
-        logger="none",
+        loggers={},
     )
     return Run(config, run.run_dir, run.registry, dict(layout.options))
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: metrics log, run directory, summaries.
+"""What a run leaves behind: metrics log, run directory, summaries; and what a logger can show of it.
 
-Leaves out who shows it (``loggers/``, ``callbacks/``).
+Leaves out the loggers and callbacks that show it (``loggers/``, ``callbacks/``).
 """

@@ -1,7 +1,7 @@
-"""What a run says of itself: every logged number passes through here once, and whoever keeps or shows it listens.
+"""The metrics log: every logged number passes through it once, and callbacks subscribe to it.
 
 Also the clock of the iteration in progress, and the one-line JSON form that ``metrics.jsonl`` is made of. Leaves out
-which numbers there are (``records/summary.py``) and where they go (``callbacks/``).
+which numbers there are (``experience/iteration_metrics.py``) and where they go (``callbacks/``, ``loggers/``).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any, TextIO
 
 KINDS = ("step", "iteration", "validation")
 
-# JSON has no word for these numbers: the value is written as null and the metric is named under the number's own name.
+# JSON cannot write these numbers: the value is null, and the metric's name is listed under the number's own.
 NOT_FINITE = ("nan", "inf", "-inf")
 
 
 @dataclass(frozen=True)
 class Record:
-    """Metrics of one moment.
+    """Metrics that were logged together.
 
     Args:
         kind: ``step`` (a mini-batch), ``iteration`` (rollouts and the training on them) or ``validation``.
@@ -52,7 +52,7 @@ class Elapsed:
 
 
 class PhaseClock:
-    """Time by phase; exactly one phase runs at any moment."""
+    """Time spent in each phase; exactly one phase runs at any moment."""
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
@@ -60,7 +60,7 @@ class PhaseClock:
         self._mark = (perf_counter(), process_time())
 
     def switch(self, phase: str) -> None:
-        """End the phase that runs and begin another."""
+        """End the current phase and begin another."""
         now = (perf_counter(), process_time())
         spent = self._laps.setdefault(self.phase, Elapsed())
         spent.seconds += now[0] - self._mark[0]
@@ -68,24 +68,26 @@ class PhaseClock:
         self.phase, self._mark = phase, now
 
     def read(self) -> dict[str, Elapsed]:
-        """Phase -> time so far, the phase that runs included."""
+        """Phase -> time so far, including the current phase."""
         self.switch(self.phase)
         return {phase: Elapsed(spent.seconds, spent.cpu_seconds) for phase, spent in self._laps.items()}
 
 
 @dataclass
 class MetricsLog:
-    """The records of a run in this process, the phase it is in, and the listeners told of both.
+    """The records of a run in this process and its current phase; subscribers are notified of both.
 
     Args:
-        records: oldest first; on the first process they reach back before a resume.
+        records: oldest first; on the first process they include those from before a resume.
         iteration: iterations begun.
         clock: time of the iteration in progress.
+        counts: name -> number of rare events in this process, logged with every iteration once there is one.
     """
 
     records: list[Record] = field(default_factory=list)
     iteration: int = 0
     clock: PhaseClock = field(default_factory=lambda: PhaseClock("idle"))
+    counts: dict[str, float] = field(default_factory=dict)
     _on_record: list[Callable[[Record], None]] = field(default_factory=list)
     _on_phase: list[Callable[[str], None]] = field(default_factory=list)
     _unwritten: set[str] = field(default_factory=set)
@@ -93,24 +95,24 @@ class MetricsLog:
     def subscribe(
         self, on_record: Callable[[Record], None] | None = None, on_phase: Callable[[str], None] | None = None
     ) -> None:
-        """Be told of every record to come, and of every phase that begins."""
+        """Call ``on_record`` with every record to come, and ``on_phase`` with every phase that begins."""
         self._on_record += [on_record] if on_record else []
         self._on_phase += [on_phase] if on_phase else []
 
     def begin_iteration(self, number: int) -> None:
-        """Responses of iteration ``number`` (from 0) are about to be collected; for ``RLDataModule(start=...)``."""
+        """Iteration ``number`` (from 0) begins, with collecting responses; for ``RLDataModule(start=...)``."""
         self.iteration = number + 1
         self.clock = PhaseClock("collect")
-        self._tell("collect")
+        self._notify("collect")
 
     def enter(self, phase: str) -> None:
-        """The iteration goes on with ``phase``: ``collect``, ``update`` or ``validate``."""
+        """Begin a phase: ``collect``, ``update`` or ``validate``."""
         self.clock.switch(phase)
-        self._tell(phase)
+        self._notify(phase)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Elapsed]:
-        """Enclose a phase that interrupts another; the time it took is in the lap afterwards."""
+        """Context of a phase that interrupts another; what it yields holds the time it took, once it has ended."""
         before, start = self.clock.phase, self.clock.read().get(name, Elapsed())
         spent = Elapsed()
         self.enter(name)
@@ -122,13 +124,17 @@ class MetricsLog:
             self.enter(before)
 
     def add(self, record: Record) -> None:
-        """Keep a record and tell the listeners."""
+        """Keep a record and notify the subscribers."""
         self.records.append(record)
         for notify in self._on_record:
             notify(record)
 
+    def count(self, name: str) -> None:
+        """Count one event of that name."""
+        self.counts[name] = self.counts.get(name, 0.0) + 1.0
+
     def value_at(self, step: int, metric: str) -> float | None:
-        """The finite value that a metric had when the run stood at ``step``; None where it was not taken there."""
+        """The last finite value of a metric at ``step``; None if it was not logged there."""
         for record in reversed(self.records):
             if record.step < step:
                 return None
@@ -138,7 +144,7 @@ class MetricsLog:
 
     @contextmanager
     def warn_on_write_error(self, what: str) -> Iterator[None]:
-        """Around the write of a log: where it fails that is said once, and training goes on."""
+        """Context of a write that training does not depend on: a failure is warned of once, and training goes on."""
         try:
             yield
         except OSError as error:
@@ -150,13 +156,13 @@ class MetricsLog:
                     stacklevel=3,
                 )
 
-    def _tell(self, phase: str) -> None:
+    def _notify(self, phase: str) -> None:
         for notify in self._on_phase:
             notify(phase)
 
 
 def to_line(record: Record) -> str:
-    """A record as one line of JSON, without the line's end."""
+    """A record as one line of JSON, without the line break."""
     flat: dict[str, Any] = {"kind": record.kind, "step": record.step, "iteration": record.iteration}
     flat |= {name: value if math.isfinite(value) else None for name, value in record.metrics.items()}
     for number in NOT_FINITE:
@@ -179,10 +185,10 @@ def from_line(line: str) -> Record:
 
 
 class RecordFile:
-    """``metrics.jsonl`` being written: a line leaves the process as soon as it is whole.
+    """Appends to ``metrics.jsonl``; a line leaves the process as soon as it is complete.
 
     Args:
-        path: the file; what is in it already is kept.
+        path: the file; its present content is kept.
     """
 
     def __init__(self, path: Path) -> None:
@@ -194,15 +200,14 @@ class RecordFile:
         self._file.write(to_line(record) + "\n")
 
     def close(self) -> None:
-        """Give the file back; closing twice is harmless."""
+        """Close the file; closing twice is harmless."""
         self._file.close()
 
 
 def truncate_after(path: Path, step: int | None) -> list[Record]:
-    """Cut a file of records back to those up to ``step`` (None: to nothing) and return them.
+    """Remove the records after ``step`` from a file (None: all records), and return those that remain.
 
-    What was logged after the checkpoint a run resumes from will be logged again, and so will a line that the end of the
-    process left half written.
+    A resumed run logs again what came after its checkpoint. A line that a dying process left half written goes too.
     """
     kept = [] if step is None else [r for r in read_records(path) if r.step <= step]
     with atomic_write(path) as aside:
@@ -211,7 +216,7 @@ def truncate_after(path: Path, step: int | None) -> list[Record]:
 
 
 def read_records(path: Path) -> Sequence[Record]:
-    """The whole records of a file in order; none where there is no file, and a torn line is left out."""
+    """The complete records of a file in order; none if there is no file."""
     if not path.exists():
         return []
     records = []
@@ -225,7 +230,7 @@ def read_records(path: Path) -> Sequence[Record]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A place to write aside; it takes the place of ``path`` at the end, and nothing does when writing fails."""
+    """Yields a path to write to, which replaces ``path`` when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f"{path.stem}.writing{path.suffix}")
     try:

@@ -1,4 +1,4 @@
-"""Where a run writes: one directory for all its processes, found again on resume. Standard library only.
+"""Where a run writes: one directory for all its processes, found again on resume.
 
 outputs/2026-11-29/15-04-05/
     config.yaml command.txt            what was run
@@ -32,7 +32,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Names of the places inside one run directory."""
+    """The paths inside one run directory."""
 
     root: Path
 
@@ -43,7 +43,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Folders that resume the run."""
+        """Folder of the checkpoints."""
         return self.root / "checkpoints"
 
     @property
@@ -128,7 +128,7 @@ def _without_a_run(path: Path) -> Path:
 
 
 def _run_of(path: Path) -> Path:
-    """A run directory, from itself or from one of its checkpoints."""
+    """The run directory that ``path`` is, or that holds the checkpoint ``path``."""
     if not path.exists():
         raise CheckpointError(
             f"resume={path}: there is nothing there. Give a run directory or one of its checkpoint folders"
@@ -164,7 +164,7 @@ def _finished(run: Path) -> bool:
 
 
 def _unused(path: Path) -> Path:
-    """Two runs started in the same second do not share a directory."""
+    """``path``, or with a number behind it if it exists: two runs may start in the same second."""
     candidates = [path, *(path.with_name(f"{path.name}-{i}") for i in range(1, 1000))]
     return next(c for c in candidates if not c.exists())
 

@@ -1,6 +1,6 @@
-"""What a whole run came to, computed from its metrics log. Pure functions.
+"""Results of a whole run, computed from its metrics log. Pure functions.
 
-Leaves out when a number is taken and who shows it (``callbacks/``).
+Leaves out when a number is logged and who shows it (``callbacks/``).
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def total(records: Iterable[Record], name: str) -> float:
 
 @dataclass(frozen=True)
 class Change:
-    """One line of the table at the end: a metric when the run began and when it ended, in words."""
+    """One line of the table at the end: a metric at the start and at the end of the run, formatted."""
 
     label: str
     start: str
     end: str
 
 
-# metric -> (label, form), in the order of the table. A policy loss says nothing by its size, so it is not among them.
+# metric -> (label, format), in the order of the table. The size of a policy loss means nothing, so it is left out.
 CHANGES: Mapping[str, tuple[str, str]] = {
     "val/accuracy": ("held-out accuracy", ".3f"),
-    "val/pair_accuracy": ("held-out pairs told apart", ".3f"),
+    "val/pair_accuracy": ("held-out pair accuracy", ".3f"),
     "reward/mean": ("mean reward", ".3f"),
     "response_length/mean": ("response length, tokens", ".1f"),
     "actor/entropy": ("entropy, nats per token", ".3f"),
@@ -62,16 +62,16 @@ CHANGES: Mapping[str, tuple[str, str]] = {
 CHANGES_WITHOUT_REWARD = {
     "actor/loss": ("loss", ".4f"),
     "reward_model/loss": ("loss", ".4f"),
-    "actor/pair_accuracy": ("pairs told apart", ".3f"),
-    "reward_model/pair_accuracy": ("pairs told apart", ".3f"),
+    "actor/pair_accuracy": ("pair accuracy", ".3f"),
+    "reward_model/pair_accuracy": ("pair accuracy", ".3f"),
     **CHANGES,
 }
 
 
 def changes(records: Sequence[Record]) -> list[Change]:
-    """First and last value of the metrics a person asks about, those never seen left out."""
-    asked = CHANGES if names(records, "reward/") else CHANGES_WITHOUT_REWARD
-    found = [(label, form, *first_and_last(records, metric)) for metric, (label, form) in asked.items()]
+    """First and last value of the main metrics; those that were never logged are left out."""
+    shown = CHANGES if names(records, "reward/") else CHANGES_WITHOUT_REWARD
+    found = [(label, form, *first_and_last(records, metric)) for metric, (label, form) in shown.items()]
     return [
         Change(label, format(start, form), format(end, form))
         for label, form, start, end in found
@@ -80,15 +80,16 @@ def changes(records: Sequence[Record]) -> list[Change]:
 
 
 def first_and_last(records: Iterable[Record], name: str) -> tuple[float | None, float | None]:
-    """A metric's first and last finite value; None where there is none."""
+    """A metric's first and last finite value; None if there is none."""
     values = series(records, name)[1]
     return (values[0], values[-1]) if values else (None, None)
 
 
 def run_totals(records: Sequence[Record]) -> dict[str, object]:
-    """What the run came to, for ``summary.json``: quality at both ends, work done, seconds by phase.
+    """For ``summary.json``: quality at the start and the end, work done, seconds by phase.
 
-    Seconds are those of the first process, from before a resume too; ``other`` is waiting and work between the phases.
+    Seconds are those of the first process and include the time before a resume; ``other`` is waiting and work between
+    the phases.
     """
     accuracy, reward = first_and_last(records, "val/accuracy"), first_and_last(records, "reward/mean")
     of_pairs = first_and_last(records, "val/pair_accuracy")

@@ -25,6 +25,7 @@ from rlmodule.core.renamed import instead_of
 from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.data.prompts import DataConfig
 from rlmodule.environments import TASKS
+from rlmodule.loggers import LOGGERS, LoggerConfig
 from rlmodule.losses import LOSSES
 from rlmodule.losses.sft import SFT
 from rlmodule.models.description import NO_VALUE, SEPARATE, SHARED, ModelConfig
@@ -37,9 +38,8 @@ from rlmodule.rollout.hf import HFRolloutConfig
 STORED = "stored"  # beside the words of algorithm.source: what data.rollouts names
 SECTIONS = (
     *("model", "data", "rollout", "algorithm", "loss", "advantage", "reward", "batching", "optimizer", "critic"),
-    *("warm_start", "trainer", "strategy", "logger", "callbacks", "command"),
+    *("warm_start", "trainer", "strategy", "callbacks", "command"),
 )
-LOGGERS = ("tensorboard", "none")
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class RunConfig:
     task: Task | None = None
     advantage: Advantage | None = None
     reward: Reward | None = None
-    logger: str = "tensorboard"
+    loggers: Mapping[str, LoggerConfig] = field(default_factory=dict)
     callbacks: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -130,11 +130,6 @@ class RunConfig:
         """
         _check_sections(node)
         data = convert(DataConfig, node.data, "data")
-        logger = str(node.logger.get("name"))
-        if logger not in LOGGERS:
-            raise ConfigError(
-                key="logger", got=logger, because="no logger has that name", fix=did_you_mean(logger, LOGGERS)
-            )
         algorithm = convert(AlgorithmConfig, node.algorithm, "algorithm")
         model = convert(ModelConfig, node.model, "model")
         loss, imitates = component(LOSSES, node.loss), algorithm.source == DEMONSTRATIONS
@@ -161,11 +156,8 @@ class RunConfig:
             advantage=component(ADVANTAGES, node.advantage) if has_advantage else None,
             # A reward model answers no prompt.
             reward=None if imitates or model.is_reward_model else component(REWARDS, node.reward),
-            logger=logger,
-            callbacks={
-                name: convert(CALLBACKS.get(name, "callbacks"), node.callbacks[name] or {}, f"callbacks.{name}")
-                for name in node.callbacks
-            },
+            loggers=components(LOGGERS, node.get("logger"), "logger"),
+            callbacks=components(CALLBACKS, node.callbacks, "callbacks"),
         )
 
     @property
@@ -308,6 +300,14 @@ def component(registry: Registry[Any], node: Any) -> Any:
     return convert(registry.get(str(name)), node, registry.kind, ignore=("name",))
 
 
+def components(registry: Registry[Any], node: DictConfig | None, key: str) -> dict[str, Any]:
+    """The components of a section that holds several, by name in their order; none where there is no section."""
+    if node is None:
+        return {}
+    names = [str(name) for name in node.keys()]  # noqa: SIM118  mypy takes iteration over a node for one over bytes
+    return {name: convert(registry.get(name, key), node[name] or {}, f"{key}.{name}") for name in names}
+
+
 def _check_sections(node: DictConfig) -> None:
     for name in SECTIONS:
         if not isinstance(node.get(name), Mapping):
@@ -317,8 +317,8 @@ def _check_sections(node: DictConfig) -> None:
                 because="a run cannot do without this section",
                 fix=f"Choose one with {name}=NAME; --help lists the names",
             )
-    known = {f for f in RunConfig.__dataclass_fields__ if f not in ("general", "task", "backend")}
-    known |= {"strategy", "command", *GeneralConfig.__dataclass_fields__}
+    known = {f for f in RunConfig.__dataclass_fields__ if f not in ("general", "task", "backend", "loggers")}
+    known |= {"strategy", "logger", "command", *GeneralConfig.__dataclass_fields__}
     for key in map(str, node):
         if key not in known:
             raise ConfigError(

@@ -227,7 +227,7 @@ class Run:
             config.trainer.num_threads or max(1, min(2, os.cpu_count() or 1) // self.machine.num_processes)
         )
         checkpoint = self.resume_from()
-        step = None if checkpoint is None else int(read_manifest(checkpoint).entries["step"])
+        step = None if checkpoint is None else read_manifest(checkpoint).step
         objective = Objective(config.loss, config.algorithm)
         strategy = self.strategy.build()
         module = build_module(config, objective, self.dataset.samples_per_row, strategy)

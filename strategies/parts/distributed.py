@@ -14,9 +14,9 @@ from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 from rlmodule.core.config import at_least
 from rlmodule.core.layout import Layout
 from strategies.parts.collectives import GroupCollectives
+from strategies.parts.failures import first_error
 from strategies.parts.mesh import Mesh, check_degrees
 from strategies.parts.offload import OffloadConfig
-from strategies.parts.saved_state import first_error
 from strategies.parts.strategy_mixin import StrategyMixin, inner_models_of
 from strategies.parts.ulysses import Ulysses
 

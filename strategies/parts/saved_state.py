@@ -1,33 +1,31 @@
 """Models and optimizers in a checkpoint: every process writes and reads what it holds, by names that know no strategy.
 
-Lightning keeps loops, schedules, callbacks and data in its own state file; the tensors go into ``shards/`` beside it,
-in the format of torch.distributed.checkpoint, which cuts them anew for whoever reads. So a run may go on with another
-number of processes, and with another strategy. Leaves out how a folder is written safely (``checkpoint/state.py``).
+Lightning keeps loops, schedules, callbacks and data; that state becomes JSON and a few tensors. Models and optimizers
+go into ``shards/`` beside it, in pieces that any reader can cut anew, so a run may go on with another number of
+processes and another strategy. Nothing is pickled: a stranger's checkpoint runs no code when it is read. Leaves out the
+files (``shards.py``, ``snapshot.py``) and how a folder is written safely (``checkpoint/state.py``).
 """
 
 from __future__ import annotations
 
-import io
-import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from rlmodule.core.contract import SaveLater
-from rlmodule.core.errors import CheckpointError
+from rlmodule.core.errors import CheckpointError, in_one_line
+from strategies.parts.failures import on_all_or_none
+from strategies.parts.shards import Index, plan_of_rank, read_index, read_shards
+from strategies.parts.snapshot import SHARDS, RankReport, SavedSnapshot, StateFiles, agree
 
-SHARDS = "shards"
 MOMENT = "@"  # NAME@MOMENT is optimizer state of parameter NAME
 
 
@@ -47,62 +45,64 @@ class SavedState:
 
     @abstractmethod
     def state_dict_to_load(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
-        """The same, to be filled."""
+        """The tensors of ``state_dict_to_save``, to be filled; those of the optimizer too, before its first step."""
 
     @abstractmethod
     def load_state_dict(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
-        """Take over parts that have been filled."""
+        """Take over tensors that have been filled."""
 
     @abstractmethod
     def all_on_device(self, *, changes: bool) -> AbstractContextManager[None]:
-        """Models and optimizer states are where they can be read inside, and written where that is said."""
+        """Context with models and optimizer states on the device; ``changes`` says that they are written to."""
 
     def snapshot(self, state: Mapping[str, Any], *, copied: bool) -> SavedSnapshot:
-        """What this process holds, ready to be written; every process calls it.
+        """Take this process's part of a checkpoint; every process calls it.
 
         Args:
             state: what Lightning keeps.
             copied: into host memory of its own, so that training may go on before it is written.
         """
-        silence_single_process_warning()
+        parts: dict[str, Tensor] = {}
+        files = StateFiles()
+        try:
+            parts, mine = self._take_parts(copied=copied)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                files = StateFiles.of(state)
+        except Exception as error:  # every process must reach the exchange
+            mine = RankReport(failure=in_one_line(error))
+        if copied and self._writers is None and dist.is_initialized():
+            self._writers = dist.new_group(backend="gloo")
+        return SavedSnapshot(
+            parts,
+            agree(mine),
+            files,
+            group=self._writers if copied else None,
+            on_device=nullcontext if copied else partial(self.all_on_device, changes=False),
+        )
+
+    def _take_parts(self, *, copied: bool) -> tuple[dict[str, Tensor], RankReport]:
         parts: dict[str, Tensor] = {}
         with self.all_on_device(changes=False):
             for name, optimizer in self.models_and_optimizers():
                 parts |= self.state_dict_to_save(name, optimizer)
-            if not copied:
-                return SavedSnapshot(parts, pickled(state), on_device=partial(self.all_on_device, changes=False))
-            parts = {key: tensor.to("cpu", copy=True) for key, tensor in parts.items()}
-        if self._writers is None and dist.is_initialized():
-            self._writers = dist.new_group(backend="gloo")
-        return SavedSnapshot(parts, pickled(state), self._writers)
+            not_finite = first_not_finite(parts)
+            if copied:
+                parts = {key: tensor.to("cpu", copy=True) for key, tensor in parts.items()}
+            return parts, RankReport(plan_of_rank(parts), not_finite)
 
     def load_shards(self, folder: Path) -> None:
         """Read what this process holds from ``folder``; every process calls it.
 
         Raises:
-            CheckpointError: the checkpoint is of another model.
+            CheckpointError: on every process, when the checkpoint is of another model or one cannot read its part.
         """
-        silence_single_process_warning()
         with self.all_on_device(changes=True):
-            self._load(folder)
-
-    def _load(self, folder: Path) -> None:
-        place = folder / SHARDS
-        known = dcp.FileSystemReader(place).read_metadata().state_dict_metadata
-        for name, optimizer in self.models_and_optimizers():
-            wanted = self.state_dict_to_load(name, optimizer)
-            missing = [key for key in wanted if key not in known]
-            missing_keys = [key for key in missing if MOMENT not in key]
-            if missing_keys:
-                raise CheckpointError(
-                    f"{folder}: it has no {missing_keys[0]}. It was written for another model; start anew, or use "
-                    "its own"
-                )
-            found = {key: tensor for key, tensor in wanted.items() if key in known}
-            dcp.load(found, checkpoint_id=place, no_dist=not dist.is_initialized())
-            self.load_state_dict(name, optimizer, found)
-            if missing:  # saved before the first optimizer step
-                optimizer.state.clear()
+            for name, optimizer in self.models_and_optimizers():
+                wanted = self.state_dict_to_load(name, optimizer)
+                found = on_all_or_none(partial(_read_parts, folder, wanted))
+                self.load_state_dict(name, optimizer, found)
+                if len(found) < len(wanted):  # saved before the first optimizer step
+                    optimizer.state.clear()
 
     # ---- Lightning's hooks
 
@@ -131,79 +131,75 @@ class SavedState:
                 group.update(saved)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's own state; keeps in mind where the tensors are."""
+        """Lightning's own state; ``load_optimizer_state_dict`` reads the tensors beside it later."""
         self._saved_at = Path(checkpoint_path).parent
-        return torch.load(checkpoint_path, map_location="cpu", weights_only=weights_only is not False)
+        return on_all_or_none(partial(StateFiles.read, Path(checkpoint_path)))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """A snapshot, written at once, or handed to whoever asked for it by ``SaveLater``."""
-        if isinstance(storage_options, SaveLater):
-            storage_options.snapshot = self.snapshot(checkpoint, copied=storage_options.copied)
-        else:
-            self.snapshot(checkpoint, copied=False).write(Path(filepath))
-
-
-@dataclass(frozen=True)
-class SavedSnapshot:
-    """This process's part of a checkpoint.
-
-    Args:
-        parts: tensors by names that know no strategy.
-        state: Lightning's own, pickled; the first process writes it.
-        group: of the threads that write, apart from the exchanges of training; None for the world, in training's turn.
-        on_device: the tensors can be read inside of it.
-    """
-
-    parts: Mapping[str, Tensor]
-    state: bytes
-    group: dist.ProcessGroup | None = None
-    on_device: Callable[[], AbstractContextManager[None]] = nullcontext
-
-    def write(self, path: Path) -> None:
-        """Tensors into ``shards/`` beside ``path``, the state into it.
+        """Take a snapshot and write it at once; with ``SaveLater`` the caller gets it, and writes it.
 
         Raises:
-            OSError: on every process when one could not write its tensors; on the first when it could not write
-                the state.
+            CheckpointError: on every process, when one could not take its part or holds a weight that is not finite.
         """
-        try:
-            with self.on_device():
-                dcp.save(
-                    dict(self.parts),
-                    checkpoint_id=path.parent / SHARDS,
-                    process_group=self.group,
-                    no_dist=not dist.is_initialized(),
-                )
-        except CheckpointException as error:  # no Exception, and it says more than anybody wants to read
-            failed = next(iter(error.failures.values()))
-            raise OSError(str(failed[0] if isinstance(failed, tuple) else failed)) from None
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            path.write_bytes(self.state)
-
-    def gather_first_error(self, problem: str | None) -> str | None:
-        """The first problem that any process has, on every process."""
-        return first_error(problem, self.group)
+        if isinstance(storage_options, SaveLater):
+            storage_options.snapshot = self.snapshot(checkpoint, copied=storage_options.copied)
+            return
+        snapshot = self.snapshot(checkpoint, copied=False)
+        if snapshot.failure is not None or snapshot.not_finite is not None:
+            raise CheckpointError(
+                f"{filepath}: nothing is saved ({snapshot.failure or f'{snapshot.not_finite} is not finite'})"
+            )
+        on_all_or_none(partial(snapshot.write, Path(filepath)))
 
 
-def first_error(problem: str | None, group: dist.ProcessGroup | None = None) -> str | None:
-    """The first problem that any process of the group has, on every process of it; one exchange."""
-    if not dist.is_initialized():
-        return problem
-    everyone: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, problem, group=group)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(everyone) if text is not None), None)
+def _read_parts(folder: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Fill those of ``wanted`` that the checkpoint has, and return them."""
+    try:
+        index = read_index(folder / SHARDS)
+        check_same_model(index, wanted)
+        found = {key: tensor for key, tensor in wanted.items() if key in index}
+        read_shards(folder / SHARDS, index, found)
+        bad = first_not_finite(found)
+        if bad is not None:
+            raise ValueError(f"{bad} is not finite")
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    except Exception as error:  # whatever a damaged or foreign file leads to
+        raise CheckpointError(f"{folder}: the checkpoint cannot be read ({in_one_line(error)})") from error
+    return found
 
 
-def pickled(state: Mapping[str, Any]) -> bytes:
-    """As ``torch.load`` reads it."""
-    buffer = io.BytesIO()
-    torch.save(dict(state), buffer)
-    return buffer.getvalue()
+def first_not_finite(parts: Mapping[str, Tensor]) -> str | None:
+    """Name of a weight that is NaN or infinite, or of a moment that is NaN; of what this process holds.
 
-
-def silence_single_process_warning() -> None:
-    """torch.distributed.checkpoint warns of a process without a group, also when it is told that there is none.
-
-    For good: a thread may save, and what ``warnings.catch_warnings`` puts back belongs to all of them.
+    An infinite second moment is let pass: a huge gradient leaves one, and the weight then stands still.
     """
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    for name, tensor in parts.items():
+        piece = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if piece.is_floating_point():
+            bad = piece.isnan() if MOMENT in name else ~piece.isfinite()
+            if bool(bad.any()):
+                return name
+    return None
+
+
+def check_same_model(index: Index, wanted: Mapping[str, Tensor]) -> None:
+    """Refuse the weights of another model.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape.
+    """
+    for name, tensor in wanted.items():
+        if name not in index:
+            if MOMENT in name:  # there are none before the first optimizer step
+                continue
+            raise CheckpointError(f"it has no {name}. It was written for another model; start anew, or use its own")
+        saved, here = list(index[name].shape), list(tensor.shape)
+        if saved != here:
+            raise CheckpointError(f"{name} is {saved} there and {here} here. {_remedy(name, saved)}")
+
+
+def _remedy(name: str, saved: list[int]) -> str:
+    if ".lora_A." in name:  # [r, in]
+        return f"It was written with model.lora.r={saved[0]}; resume with that, or start anew"
+    return "It was written for another model; start anew, or use its own"

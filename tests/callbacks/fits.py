@@ -16,8 +16,7 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.callbacks.metrics import purge_step
-from rlmodule.callbacks.parts.context import RunContext, TolerantTensorBoardLogger
+from rlmodule.callbacks.parts.context import RunContext
 from rlmodule.core.types import Prompt, RewardResult, Sample
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
@@ -26,6 +25,7 @@ from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.sources import OfflineSource, RolloutSource, RowSampler, Source
+from rlmodule.loggers import LOGGERS
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
 from rlmodule.models.building import build_policy
@@ -82,7 +82,7 @@ class SmallRun:
         resumed_step: as the context says it.
         world_size, rank: place of this process; more than one needs a process group.
         extra: callbacks of the test itself.
-        tensorboard: whether event files are written.
+        loggers: those that show it, by name or as they are.
         reward: the judge.
         imitates: demonstrations take the place of sampled responses.
     """
@@ -94,7 +94,7 @@ class SmallRun:
     world_size: int = 1
     rank: int = 0
     extra: tuple[L.Callback, ...] = ()
-    tensorboard: bool = True
+    loggers: tuple[Any, ...] = ("tensorboard",)
     reward: Callable[[Sequence[Sample]], list[RewardResult]] = EvenTokens()
     imitates: bool = False
 
@@ -135,7 +135,13 @@ class SmallRun:
         trainable = Trainable("policy", objective, OptimizerConfig(lr=1e-2, warmup_steps=0), run_steps=8)
         module = RLModule({"policy": policy}, [trainable], max_skipped_in_a_row=3)
         callbacks = [CALLBACKS.get(name)(**kwargs).connect(context) for name, kwargs in self.config.items()]
-        self._trainer(strategy, [*callbacks, *self.extra]).fit(
+        loggers = [
+            LOGGERS.get(one)().connect(self.run_dir, hparams=context.hparams, resumed_step=self.resumed_step)
+            if isinstance(one, str)
+            else one
+            for one in self.loggers
+        ]
+        self._trainer(strategy, [*callbacks, *self.extra], loggers).fit(
             module, datamodule=data, ckpt_path=checkpoint, weights_only=True
         )
         return context
@@ -149,21 +155,14 @@ class SmallRun:
             return SingleStrategy(SingleConfig(), device="cpu", num_processes=1, num_nodes=1)
         return DDPStrategy(DDPConfig(), device="cpu", num_processes=self.world_size, num_nodes=1)
 
-    def _trainer(self, strategy: Any, callbacks: list[L.Callback]) -> L.Trainer:
-        logger = TolerantTensorBoardLogger(
-            self.run_dir,
-            name="tensorboard",
-            version="",
-            default_hp_metric=False,
-            purge_step=purge_step(self.resumed_step),
-        )
+    def _trainer(self, strategy: Any, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
         return L.Trainer(
             accelerator="cpu",
             devices=self.world_size,
             strategy=strategy,
             max_epochs=self.iterations,
             callbacks=callbacks,
-            logger=logger if self.tensorboard else False,
+            logger=loggers,
             log_every_n_steps=1,
             reload_dataloaders_every_n_epochs=1,
             use_distributed_sampler=False,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import io
 import json
 import math
@@ -61,6 +62,23 @@ def curves(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
+def table_of(run_dir: Path) -> list[Record]:
+    """``metrics.csv`` as records."""
+    with (run_dir / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        assert None not in row and None not in row.values(), "every line has every column"
+    return [
+        Record(
+            row.pop("kind"),
+            int(row.pop("step")),
+            int(row.pop("iteration")),
+            {name: float(value) for name, value in row.items() if value},
+        )
+        for row in rows
+    ]
+
+
 def same_in_every_run(records: list[Record]) -> list[Record]:
     return [
         Record(r.kind, r.step, r.iteration, {k: v for k, v in r.metrics.items() if not k.startswith(PER_RUN)})
@@ -70,7 +88,7 @@ def same_in_every_run(records: list[Record]) -> list[Record]:
 
 def limited_run(rank, run_dir):
     """A disk on which no file may grow past 1,500 bytes; what was warned of, and the step that was reached."""
-    run = SmallRun(run_dir, ALL | {"validation": {}}, iterations=4)
+    run = SmallRun(run_dir, ALL | {"validation": {}}, iterations=4, loggers=("tensorboard", "csv"))
     sys.stdout = io.StringIO()  # which may be a file as well
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
     with warnings.catch_warnings(record=True) as caught:
@@ -86,7 +104,7 @@ def test_ckpt_03_logs_that_cannot_be_written_are_said_once_each_and_training_goe
     [(said, step)] = run_on_ranks(1, limited_run, tmp_path)
     assert step == 4 * STEPS_PER_ITERATION
     named = [text.partition(" cannot")[0] for text in said]
-    assert {"metrics.jsonl", "rollouts", "TensorBoard's event file", "curves.png"} <= set(named)
+    assert {"metrics.jsonl", "metrics.csv", "rollouts", "TensorBoard's event file", "curves.png"} <= set(named)
     assert len(named) == len(set(named)), "once each"
     assert all("File too large" in text and "Free some space" in text for text in said)
 
@@ -95,7 +113,7 @@ def test_ckpt_03_logs_that_cannot_be_written_are_said_once_each_and_training_goe
 def finished(tmp_path_factory) -> tuple[Path, RunContext]:
     """A run of three iterations that nothing disturbed."""
     run_dir = tmp_path_factory.mktemp("finished")
-    context = SmallRun(run_dir, ALL, iterations=3).fit()
+    context = SmallRun(run_dir, ALL, iterations=3, loggers=("tensorboard", "csv")).fit()
     return run_dir, context
 
 
@@ -148,6 +166,11 @@ def test_tensorboard_holds_every_number_of_the_file_once(finished):
         assert [value for _, value in drawn[name]] == pytest.approx(
             [value for _, value in points], rel=1e-6
         )  # float32 there
+
+
+def test_the_table_holds_every_number_of_the_file(finished):
+    run_dir, _ = finished
+    assert table_of(run_dir) == read_records(run_dir / "metrics.jsonl")
 
 
 def test_histograms_text_settings_and_charts_are_in_tensorboard(finished):
@@ -219,8 +242,8 @@ def test_rollouts_are_every_sample_in_order(finished):
     assert all(len(row["logprobs"]) == len(row["response_ids"]) and "loss_mask" not in row for row in rows)
 
 
-@pytest.mark.parametrize("tensorboard", [True, False])
-def test_a_resumed_run_leaves_what_an_undisturbed_one_leaves(finished, tmp_path, tensorboard):
+@pytest.mark.parametrize("loggers", [("tensorboard", "csv"), ()])
+def test_a_resumed_run_leaves_what_an_undisturbed_one_leaves(finished, tmp_path, loggers):
     whole, _ = finished
     run_dir, checkpoint = tmp_path / "run", tmp_path / "iteration_1.ckpt"
     first = SmallRun(
@@ -228,7 +251,7 @@ def test_a_resumed_run_leaves_what_an_undisturbed_one_leaves(finished, tmp_path,
         ALL,
         iterations=3,
         extra=(Save(checkpoint), Crash(3, RuntimeError("power cut"))),
-        tensorboard=tensorboard,
+        loggers=loggers,
     )
     with pytest.raises(RuntimeError, match="power cut"):
         first.fit()
@@ -236,13 +259,14 @@ def test_a_resumed_run_leaves_what_an_undisturbed_one_leaves(finished, tmp_path,
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["finished"], summary["iterations"]) == (False, 1)
 
-    SmallRun(run_dir, ALL, iterations=3, resumed_step=STEPS_PER_ITERATION, tensorboard=tensorboard).fit(checkpoint)
+    SmallRun(run_dir, ALL, iterations=3, resumed_step=STEPS_PER_ITERATION, loggers=loggers).fit(checkpoint)
     resumed, undisturbed = (read_records(folder / "metrics.jsonl") for folder in (run_dir, whole))
     assert same_in_every_run(resumed) == same_in_every_run(undisturbed)
     assert json.loads((run_dir / "summary.json").read_text())["iterations"] == 3
     for path in (whole / "rollouts").iterdir():
         assert (run_dir / "rollouts" / path.name).read_bytes() == path.read_bytes()
-    if tensorboard:
+    if loggers:
+        assert table_of(run_dir) == read_records(run_dir / "metrics.jsonl")
         assert {n: [s for s, _ in p] for n, p in curves(run_dir).items()} == {
             n: [s for s, _ in p] for n, p in curves(whole).items()
         }
@@ -281,7 +305,9 @@ def test_demonstrations_are_neither_validated_nor_written_down(tmp_path):
 
 
 def on_two_ranks(rank: int, root: str) -> list[tuple[str, int, float]]:
-    run = SmallRun(Path(root) / f"rank{rank}", ALL, iterations=2, tensorboard=rank == 0).on_rank(rank, 2)
+    run = SmallRun(
+        Path(root) / f"rank{rank}", ALL, iterations=2, loggers=("tensorboard",) if rank == 0 else ()
+    ).on_rank(rank, 2)
     context = run.fit()
     return [
         (r.kind, r.step, r.metrics.get("val/accuracy", r.metrics.get("reward/mean", 0.0)))
@@ -323,7 +349,7 @@ def test_a_terminal_gets_a_bar_and_the_log_gets_the_lines(tmp_path, monkeypatch)
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr("sys.stdout", screen)
     callbacks = {"progress": {"refresh_per_second": 50.0}, "validation": {"every_n_iterations": 0}, "metrics": {}}
-    SmallRun(tmp_path, callbacks, tensorboard=False).fit()
+    SmallRun(tmp_path, callbacks, loggers=()).fit()
     assert "━" in screen.getvalue()
     assert "validation  step" not in screen.getvalue(), "the bar is still there when the last validation is over"
     assert (tmp_path / "train.log").read_text().count("validation  step") == 2
@@ -334,7 +360,7 @@ def test_a_terminal_gets_a_bar_and_the_log_gets_the_lines(tmp_path, monkeypatch)
 
 
 def test_a_pipe_gets_the_lines_without_escapes(tmp_path, capsys):
-    SmallRun(tmp_path, {"progress": {}, "metrics": {}}, tensorboard=False).fit()
+    SmallRun(tmp_path, {"progress": {}, "metrics": {}}, loggers=()).fit()
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert printed == (tmp_path / "train.log").read_text()

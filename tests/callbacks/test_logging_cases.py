@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.tensorboard import SummaryWriter
 
-from rlmodule.callbacks.metrics import purge_step, write_scalars
 from rlmodule.experience.iteration_metrics import reward_metrics
+from rlmodule.loggers.tensorboard import TensorBoardConfig, purge_step
 from rlmodule.records.metrics_log import Record, RecordFile, read_records, truncate_after
 from tests.callbacks.builders import info
 
@@ -19,11 +18,12 @@ def test_met_06_after_a_resume_every_step_is_there_once_and_in_order(tmp_path):
     def train(first: int, last: int, resumed_step: int | None) -> list[Record]:
         kept = truncate_after(path, resumed_step)
         file = RecordFile(path)
-        with SummaryWriter(tmp_path / "tensorboard", purge_step=purge_step(resumed_step)) as writer:
-            for step in range(first, last + 1):
-                record = Record("step", step, 1, {"actor/pg_loss": float(step)})
-                file.write(record)
-                write_scalars(writer, record)
+        logger = TensorBoardConfig().connect(tmp_path, hparams={}, resumed_step=resumed_step)
+        for step in range(first, last + 1):
+            record = Record("step", step, 1, {"actor/pg_loss": float(step)})
+            file.write(record)
+            logger.write_record(record)
+        logger.finalize("success")
         file.close()
         return kept
 

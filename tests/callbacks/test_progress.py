@@ -75,7 +75,7 @@ def test_the_bar_fits_a_narrow_terminal(said, shown):
 def test_a_validation_line_says_what_was_examined_and_nothing_else():
     answers = {"val/accuracy": 0.25, "val/response_length": 5.0}
     pairs = {"val/pair_accuracy": 0.75, "val/margin": 0.5, "val/loss": 0.625}
-    said = "pairs told apart 0.750  margin 0.500  loss 0.6250"
+    said = "pair accuracy 0.750  margin 0.500  loss 0.6250"
     for metrics, words in (
         (answers, "accuracy 0.250  length 5.0"),
         (pairs, said),

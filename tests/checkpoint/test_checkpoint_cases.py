@@ -46,7 +46,7 @@ def save(root, iteration, megabytes=1.0):
         for shard in range(4):
             (aside / f"shard_{shard}").write_bytes(block)
 
-    write_folder(folder_of(root, iteration), write, {"iteration": iteration})
+    assert write_folder(folder_of(root, iteration), write, {"iteration": iteration, "step": iteration}) is None
 
 
 def test_ckpt_01_a_truncated_checkpoint_is_passed_over_and_replaced_by_the_next_save(tmp_path):
@@ -119,11 +119,11 @@ def test_ckpt_01_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_pa
 
 
 def fill_the_disk(rank, run_dir, devices):
-    """Go on for one iteration in a world where no file may grow past 40 KB, which a checkpoint alone does."""
+    """Go on for one iteration in a world where no file may grow past 30 KB, which a checkpoint alone does."""
     no_rollouts = "callbacks.samples.every_n_iterations=99"
     devices = f"trainer.devices={devices}"
     run = small_run(run_dir, "trainer.max_epochs=4", devices, no_rollouts, f"resume={run_dir}")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000))
     try:
         run.fit()
     except CheckpointError as error:
@@ -141,6 +141,35 @@ def test_ckpt_03_a_full_disk_leaves_the_checkpoint_before_it_and_ends_every_rank
     after = {path: path.read_bytes() for path in (copy_of / "checkpoints").rglob("*") if path.is_file()}
     assert after == before, "earlier checkpoints are untouched, and nothing half written is left"
     assert newest_whole(copy_of / "checkpoints") == (folder_of(copy_of / "checkpoints", 3), [])
+
+
+# ---- another model
+
+
+@pytest.mark.parametrize(("first", "second"), [(2, 4), (4, 2)])
+def test_t2a_25_another_rank_of_the_adapters_is_refused_with_the_key(tmp_path, first, second):
+    """T2A-25."""
+    run_dir = tmp_path / "run"
+    run_small(run_dir, f"model.lora.r={first}")
+    with pytest.raises(
+        CheckpointError, match=rf"It was written with model\.lora\.r={first}; resume with that"
+    ) as caught:
+        run_small(run_dir, f"model.lora.r={second}", "trainer.max_epochs=3", f"resume={run_dir}")
+    assert f"is [{first}, 16] there and [{second}, 16] here" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("model.architecture.num_hidden_layers=2", "it has no policy."),
+        ("model.architecture.intermediate_size=8", "[16, 16] there and [8, 16] here"),
+        ("model.lora.r=2", "it has no policy."),
+    ],
+)
+def test_the_weights_of_another_model_are_refused(copy_of, setting, says):
+    with pytest.raises(CheckpointError, match="It was written for another model; start anew, or use its own") as caught:
+        run_small(copy_of, setting, "trainer.max_epochs=4", f"resume={copy_of}")
+    assert says in str(caught.value)
 
 
 # ---- CKPT-04

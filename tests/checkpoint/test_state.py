@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from rlmodule.checkpoint import state
 from rlmodule.checkpoint.state import MANIFEST, STATE_FILE, folder_of, newest_whole, prune, verify, write_folder
 from rlmodule.core.errors import CheckpointError
 
@@ -16,7 +17,7 @@ def save(root, iteration, content="weights", **entries):
         (aside / "shards").mkdir()
         (aside / "shards" / "rank_0").write_text(content * 3)
 
-    write_folder(folder, write, {"step": 4 * iteration, **entries})
+    assert write_folder(folder, write, {"step": 4 * iteration, **entries}) is None
     return folder
 
 
@@ -46,8 +47,7 @@ def test_a_write_that_fails_leaves_everything_as_it_was(tmp_path):
         (aside / STATE_FILE).write_text("half")
         raise OSError("no space left")
 
-    with pytest.raises(OSError, match="no space left"):
-        write_folder(folder, fail, {})
+    assert write_folder(folder, fail, {"step": 4}) == "OSError: no space left"
     assert (folder / STATE_FILE).read_text() == "weights"
     verify(folder)
     assert [p.name for p in tmp_path.iterdir()] == [folder.name]
@@ -83,7 +83,7 @@ DAMAGE = {
     remove_file: "shards/rank_0 is missing",
     remove_manifest: f"{MANIFEST} is missing",
     cut_manifest: f"{MANIFEST} cannot be read",
-    empty_manifest: f"{MANIFEST} cannot be read",
+    empty_manifest: f"{MANIFEST} is damaged",
 }
 
 
@@ -97,6 +97,57 @@ def test_damage_is_named_and_the_checkpoint_before_it_is_taken(tmp_path, damage)
     found, passed_over = newest_whole(tmp_path)
     assert found == good
     assert passed_over == [f"passed over {caught.value}"]
+
+
+def test_point_17_every_bit_of_the_manifest_counts(tmp_path):
+    """A wrong ``step`` would cut metrics, a wrong checksum would let a damaged file pass."""
+    folder = save(tmp_path, 1, config={"optimizer.lr": 1e-4, "seed": 0, "name": "naïve"}, best=None)
+    content = (folder / MANIFEST).read_bytes()
+    verify(folder)
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (folder / MANIFEST).write_bytes(flipped)
+        with pytest.raises(CheckpointError, match=MANIFEST):
+            verify(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text + "\n",
+        lambda text: text.replace("  ", " "),
+        lambda text: text.replace('"step": 4', '"step": 5'),
+    ],
+)
+def test_point_17_a_manifest_that_was_edited_is_refused(tmp_path, change):
+    folder = save(tmp_path, 1)
+    text = (folder / MANIFEST).read_text()
+    assert change(text) != text
+    (folder / MANIFEST).write_text(change(text))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        verify(folder)
+
+
+def replace_by_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("name", [MANIFEST, STATE_FILE])
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path, name):
+    folder = save(tmp_path, 1)
+    replace_by_folder(folder / name)
+    with pytest.raises(CheckpointError, match=name):
+        verify(folder)
+
+
+def test_a_manifest_of_a_later_format_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(state, "FORMAT", 3)
+    folder = save(tmp_path, 1)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"format 3, this version of rlmodule reads 2\. Use the version"):
+        verify(folder)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
@@ -122,6 +173,37 @@ def test_pruning_keeps_the_newest_and_clears_what_was_interrupted(tmp_path):
     (tmp_path / "iteration_000004.old.writing").mkdir()
     prune(tmp_path, keep=2, newest=folders[-1])
     assert sorted(p.name for p in tmp_path.iterdir()) == ["iteration_000004", "iteration_000005"]
+
+
+RENAMED = (
+    "best",
+    "iteration_000002_good",
+    "iteration_000002.old",
+    "iteration_good",
+    "iteration_000000",
+    "good.writing",
+)
+
+
+@pytest.mark.parametrize("name", RENAMED)
+def test_a_checkpoint_that_the_user_renamed_is_never_pruned_and_never_chosen(tmp_path, name):
+    """Issue 10, point 4: asked for by its name it is as good as any."""
+    save(tmp_path, 2).rename(tmp_path / name)
+    for iteration in range(3, 9):
+        prune(tmp_path, keep=1, newest=save(tmp_path, iteration))
+    assert {p.name for p in tmp_path.iterdir()} == {name, "iteration_000008"}
+    assert verify(tmp_path / name).step == 8
+    folder_of(tmp_path, 8).rename(tmp_path / "iteration_000099")
+    assert newest_whole(tmp_path) == (None, [])
+
+
+def test_pruning_leaves_alone_what_does_not_say_that_it_is_a_checkpoint(tmp_path):
+    for name in ("iteration_000001", "iteration_000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("mine")
+    remove_manifest(save(tmp_path, 3))
+    prune(tmp_path, keep=1, newest=save(tmp_path, 9))
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_pruning_leaves_later_checkpoints_of_a_run_that_went_back_alone(tmp_path):

@@ -3,7 +3,7 @@
 import pytest
 
 from rlmodule.core import errors
-from rlmodule.core.errors import ConfigError, DataError, DependencyError, RLModuleError, did_you_mean
+from rlmodule.core.errors import ConfigError, DataError, DependencyError, RLModuleError, did_you_mean, in_one_line
 
 
 def test_the_tree_is_the_one_drawn_at_the_top_of_the_file():
@@ -48,3 +48,15 @@ def test_did_you_mean(word, known, sentence):
 def test_a_word_like_nothing_known_is_told_all_that_is():
     names = [f"name{i}" for i in range(30)]
     assert all(name in did_you_mean("qq", names) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(28, "No space left"), "OSError: [Errno 28] No space left"),
+        (RuntimeError("shape [2]\nframe #0"), "RuntimeError: shape [2]"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
+def test_an_error_in_one_line_has_its_type_and_its_first_line(error, line):
+    assert in_one_line(error) == line

@@ -55,10 +55,10 @@ def test_any_number_of_ranks_takes_up_what_two_kept(ranks):
     saved = [ReplayMemory(1), ReplayMemory(1)]
     for rank, memory in enumerate(saved):
         memory.with_earlier(drawn(0, 6)[rank::2], 0)
-    payloads = [memory.state() for memory in saved]
+    states = [memory.state() for memory in saved]
     shares = [ReplayMemory(1) for _ in range(ranks)]
     for rank, memory in enumerate(shares):
-        memory.load(payloads, Layout(ranks, rank))
+        memory.load(states, Layout(ranks, rank))
     kept = [ids_of(memory.with_earlier([], 1)) for memory in shares]
     assert sorted(i for part in kept for i in part) == list(range(6))
     assert max(map(len, kept)) - min(map(len, kept)) <= 1

@@ -15,14 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
 import rlmodule.callbacks.checkpoint
 import rlmodule.callbacks.export
 from rlmodule.checkpoint import state
 from rlmodule.experience.sources import RolloutSource
 from rlmodule.module import RLModule
 from rlmodule.records.metrics_log import RecordFile
+from strategies.parts import snapshot
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import run_small
 
@@ -35,9 +34,9 @@ TRAINING: dict[str, tuple[Any, str, int]] = {
     "prune": (rlmodule.callbacks.checkpoint, "prune", 1),
 }
 WRITING: dict[str, tuple[Any, str, int]] = {
-    "shard": (FileSystemWriter, "write_data", 1),
+    "shard": (snapshot, "write_shards", 1),
     "finish": (state, "_finish", 1),
-    "flush": (state, "_flush", 6),  # of every file and folder, before the whole gets its name
+    "flush": (state, "_flush", 7),  # of every file and folder, before the whole gets its name
     "rename": (Path, "rename", 1),
 }
 ENDING: dict[str, tuple[Any, str, int]] = {"export": (rlmodule.callbacks.export, "save_pretrained", 1)}

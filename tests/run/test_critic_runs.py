@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from rlmodule.checkpoint.state import folder_of
 from rlmodule.models.building import build_policy
 from rlmodule.models.value import build_value_model
 from rlmodule.run.build.models import critic_model
-from strategies.parts.saved_state import SHARDS
+from strategies.parts.shards import read_whole
+from strategies.parts.snapshot import SHARDS
 from tests.helpers.runs import run_small, small_run
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -19,15 +19,8 @@ def steps_of(records, iteration):
     return [r.metrics for r in records if r.kind == "step" and r.iteration == iteration]
 
 
-def stored(folder, name, model):
-    """Weights of a model in a checkpoint, by their names."""
-    parts = {f"{name}.{key}": torch.zeros_like(p) for key, p in model.named_parameters()}
-    dcp.load(parts, checkpoint_id=folder / SHARDS, no_dist=True)
-    return parts
-
-
 def changed(folder, name, model):
-    parts = stored(folder, name, model)
+    parts = read_whole(folder / SHARDS)
     return [key for key, p in model.named_parameters() if not torch.equal(parts[f"{name}.{key}"], p)]
 
 

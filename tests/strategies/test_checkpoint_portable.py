@@ -12,11 +12,11 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from rlmodule.callbacks.checkpoint import CheckpointConfig, SaveCheckpoints
 from rlmodule.checkpoint.state import STATE_FILE, folder_of, verify
+from strategies.parts import snapshot
+from strategies.parts.shards import read_whole
 from tests.callbacks.builders import context_in
 from tests.helpers.ranks import run_on_ranks
 from tests.strategies.fixed_runs import FixedRun, Outcome, relative_difference
@@ -93,10 +93,7 @@ def test_ckpt_06_another_strategy_and_world_goes_on_within_rounding(written, wri
 
 def state_in(folder: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, whole."""
-    known = dcp.FileSystemReader(folder / "shards").read_metadata().state_dict_metadata
-    state = {key: torch.empty(meta.size) for key, meta in known.items()}
-    dcp.load(state, checkpoint_id=folder / "shards", no_dist=True)
-    return state
+    return read_whole(folder / "shards")
 
 
 def test_ckpt_06_weights_and_moments_are_those_of_a_run_that_never_stopped(written):
@@ -126,13 +123,13 @@ class HoldBack(L.Callback):
         self.was_waited_for: list[bool] = []
 
     def on_train_start(self, *_: Any) -> None:
-        write = FileSystemWriter.write_data
+        write = snapshot.write_shards
 
-        def held(*args: Any, **kwargs: Any) -> Any:
+        def held(*args: Any) -> None:
             self.was_waited_for.append(self.has_gone_on.wait(60))
-            return write(*args, **kwargs)
+            write(*args)
 
-        FileSystemWriter.write_data = held  # in a forked rank of its own
+        snapshot.write_shards = held  # in a forked rank of its own
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
         if module.counters.steps > STEPS:
@@ -163,5 +160,6 @@ def test_training_goes_on_while_a_checkpoint_is_written_which_holds_the_moment_i
 def test_a_manifest_lists_every_rank_s_shards(written):
     folder = folder_of(written["fsdp2"][0] / "checkpoints", 2)
     manifest = verify(folder)
-    assert {"shards/__0_0.distcp", "shards/__1_0.distcp", "shards/.metadata", STATE_FILE} <= set(manifest.files)
+    shards = {"shards/rank_0_0.safetensors", "shards/rank_1_0.safetensors", "shards/index.json"}
+    assert {*shards, STATE_FILE, "state.safetensors"} == set(manifest.files)
     assert json.loads((folder / "manifest.json").read_text())["entries"]["layout"]["world_size"] == 2

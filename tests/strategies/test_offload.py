@@ -166,7 +166,7 @@ def test_a_checkpoint_is_written_and_read_while_everything_waits(tmp_path):
             return [t.clone() for t in (*strategy.local_shards("policy"), *states_of(optimizer))]
 
     (saved, writer), (loaded, reader) = started(0), started(1)
-    writer.save_checkpoint({}, tmp_path / "state.ckpt")
+    writer.save_checkpoint({}, tmp_path / "state.json")
     reader.load_shards(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(numbers(writer), numbers(reader), strict=True))
     for policy, strategy in ((saved, writer), (loaded, reader)):

@@ -13,7 +13,8 @@ import lightning as L
 import pytest
 
 from rlmodule.checkpoint.state import STATE_FILE, newest_whole, verify
-from rlmodule.core.errors import Preempted
+from rlmodule.core.errors import CheckpointError, Preempted
+from strategies.parts import snapshot
 from tests.callbacks.fits import SmallRun
 from tests.helpers.ranks import run_on_ranks
 
@@ -87,7 +88,7 @@ def test_str_07_signal_in_the_last_step_of_an_iteration_saves_the_whole_iteratio
 def test_ckpt_01_a_half_written_checkpoint_of_several_ranks_is_passed_over(tmp_path):
     assert fit(SmallRun(tmp_path, SAVING), 2) == ["", ""]
     newest = tmp_path / "checkpoints" / "iteration_000002"
-    shard = next((newest / "shards").glob("__1_*.distcp"))
+    shard = next((newest / "shards").glob("rank_1_*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-7])
     found, passed_over = newest_whole(tmp_path / "checkpoints")
     assert found is not None and found.name == "iteration_000001"
@@ -97,20 +98,17 @@ def test_ckpt_01_a_half_written_checkpoint_of_several_ranks_is_passed_over(tmp_p
 @pytest.mark.parametrize("saving", [SAVING, IN_BACKGROUND], ids=["at once", "in the background"])
 def test_ckpt_03_a_disk_that_fills_up_on_one_rank_stops_all_and_spoils_nothing(tmp_path, saving):
     """The second rank cannot write its shards of the second of three checkpoints."""
-    from rlmodule.core.errors import CheckpointError
 
     def rank_of(rank: int) -> str:
-        from torch.distributed.checkpoint.filesystem import FileSystemWriter
+        write, calls = snapshot.write_shards, []
 
-        write, calls = FileSystemWriter.write_data, []
-
-        def full(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def full(*args: Any) -> None:
             calls.append(1)
             if rank == 1 and len(calls) == 2:
                 raise OSError(28, "No space left on device")
-            return write(self, *args, **kwargs)
+            write(*args)
 
-        FileSystemWriter.write_data = full
+        snapshot.write_shards = full
         try:
             SmallRun(tmp_path, saving, iterations=3).on_rank(rank, 2).fit()
         except CheckpointError as error:

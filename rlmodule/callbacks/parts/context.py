@@ -1,19 +1,16 @@
-"""What a callback is given: the facts of a run before it starts, and the running parts by their own types.
+"""What callbacks work on: what is known of a run before it starts, and its running parts under their own types.
 
 Leaves out what callbacks do with them (``callbacks/``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
 import lightning as L
-from lightning.pytorch.loggers import TensorBoardLogger
-from torch.utils.tensorboard import SummaryWriter
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.contract import Strategy
@@ -23,17 +20,7 @@ from rlmodule.models.policy import PolicyModel
 from rlmodule.models.value import ValueModel
 from rlmodule.module import RLModule
 from rlmodule.records.metrics_log import MetricsLog
-
-EVENT_FILE = "TensorBoard's event file"
-
-
-class TolerantTensorBoardLogger(TensorBoardLogger):
-    """TensorBoard's logger; a run whose event file cannot be written still comes to its end."""
-
-    def finalize(self, status: str) -> None:
-        """Close the file."""
-        with suppress(OSError):
-            super().finalize(status)
+from rlmodule.records.run_logger import RunLogger
 
 
 @dataclass(frozen=True)
@@ -44,12 +31,12 @@ class RunContext:
         run_dir: where this run writes.
         is_rank_zero: whether this process writes files and talks to the user.
         max_iterations: iterations of the whole run, those before a resume included.
-        describe: the run's plan, label -> words, as it is shown to people.
+        describe: the plan of the run that the user is shown, label -> text.
         hparams: every setting, dotted key -> plain value; ``seed`` is one of them.
-        resumed_step: mini-batches seen by the checkpoint this run goes on from, None for a new run.
+        resumed_step: mini-batches seen by the checkpoint that this run resumes from; None for a new run.
         tokenizer: of the policy.
         sampling: how responses are drawn: ``temperature``, ``top_k`` and ``top_p``.
-        metrics_log: where metrics go; ``metrics_log.begin_iteration`` is what ``RLDataModule(start=...)`` wants.
+        metrics_log: takes all metrics; pass ``metrics_log.begin_iteration`` as ``RLDataModule(start=...)``.
         started: reading of ``perf_counter`` when the run began.
     """
 
@@ -67,7 +54,7 @@ class RunContext:
 
 @dataclass(frozen=True)
 class RunState:
-    """The parts of a trainer that runs, by the project's own types."""
+    """The parts of a running trainer, under the project's own types."""
 
     trainer: L.Trainer
     module: RLModule
@@ -75,7 +62,7 @@ class RunState:
 
     @classmethod
     def of(cls, trainer: L.Trainer) -> RunState:
-        """See a Lightning trainer this way."""
+        """The parts of ``trainer``."""
         module, data = trainer.lightning_module, trainer.datamodule  # type: ignore[attr-defined]
         assert isinstance(module, RLModule), "the trainer fits an RLModule"
         assert isinstance(data, RLDataModule), "the trainer fits on an RLDataModule"
@@ -88,23 +75,24 @@ class RunState:
 
     @property
     def policy(self) -> PolicyModel | None:
-        """The policy being trained, unwrapped; None where a reward model is."""
+        """The policy being trained, unwrapped; None if the run trains a reward model."""
         policy = self.module.inner_models().get(POLICY)
         assert policy is None or isinstance(policy, PolicyModel)
         return policy
 
     @property
     def value_models(self) -> dict[str, ValueModel]:
-        """Name -> model, unwrapped, of the value models that train: a critic beside the policy, or a reward model."""
+        """Name -> unwrapped model of the value models that train: a critic beside the policy, or a reward model."""
         return {name: model for name, model in self.module.inner_models().items() if isinstance(model, ValueModel)}
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy in use, by the project's contract."""
+        """The strategy in use, under the project's contract."""
         return self.module.strategy
 
-    @property
-    def tensorboard(self) -> SummaryWriter | None:
-        """The event file being written, None without a TensorBoard logger; for the first process only."""
-        loggers = [x for x in self.trainer.loggers if isinstance(x, TensorBoardLogger)]
-        return loggers[0].experiment if loggers else None
+    def show(self, metrics_log: MetricsLog, write: Callable[[RunLogger], None]) -> None:
+        """Call ``write`` with every logger of the run; one that cannot write is reported once. First process only."""
+        for logger in self.trainer.loggers:
+            if isinstance(logger, RunLogger):
+                with metrics_log.warn_on_write_error(logger.output):
+                    write(logger)

@@ -14,8 +14,6 @@ import torch
 from lightning.pytorch.strategies import Strategy as LightningStrategy
 from transformers.utils import logging as transformers_logging
 
-from rlmodule.callbacks.metrics import purge_step
-from rlmodule.callbacks.parts.context import TolerantTensorBoardLogger
 from rlmodule.core.contract import Strategy
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.build.machine import Machine
@@ -32,18 +30,11 @@ def build_trainer(
     resumed_step: int | None = None,
     hparams: Mapping[str, object] = MappingProxyType({}),
 ) -> L.Trainer:
-    """Lightning's trainer, set up for this run; ``hparams`` go into TensorBoard's ``hparams.yaml``."""
+    """Build Lightning's trainer for this run; ``hparams`` are shown by the loggers."""
     assert isinstance(strategy, LightningStrategy), "a strategy stands on one of Lightning's"
-    writer: TolerantTensorBoardLogger | bool = False
-    if config.logger == "tensorboard":
-        writer = TolerantTensorBoardLogger(
-            run_dir.root,
-            name="tensorboard",
-            version="",
-            default_hp_metric=False,
-            purge_step=purge_step(resumed_step),
-        )
-        writer.hparams.update(hparams)
+    loggers = [
+        logger.connect(run_dir.root, hparams=hparams, resumed_step=resumed_step) for logger in config.loggers.values()
+    ]
     trainer = L.Trainer(
         accelerator="gpu" if machine.device == "cuda" else machine.device,
         devices=machine.num_processes,
@@ -51,7 +42,7 @@ def build_trainer(
         strategy=strategy,
         max_epochs=config.trainer.max_epochs,
         callbacks=callbacks,
-        logger=writer,
+        logger=loggers,
         log_every_n_steps=1,
         reload_dataloaders_every_n_epochs=1,
         use_distributed_sampler=False,
