@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,10 +17,14 @@ from rlmodule.core.types import MiniBatch, ScoredSample
 from rlmodule.data.stream import PromptStream
 from rlmodule.evaluation import Evaluator
 from rlmodule.experience.iteration import Iteration
+from rlmodule.experience.iteration_metrics import without_padding
+from rlmodule.experience.live_engine import LiveEngine
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.replay import ReplayMemory
 from rlmodule.experience.sources import Source
 from rlmodule.experience.timer import Timer
+
+NEARLY_ALL = 0.95  # share of an iteration's responses
 
 
 class RLDataModule(L.LightningDataModule):
@@ -32,6 +37,7 @@ class RLDataModule(L.LightningDataModule):
         evaluators: on rows that are never trained on; none where nothing is held out.
         kl_controller: the price of KL in the reward, saved with a checkpoint; None where it is not in the reward.
         replay: what is trained on again, saved with a checkpoint by whoever saves what ranks hold.
+        engine: samples responses, closed by ``close``; None where nothing is sampled.
         start: called when an iteration begins, with its number; for progress displays.
     """
 
@@ -44,6 +50,7 @@ class RLDataModule(L.LightningDataModule):
         evaluators: Sequence[Evaluator] = (),
         kl_controller: KLController | None = None,
         replay: ReplayMemory | None = None,
+        engine: LiveEngine | None = None,
         start: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         super().__init__()
@@ -53,12 +60,14 @@ class RLDataModule(L.LightningDataModule):
         self.evaluators = tuple(evaluators)
         self.kl_controller = kl_controller
         self.replay = replay or ReplayMemory(0)
+        self.engine = engine
         self.start = start
         self.next_iteration = 0
         self.timer = Timer()
         self.collected: list[ScoredSample] = []  # this rank's samples of the iteration, as sampled
         self.iteration: Iteration | None = None
         self._loader: PackedAhead | None = None
+        self._warned_of_cuts = False
         self._begun_at = 0  # mini-batches of the iteration that were trained on before this run
         self._pending_partial: list[
             Any
@@ -80,6 +89,7 @@ class RLDataModule(L.LightningDataModule):
             self.iteration = self._restore_partial(maker)
         else:
             self.iteration = maker(lambda: self._collect(number), self.timer)
+            self._warn_if_cut(self.iteration, number)
         self.next_iteration = number + 1
         self._begun_at = self.iteration.sampler.consumed
         self._loader = PackedAhead(self.iteration.sampler, partial(maker.packed, self.iteration.experience))
@@ -94,6 +104,33 @@ class RLDataModule(L.LightningDataModule):
         new = self.source.collect(number, self.timer)
         self.collected += new
         return self.replay.with_earlier(new, number)
+
+    def _warn_if_cut(self, iteration: Iteration, number: int) -> None:
+        """Say once that hardly any response ends by itself: with the wrong end tokens a run learns nothing."""
+        counted = without_padding(iteration.sample_info) if self.source.is_fresh else []
+        cut = sum(info.truncated for info in counted)
+        if self._warned_of_cuts or not counted or cut < NEARLY_ALL * len(counted):
+            return
+        self._warned_of_cuts = True
+        if self.trainer is None or self.trainer.is_global_zero:
+            warnings.warn(
+                f"nearly all responses of iteration {number + 1} ({cut} of {len(counted)}) were cut at "
+                "rollout.max_response_length. Raise it, or name the tokens that the model ends its turns with in "
+                "rollout.stop_token_ids or rollout.stop; the run's plan says which are known",
+                stacklevel=2,
+            )
+
+    @property
+    def policy_version(self) -> int:
+        """Iterations that the policy has been trained on, one under way included."""
+        made = self.iteration
+        is_untouched = made is not None and made.sampler.consumed == 0
+        return self.next_iteration - is_untouched
+
+    def close(self) -> None:
+        """Close the rollout engine; at the end of a run, also after an error."""
+        if self.engine is not None:
+            self.engine.close()
 
     def partial_state(self) -> bytes | None:
         """This rank's rows and the facts of an iteration that is being trained on; None between iterations."""

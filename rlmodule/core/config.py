@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -31,18 +31,9 @@ def convert(cls: type[T], node: DictConfig | Mapping[str, Any], key: str, *, ign
     Raises:
         ConfigError: unknown key, missing key, value of the wrong type, or a value that ``cls`` refuses.
     """
-    given = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
-    assert isinstance(given, dict), f"{key} is not a mapping"
-    given = {str(name): value for name, value in given.items() if name not in set(ignore)}
+    given = _plain(node, key, ignore)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-    for name in given:
-        if name not in fields:
-            raise ConfigError(
-                key=_full(key, name),
-                got=given[name],
-                because=f"{key or 'the configuration'} has no such key",
-                fix=did_you_mean(name, fields),
-            )
+    _check_known(given, fields, key)
     for name, field in fields.items():
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if given.get(name, None if optional else "???") == "???":
@@ -58,6 +49,36 @@ def convert(cls: type[T], node: DictConfig | Mapping[str, Any], key: str, *, ign
     except ConfigError as error:
         fix = _with_full_keys(error.fix, fields, key)
         raise ConfigError(key=_full(key, error.key), got=error.got, because=error.because, fix=fix) from None
+
+
+def convert_parts(
+    classes: Sequence[type], node: DictConfig | Mapping[str, Any], key: str, *, ignore: Iterable[str] = ()
+) -> list[Any]:
+    """Build several dataclasses from one section; each takes the keys that are its fields. Otherwise as ``convert``."""
+    given = _plain(node, key, ignore)
+    fields = {cls: {f.name for f in dataclasses.fields(cls) if f.init} for cls in classes}
+    known = [name for names in fields.values() for name in sorted(names)]
+    assert len(known) == len(set(known)), f"two classes claim a key of {key}"
+    _check_known(given, known, key)
+    return [convert(cls, {k: v for k, v in given.items() if k in fields[cls]}, key) for cls in classes]
+
+
+def _plain(node: DictConfig | Mapping[str, Any], key: str, ignore: Iterable[str]) -> dict[str, Any]:
+    given = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
+    assert isinstance(given, dict), f"{key} is not a mapping"
+    return {str(name): value for name, value in given.items() if name not in set(ignore)}
+
+
+def _check_known(given: Mapping[str, Any], known: Iterable[str], key: str) -> None:
+    names = list(known)
+    for name in given:
+        if name not in names:
+            raise ConfigError(
+                key=_full(key, name),
+                got=given[name],
+                because=f"{key or 'the configuration'} has no such key",
+                fix=did_you_mean(name, names),
+            )
 
 
 def _make_writable(node: DictConfig) -> None:

@@ -8,9 +8,21 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from rlmodule.core.config import at_least
 from rlmodule.core.contract import Layout
 from rlmodule.core.types import ScoredSample
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """How long responses are trained on; its keys stand in the ``rollout`` section."""
+
+    staleness: int = 0  # earlier iterations whose responses are trained on again, weighted by rollout_correction
+
+    def __post_init__(self) -> None:
+        at_least("staleness", self.staleness, 0)
 
 
 class ReplayMemory:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -225,7 +226,7 @@ class Run:
         trainer = build_trainer(
             config, self.machine, self.run_dir, strategy, callbacks, resumed_step=step, hparams=context.hparams
         )
-        with reraise_keyboard_interrupt():
+        with reraise_keyboard_interrupt(), closing(datamodule):
             trainer.fit(
                 module,
                 datamodule=datamodule,
@@ -258,13 +259,13 @@ class Run:
                     "optimizer": asdict(s.optimizer),
                     "algorithm": asdict(s.algorithm),
                     "batching": asdict(s.batching),
-                    "rollout": asdict(s.rollout),
+                    "rollout": asdict(s.sampling) | vars(s.rollout) | asdict(s.replay),
                     "seed": s.general.seed,
                 }
             ),
             resumed_step=resumed_step,
             tokenizer=self.tokenizer,
-            sampling={name: getattr(s.rollout, name) for name in ("temperature", "top_k", "top_p")},
+            sampling={name: getattr(s.sampling, name) for name in ("temperature", "top_k", "top_p")},
         )
 
     def _plan(self, leading: nn.Module) -> RunPlan:
@@ -278,5 +279,6 @@ class Run:
             dataset.describe(),
             dataset.describe_iteration(),
             dataset.describe_held_out(),
+            dataset.describe_sampling(),
             dataset.samples_per_row,
         )

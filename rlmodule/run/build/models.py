@@ -63,14 +63,14 @@ def _policy(config: RunConfig, objective: Objective) -> tuple[dict[str, nn.Modul
     """The policy and what stands beside it: frozen reference, teacher, value model."""
     seed = config.general.seed
     of_values = CriticObjective(config.critic, config.algorithm)
-    policy = build_policy_on_meta(config.model, seed=seed, temperature=config.rollout.temperature)
+    policy = build_policy_on_meta(config.model, seed=seed, temperature=config.sampling.temperature)
     if config.model.value == SHARED:
         policy = with_value_head(policy, config.model.path)
     models: dict[str, nn.Module] = {POLICY: policy}
     if objective.needs_reference and policy.lora is None:
         models[REFERENCE] = frozen_copy(policy)
     if config.algorithm.teacher is not None:
-        made = build_policy_on_meta(teacher_model(config), seed=seed, temperature=config.rollout.temperature)
+        made = build_policy_on_meta(teacher_model(config), seed=seed, temperature=config.sampling.temperature)
         models[TEACHER] = _frozen(made)
     minimised: Minimised = {POLICY: (objective, config.optimizer)}
     if config.model.value == SHARED:

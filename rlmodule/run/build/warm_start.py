@@ -9,6 +9,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.config import RunConfig
@@ -49,5 +50,9 @@ class WarmStart:
     def _key(self) -> str:
         s = self.config
         warm = s.for_warm_start()  # without what says nothing of the demonstrations
-        parts = [asdict(s.model), asdict(warm.data), asdict(replace(s.warm_start, cache_dir=None)), s.general.seed]
+        # An environment is a dataclass whose fields are its config keys.
+        environment: Any = s.environment
+        rows = [s.environment_name, None if environment is None else asdict(environment)]
+        start = asdict(replace(s.warm_start, cache_dir=None))
+        parts = [asdict(s.model), asdict(warm.data), rows, start, s.general.seed]
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
