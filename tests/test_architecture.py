@@ -101,7 +101,7 @@ MENUS = {
     "losses": "LOSSES",
     "advantages": "ADVANTAGES",
     "rewards": "REWARDS",
-    "environments": "TASKS",
+    "environments": "ENVIRONMENTS",
     "rollout": "ROLLOUTS",
     "callbacks": "CALLBACKS",
 }

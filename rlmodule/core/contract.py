@@ -375,7 +375,10 @@ class Episode(Protocol):
         """What the policy is asked first."""
 
     def reply(self, completion: Completion) -> Observation | Done:
-        """What follows a response. After one that was cut by the token limit an observation ends the episode too."""
+        """What follows a response, which may have been cut at the token limit."""
+
+    def cut(self) -> Done:
+        """The end of an episode that has more turns but no room for their tokens; ``reply`` gave an observation."""
 
 
 class Environment(Protocol):

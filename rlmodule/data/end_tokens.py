@@ -27,14 +27,15 @@ class EndTokens:
     texts: tuple[str, ...] = ()
 
     def spelled(self, ids: list[int], tokenizer: PreTrainedTokenizerBase) -> bool:
-        """Whether one of the texts has come up in the last tokens of a response.
+        """Whether the last tokens of a response spell one of the texts, special tokens left out as in its text.
 
         Args:
             ids: the response so far, whose last token is new.
             tokenizer: decodes them.
         """
+        special, longest = set(tokenizer.all_special_ids), max((len(t.encode()) for t in self.texts), default=0)
         # A token stands for a byte or more; a few more in front, since what is decoded from the middle may begin badly.
-        recent = ids[-max((len(text.encode()) for text in self.texts), default=0) - 4 :]
+        recent = [token for token in ids if token not in special][-longest - 4 :]
         decoded = str(tokenizer.decode(recent)) if self.texts else ""
         return any(text in decoded for text in self.texts)
 
@@ -57,12 +58,14 @@ def find_end_tokens(
         chat: the tokenizer, and the template where prompts go through one.
         generation: end tokens of the model's ``generation_config.json``.
         stop_token_ids: ``rollout.stop_token_ids``.
-        stop: ``rollout.stop``.
+        stop: ``rollout.stop``; one that is a special token stands for that token.
 
     Raises:
         ConfigError: there is no end token at all.
     """
-    ids = tuple(dict.fromkeys([*chat.end_tokens(), *generation, *stop_token_ids]))
+    added, texts = chat.tokenizer.get_added_vocab(), tuple(stop)
+    tokens = [added[text] for text in texts if text in added]
+    ids = tuple(dict.fromkeys([*chat.end_tokens(), *generation, *stop_token_ids, *tokens]))
     if not ids:
         raise ConfigError(
             key="model.tokenizer",
@@ -70,4 +73,4 @@ def find_end_tokens(
             because="neither it nor the model names an end token, so no response could ever end",
             fix="Set eos_token in its tokenizer_config.json, or rollout.stop_token_ids",
         )
-    return EndTokens(ids, tuple(stop))
+    return EndTokens(ids, tuple(text for text in texts if text not in added))

@@ -192,14 +192,14 @@ class RunningEpisode:
         self.versions.append(completion.version)
         reply = self.episode.reply(completion)
         if isinstance(reply, Done):
-            return self._finish(completion, completion.finish_reason, reply.reward)
+            return self._finish(completion, completion.finish_reason, reply)
         if completion.finish_reason == LENGTH:
-            return self._finish(completion, LENGTH, None)
+            return self._finish(completion, LENGTH, self.episode.cut())
         chat, last = self.runner.chat, int(completion.token_ids[-1])
-        shown = torch.tensor(self._ids_of(reply, lambda messages: chat.encode_observation(messages, after=last)))
-        if self.length + len(shown) >= self.runner.max_response_length:  # no room for another response
-            return self._finish(completion, LENGTH, None)
-        self._append(shown, torch.zeros(len(shown)), is_sampled=False)
+        ids = self._ids_of(reply, lambda messages: chat.encode_observation(messages, after=last))
+        if self.length + len(ids) >= self.runner.max_response_length:  # no room for another response
+            return self._finish(completion, LENGTH, self.episode.cut())
+        self._append(torch.tensor(ids, dtype=torch.int64), torch.zeros(len(ids)), is_sampled=False)
         return None
 
     def _append(self, ids: Tensor, logprobs: Tensor, *, is_sampled: bool) -> None:
@@ -207,7 +207,7 @@ class RunningEpisode:
         self.logprobs.append(logprobs)
         self.masks.append(torch.full(ids.shape, is_sampled))
 
-    def _finish(self, last: Completion, finish_reason: str, reward: RewardResult | None) -> FinishedEpisode:
+    def _finish(self, last: Completion, finish_reason: str, end: Done) -> FinishedEpisode:
         ids, decode = torch.cat(self.ids), self.runner.chat.tokenizer.decode
         sample = Sample(
             sample_id=self.request.sample_id,
@@ -220,7 +220,7 @@ class RunningEpisode:
             text=last.text if len(self.ids) == 1 else str(decode(ids, skip_special_tokens=True)),
             version=min(self.versions),
         )
-        return FinishedEpisode(sample, reward)
+        return FinishedEpisode(sample, end.reward)
 
     def _ids_of(self, shown: Observation, encode: Callable[[Sequence[Message]], tuple[int, ...]]) -> tuple[int, ...]:
         """The observation's own token ids, or those that ``encode`` makes of its messages."""

@@ -160,6 +160,7 @@ class RunConfig:
             ConfigError: names the full key of the first thing that is wrong.
         """
         _check_sections(node)
+        environment = _environment(node.environment)  # first, since the data section reads it
         data = convert(DataConfig, node.data, "data")
         logger = str(node.logger.get("name"))
         if logger not in LOGGERS:
@@ -192,7 +193,7 @@ class RunConfig:
                 convert(CriticConfig, node.critic, "critic", ignore=("optimizer",)),
                 optimizer=convert(OptimizerConfig, node.critic.optimizer, "critic.optimizer"),
             ),
-            environment=_environment(node.environment),
+            environment=environment,
             advantage=component(ADVANTAGES, node.advantage) if has_advantage else None,
             # A reward model responds to no prompt.
             reward=None if imitates or model.is_reward_model else component(REWARDS, node.reward),

@@ -9,7 +9,7 @@ from tests.end_to_end.commands import forked
 
 pytestmark = pytest.mark.ranks
 
-FAST = ("debug=fast", "trainer.num_threads=1", "callbacks.report.curves=false", "data.task_args.test_size=16")
+FAST = ("debug=fast", "trainer.num_threads=1", "callbacks.report.curves=false", "environment.test_size=16")
 
 
 def jobs_of(cwd):
@@ -37,7 +37,7 @@ def test_two_jobs_two_directories(tmp_path):
 def test_a_comparison_shares_its_warm_start_and_becomes_a_table(tmp_path):
     """Two algorithms, one task, one seed; what the command and the script of ``docs/algorithms.md`` do."""
     small = ("trainer.max_epochs=1", "algorithm.train_batch_size=8", "rollout.n=4", "warm_start.steps=2")
-    words = ("experiment=compare", "algorithm=rloo,grpo", "data=sort", "seed=0", "data.task_args.test_size=16")
+    words = ("experiment=compare", "algorithm=rloo,grpo", "data=sort", "seed=0", "environment.test_size=16")
     done = forked("-m", *words, *small, "trainer.num_threads=1", cwd=tmp_path)
     assert done.code == 0, done.text
     assert done.text.count("warm start: 2 steps") == 1

@@ -117,8 +117,8 @@ def test_nothing_is_written_that_was_not_drawn(earlier, tmp_path):
 
 
 def test_stored_rollouts_need_no_prompts(earlier, tmp_path):
-    """Without a task and without files to validate on."""
-    records = run_small(tmp_path / "run", "data.task=null", f"data.rollouts={earlier}", "trainer.max_epochs=1")
+    """Without an environment and without files to validate on."""
+    records = run_small(tmp_path / "run", "environment=none", f"data.rollouts={earlier}", "trainer.max_epochs=1")
     assert "validation" not in {r.kind for r in records}
 
 
