@@ -123,7 +123,7 @@ def test_every_field_of_a_component_can_be_seen_and_set(choice):
 
 @pytest.mark.parametrize("name", ENVIRONMENTS.names())
 def test_an_environment_is_complete_by_its_name_alone(name):
-    """Its reward, its lengths and its warm start come along; ``data=NAME`` is short for it."""
+    """Its reward, its lengths and its warm start come along."""
     config = compose(f"environment={name}")
     assert config.environment.name == name
     assert RunConfig.read(config).environment_name == name
@@ -134,7 +134,11 @@ def test_an_environment_is_complete_by_its_name_alone(name):
     )
     assert config.rollout.max_response_length == sizes.max_response_length
     assert config.warm_start.steps == sizes.warm_start_steps
-    assert compose(f"data={name}") == config
+
+
+@pytest.mark.parametrize("name", ["sort", "countdown"])
+def test_data_chooses_the_first_environments_as_well(name):
+    assert compose(f"data={name}") == compose(f"environment={name}")
 
 
 def test_files_and_stored_rollouts_set_no_environment():

@@ -1,4 +1,4 @@
-"""Laws of every built-in task, and what is special to each."""
+"""Laws of every built-in environment, and what is special to each."""
 
 import random
 from collections import Counter
@@ -6,15 +6,19 @@ from collections import Counter
 import pytest
 import torch
 
+from rlmodule.core.episodes import Completion, Done
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import Prompt, Sample
 from rlmodule.environments import ENVIRONMENTS
 from rlmodule.environments.countdown import Countdown
+from rlmodule.environments.parts.procedural import ProceduralEnvironment
 from rlmodule.environments.sort import Sort
 from rlmodule.rewards.countdown import Countdown as CountdownReward
 from rlmodule.rewards.exact_match import ExactMatch
 
-every_environment = pytest.mark.parametrize("environment", [ENVIRONMENTS.get(name) for name in ENVIRONMENTS.names()])
+ALL = [ENVIRONMENTS.get(name) for name in ENVIRONMENTS.names()]
+every_environment = pytest.mark.parametrize("environment", ALL)
+every_random_one = pytest.mark.parametrize("environment", [e for e in ALL if issubclass(e, ProceduralEnvironment)])
 
 
 def prompts(rows):
@@ -22,6 +26,38 @@ def prompts(rows):
 
 
 @every_environment
+def test_rows_have_a_prompt_and_are_the_same_each_time(environment):
+    made = environment()
+    for split in ("train", "test"):
+        rows = made.rows(split)
+        assert rows == made.rows(split) == environment().rows(split)
+        assert all(row["prompt"] for row in rows)
+    assert not set(map(str, prompts(made.rows("train")))) & set(map(str, prompts(made.rows("test"))))
+
+
+@every_environment
+def test_episodes_of_one_row_do_not_disturb_each_other(environment):
+    """Each has its own state: as many turns as alone, whatever is played beside it."""
+    row = Prompt(0, (7, 8), environment().rows("test")[0]["prompt"], meta=environment().rows("test")[0])
+    answer = Completion(0, torch.tensor([9]), torch.zeros(1), "stop", 0, "?")
+
+    def turns(episodes, most=50):
+        counts = [0] * len(episodes)
+        going = list(range(len(episodes)))
+        while going and max(counts) < most:
+            counts = [count + (i in going) for i, count in enumerate(counts)]
+            going = [i for i in going if not isinstance(episodes[i].reply(answer), Done)]
+        return counts
+
+    made = environment()
+    [alone] = turns([made.start(row)])
+    assert turns([made.start(row) for _ in range(3)]) == [alone] * 3
+    shown = made.start(row).prompt
+    assert shown.ids == row.ids or shown.messages
+    assert isinstance(made.start(row).cut(), Done)
+
+
+@every_random_one
 def test_test_prompts_are_different_and_shown_nowhere_else(environment):
     made = environment(train_size=5000)
     test = prompts(made.rows("test"))
@@ -31,7 +67,7 @@ def test_test_prompts_are_different_and_shown_nowhere_else(environment):
     assert not set(test) & set(shown)
 
 
-@every_environment
+@every_random_one
 def test_rows_depend_on_the_seed_of_the_data_alone(environment):
     random.seed(1)
     first = environment(train_size=50).rows("train")
@@ -43,7 +79,7 @@ def test_rows_depend_on_the_seed_of_the_data_alone(environment):
     assert environment(train_size=50, seed=1).rows("test") != environment(train_size=50).rows("test")
 
 
-@every_environment
+@every_random_one
 def test_demonstrations_depend_on_both_seeds(environment):
     made = environment()
     assert made.demonstrations(20, seed=0) == made.demonstrations(20, seed=0)
@@ -51,7 +87,7 @@ def test_demonstrations_depend_on_both_seeds(environment):
     assert made.demonstrations(20, seed=0) == made.demonstrations(40, seed=0)[:20]
 
 
-@every_environment
+@every_random_one
 def test_held_out_preferences_are_of_the_test_prompts(environment):
     made = environment(test_size=20)
     triples = made.held_out_preferences()
@@ -60,7 +96,7 @@ def test_held_out_preferences_are_of_the_test_prompts(environment):
     assert triples == environment(test_size=20, train_size=1).held_out_preferences()
 
 
-@every_environment
+@every_random_one
 def test_preferences_depend_on_both_seeds(environment):
     made = environment()
     assert made.preferences(20, seed=0) == made.preferences(40, seed=0)[:20]
@@ -84,7 +120,7 @@ def test_the_reward_agrees_with_the_preferences(environment, reward):
         assert earned(prompt, wrong) < 1
 
 
-@every_environment
+@every_random_one
 def test_a_test_set_larger_than_the_environment_has_room_for_is_refused(environment):
     with pytest.raises(ConfigError, match=r"test_size=100000: .*Use test_size=\d+"):
         environment(test_size=100_000)
