@@ -1,10 +1,10 @@
-"""Final held-out accuracy of every algorithm on every task, from the TensorBoard files of a sweep.
+"""Final held-out accuracy of every algorithm on every environment, from the TensorBoard files of a sweep.
 
 python train.py -m experiment=compare
 python benchmarks/compare.py outputs/sweeps/DATE/TIME [MORE ...]
 
 Writes the table of docs/algorithms.md and its chart. Of several sweeps a later one's runs take the place of an earlier
-one's with the same algorithm, task and seed, so a sweep that was interrupted can be finished by another.
+one's with the same algorithm, environment and seed, so a sweep that was interrupted can be finished by another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 DOCS = HERE.parent / "docs"
 ACCURACY = "val/accuracy"
-Final = dict[str, dict[str, list[float]]]  # algorithm -> task -> accuracy at the end, by seed
+Final = dict[str, dict[str, list[float]]]  # algorithm -> environment -> accuracy at the end, by seed
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Run:
     """One finished run of a sweep.
 
     Args:
-        algorithm, task: words of the menus.
+        algorithm, environment: words of the menus.
         seed: of the run.
         budget: iterations and samples, in words.
         threads: it computed with; "the machine's" where its settings leave that open.
@@ -40,7 +40,7 @@ class Run:
     """
 
     algorithm: str
-    task: str
+    environment: str
     seed: int
     budget: str
     threads: str
@@ -60,11 +60,11 @@ def read_run(folder: Path) -> Run | None:
     prompts, n = config["algorithm"]["train_batch_size"], config["rollout"]["n"]
     budget = f"{config['trainer']['max_epochs']} iterations of {prompts} prompts x {n} responses"
     threads = str(config["trainer"]["num_threads"] or "the machine's")
-    return Run(choices["algorithm"], choices["data"], config["seed"], budget, threads, accuracy[0], accuracy[-1])
+    return Run(choices["algorithm"], choices["environment"], config["seed"], budget, threads, accuracy[0], accuracy[-1])
 
 
 def read_sweeps(folders: Iterable[Path]) -> list[Run]:
-    """The finished runs of all sweeps, one for each algorithm, task and seed; says which runs were passed over."""
+    """The finished runs of all sweeps, one per algorithm, environment and seed; says which runs were passed over."""
     found: dict[tuple[str, str, int], Run] = {}
     for folder in folders:
         for job in sorted(path for path in folder.iterdir() if path.is_dir()):
@@ -72,15 +72,15 @@ def read_sweeps(folders: Iterable[Path]) -> list[Run]:
             if run is None:
                 print(f"passed over {job}: the run did not end")
             else:
-                found[run.algorithm, run.task, run.seed] = run
+                found[run.algorithm, run.environment, run.seed] = run
     return list(found.values())
 
 
 def by_algorithm(runs: Iterable[Run]) -> Final:
-    """Accuracies at the end, by algorithm and task."""
+    """Accuracies at the end, by algorithm and environment."""
     final: Final = defaultdict(lambda: defaultdict(list))
     for run in sorted(runs, key=lambda run: run.seed):
-        final[run.algorithm][run.task].append(run.end)
+        final[run.algorithm][run.environment].append(run.end)
     return final
 
 
@@ -90,15 +90,15 @@ def ranked(final: Final) -> list[str]:
 
 
 def comparison_table(runs: list[Run]) -> str:
-    """Mean of the seeds with the least and the greatest, by task; and what all runs had in common."""
-    tasks, final = sorted({run.task for run in runs}), by_algorithm(runs)
-    start: Mapping[str, list[float]] = {task: [r.start for r in runs if r.task == task] for task in tasks}
-    rows = [["(start)", *(spread(start[task]) for task in tasks)]]
-    rows += [[f"`{name}`", *(spread(final[name][task]) for task in tasks)] for name in ranked(final)]
+    """Mean of the seeds with the least and the greatest, by environment; and what all runs had in common."""
+    environments, final = sorted({run.environment for run in runs}), by_algorithm(runs)
+    start: Mapping[str, list[float]] = {e: [r.start for r in runs if r.environment == e] for e in environments}
+    rows = [["(start)", *(spread(start[e]) for e in environments)]]
+    rows += [[f"`{name}`", *(spread(final[name][e]) for e in environments)] for name in ranked(final)]
     seeds = sorted({run.seed for run in runs})
     budgets = ", ".join(sorted({run.budget for run in runs}))
     note = f"{len(runs)} runs: seeds {', '.join(map(str, seeds))}, {budgets}. Mean (least to greatest) over seeds."
-    return f"{table(['`algorithm=`', *tasks], rows)}\n\n{note}\n"
+    return f"{table(['`algorithm=`', *environments], rows)}\n\n{note}\n"
 
 
 def spread(values: list[float]) -> str:
@@ -109,23 +109,23 @@ def spread(values: list[float]) -> str:
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """Every run as a point, every mean as a bar, one panel for each task."""
-    tasks, final = sorted({run.task for run in runs}), by_algorithm(runs)
+    """Every run as a point, every mean as a bar, one panel for each environment."""
+    environments, final = sorted({run.environment for run in runs}), by_algorithm(runs)
     names = ranked(final)[::-1]
     figure, panels = plt.subplots(
         1,
-        len(tasks),
-        figsize=(4.5 * len(tasks), 1 + 0.25 * len(names)),
+        len(environments),
+        figsize=(4.5 * len(environments), 1 + 0.25 * len(names)),
         layout="constrained",
         sharey=True,
         squeeze=False,
     )
-    for axes, task in zip(panels[0], tasks, strict=True):
+    for axes, environment in zip(panels[0], environments, strict=True):
         for place, name in enumerate(names):
-            values = final[name][task]
+            values = final[name][environment]
             axes.barh(place, statistics.mean(values) if values else 0.0, height=0.6, color="#9ecae1")
             axes.plot(values, [place] * len(values), linestyle="", marker="o", markersize=3, color="#08519c")
-        axes.set(title=task, xlabel="held-out accuracy at the end", xlim=(0, 1))
+        axes.set(title=environment, xlabel="held-out accuracy at the end", xlim=(0, 1))
         axes.set_yticks(range(len(names)), names)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=80)

@@ -29,11 +29,13 @@ import torch
 from torch import Tensor
 from update import Sizes, seconds
 
-from rlmodule.core.contract import SampleRequest
+from rlmodule.core.episodes import GenerationRequest
 from rlmodule.core.types import Prompt
+from rlmodule.data.end_tokens import EndTokens
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.policy import PolicyModel
-from rlmodule.rollout.hf import HFRolloutConfig
+from rlmodule.rollout.hf import HFEngine
+from rlmodule.rollout.parts.sampling import Truncation
 
 RESPONSES = 8  # to each prompt
 
@@ -56,19 +58,21 @@ class Ours:
     """The project's engine, around the wrapped model."""
 
     def __init__(self, prompts: Sequence[Prompt], sizes: Sizes, limit: int) -> None:
-        self.prompts, self.seed = prompts, 0
-        policy = PolicyModel(sizes.model()).eval()
-        rollout = HFRolloutConfig(n=RESPONSES, max_response_length=limit)
-        self.engine = rollout.connect(lambda: policy, nullcontext, byte_tokenizer(), torch.device("cpu"))
+        self.prompts, self.limit, self.seed = prompts, limit, 0
+        policy, tokenizer = PolicyModel(sizes.model()).eval(), byte_tokenizer()
+        ends, size = EndTokens((int(tokenizer.eos_token_id),)), RESPONSES * len(prompts)
+        self.engine = HFEngine(lambda: policy, nullcontext, tokenizer, torch.device("cpu"), ends, Truncation(), size)
 
     def __call__(self, *, greedy: bool = False) -> list[list[int]]:
         each = 1 if greedy else RESPONSES
         self.seed += 1
         requests = [
-            SampleRequest(number // each, number, number // each, seed=self.seed, greedy=greedy)
-            for number in range(each * len(self.prompts))
+            GenerationRequest(prompt.ids, row * each + n, row, self.limit, seed=self.seed, greedy=greedy)
+            for row, prompt in enumerate(self.prompts)
+            for n in range(each)
         ]
-        return [sample.response_ids.tolist() for sample in self.engine.generate(self.prompts, requests)]
+        found = {completion.sample_id: completion.token_ids.tolist() for completion in self.engine.generate(requests)}
+        return [found[request.sample_id] for request in requests]
 
 
 class Generate:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -16,11 +17,15 @@ from rlmodule.core.types import MiniBatch, ScoredSample
 from rlmodule.data.stream import PromptStream
 from rlmodule.evaluation import Evaluator
 from rlmodule.experience.iteration import Iteration
+from rlmodule.experience.iteration_metrics import without_padding
 from rlmodule.experience.iteration_state import SavedIteration, iteration_state
+from rlmodule.experience.live_engine import LiveEngine
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.replay import ReplayMemory
 from rlmodule.experience.sources import Source
 from rlmodule.experience.timer import Timer
+
+NEARLY_ALL = 0.95  # share of an iteration's responses
 
 
 class RLDataModule(L.LightningDataModule):
@@ -33,6 +38,7 @@ class RLDataModule(L.LightningDataModule):
         evaluators: evaluate on held-out rows; empty if there are none.
         kl_controller: coefficient of the KL in the reward, saved with a checkpoint; None without KL in the reward.
         replay: samples that are trained on again; the checkpoint callback saves them.
+        engine: samples responses, closed by ``close``; None where nothing is sampled.
         start: called with the number of an iteration (from 0) when it begins.
     """
 
@@ -45,6 +51,7 @@ class RLDataModule(L.LightningDataModule):
         evaluators: Sequence[Evaluator] = (),
         kl_controller: KLController | None = None,
         replay: ReplayMemory | None = None,
+        engine: LiveEngine | None = None,
         start: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         super().__init__()
@@ -54,12 +61,14 @@ class RLDataModule(L.LightningDataModule):
         self.evaluators = tuple(evaluators)
         self.kl_controller = kl_controller
         self.replay = replay or ReplayMemory(0)
+        self.engine = engine
         self.start = start
         self.next_iteration = 0
         self.timer = Timer()
         self.collected: list[ScoredSample] = []  # this rank's samples of the iteration, as sampled
         self.iteration: Iteration | None = None
         self._loader: PackedAhead | None = None
+        self._warned_of_cuts = False
         self._begun_at = 0  # mini-batches of the iteration that were trained on before this run
         self._pending_partial: SavedIteration | None = None  # of the checkpoint that the run goes on from
 
@@ -79,6 +88,7 @@ class RLDataModule(L.LightningDataModule):
             self.iteration, self._pending_partial = maker.resumed(self._pending_partial), None
         else:
             self.iteration = maker(lambda: self._collect(number), self.timer)
+            self._warn_if_cut(self.iteration, number)
         self.next_iteration = number + 1
         self._begun_at = self.iteration.sampler.consumed
         self._loader = PackedAhead(self.iteration.sampler, partial(maker.packed, self.iteration.experience))
@@ -93,6 +103,33 @@ class RLDataModule(L.LightningDataModule):
         new = self.source.collect(number, self.timer)
         self.collected += new
         return self.replay.with_earlier(new, number)
+
+    def _warn_if_cut(self, iteration: Iteration, number: int) -> None:
+        """Say once that hardly any response ends by itself: with the wrong end tokens a run learns nothing."""
+        counted = without_padding(iteration.sample_info) if self.source.is_fresh else []
+        cut = sum(info.truncated for info in counted)
+        if self._warned_of_cuts or not counted or cut < NEARLY_ALL * len(counted):
+            return
+        self._warned_of_cuts = True
+        if self.trainer is None or self.trainer.is_global_zero:
+            warnings.warn(
+                f"nearly all responses of iteration {number + 1} ({cut} of {len(counted)}) were cut at "
+                "rollout.max_response_length. Raise it, or name the tokens that the model ends its turns with in "
+                "rollout.stop_token_ids or rollout.stop; the run's plan says which are known",
+                stacklevel=2,
+            )
+
+    @property
+    def policy_version(self) -> int:
+        """Iterations that the policy has been trained on, one under way included."""
+        made = self.iteration
+        is_untouched = made is not None and made.sampler.consumed == 0
+        return self.next_iteration - is_untouched
+
+    def close(self) -> None:
+        """Close the rollout engine; at the end of a run, also after an error."""
+        if self.engine is not None:
+            self.engine.close()
 
     def partial_state(self) -> tuple[PlainState, PlainState] | None:
         """(what all ranks know, what this rank holds) of an iteration being trained on; None between iterations."""

@@ -11,14 +11,15 @@ from functools import cached_property
 from typing import ClassVar, Protocol
 
 from rlmodule.algorithm.objective import Objective
-from rlmodule.core.contract import Reward, RolloutEngine, SampleRequest, Strategy
+from rlmodule.core.contract import Reward, RolloutEngine, Strategy
 from rlmodule.core.metrics import Metric, Metrics, merge
 from rlmodule.core.types import Prompt, ScoredSample
+from rlmodule.experience.episodes import EpisodeRequest, EpisodeRunner
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.iteration_metrics import answer_metrics
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.sample_info import gather_sample_info
-from rlmodule.experience.sources import Source, share_of_rank
+from rlmodule.experience.sources import Source, share_of_rank, with_rewards
 from rlmodule.experience.timer import Timer
 from rlmodule.ops.aggregate import PROMPT_MEAN
 from rlmodule.training.reduction import reduce_metrics
@@ -41,18 +42,20 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PromptEvaluator:
-    """Greedy answers to held-out prompts, judged.
+    """Greedy episodes about held-out rows, with their rewards.
 
     Args:
-        prompts: the same on every rank.
-        engine: gives the rollout engine once the strategy is set up.
-        reward: the judge.
+        prompts: the rows, the same on every rank.
+        episodes: runs them.
+        engine: gives the rollout engine, with the current weights, once the strategy is set up.
+        reward: reward function of episodes that end without a reward of their own.
         strategy: where ranks are.
     """
 
     accuracy: ClassVar[str] = f"{VALIDATION}/accuracy"
 
     prompts: Sequence[Prompt]
+    episodes: EpisodeRunner
     engine: Callable[[], RolloutEngine]
     reward: Reward
     strategy: Strategy
@@ -66,13 +69,11 @@ class PromptEvaluator:
         """This rank's share of the answers."""
         mine = share_of_rank(list(enumerate(self.prompts)), self.strategy.layout)
         requests = [
-            SampleRequest(prompt=i, sample_id=place, group_id=place, seed=VALIDATION_SEED, greedy=True)
-            for i, (place, _) in enumerate(mine)
+            EpisodeRequest(prompt, sample_id=place, group_id=place, seed=VALIDATION_SEED, greedy=True)
+            for place, prompt in mine
         ]
         # Also without a share of its own: every rank takes part when a sharded model is made whole.
-        samples = self.engine().generate([prompt for _, prompt in mine], requests)
-        scores = self.reward(samples) if samples else []
-        return [ScoredSample(sample, score) for sample, score in zip(samples, scores, strict=True)]
+        return with_rewards(self.episodes.run(self.engine(), requests), self.reward)
 
 
 @dataclass(frozen=True, eq=False)

@@ -112,7 +112,7 @@ MENUS = {
     "losses": "LOSSES",
     "advantages": "ADVANTAGES",
     "rewards": "REWARDS",
-    "environments": "TASKS",
+    "environments": "ENVIRONMENTS",
     "rollout": "ROLLOUTS",
     "loggers": "LOGGERS",
     "callbacks": "CALLBACKS",

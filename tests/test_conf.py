@@ -22,7 +22,8 @@ from rlmodule.callbacks import CALLBACKS
 from rlmodule.commands import COMMANDS
 from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.data.prompts import DataConfig
-from rlmodule.environments import TASKS
+from rlmodule.environments import ENVIRONMENTS
+from rlmodule.experience.replay import ReplayConfig
 from rlmodule.loggers import LOGGERS
 from rlmodule.losses import LOSSES
 from rlmodule.models.description import ModelConfig
@@ -30,7 +31,8 @@ from rlmodule.optim.adamw import OptimizerConfig
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
-from rlmodule.run.config import GeneralConfig, RunConfig, TrainerConfig, WarmStartConfig
+from rlmodule.rollout.parts.sampling import SamplingConfig
+from rlmodule.run.config import EnvironmentSizes, GeneralConfig, RunConfig, TrainerConfig, WarmStartConfig
 from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
 
@@ -45,7 +47,15 @@ SECTIONS = {
     "warm_start": WarmStartConfig,
     "trainer": TrainerConfig,
 }
-COMPONENTS = {"loss": LOSSES, "advantage": ADVANTAGES, "reward": REWARDS, "rollout": ROLLOUTS}
+COMPONENTS = {
+    "loss": LOSSES,
+    "advantage": ADVANTAGES,
+    "reward": REWARDS,
+    "rollout": ROLLOUTS,
+    "environment": ENVIRONMENTS,
+}
+# What else a component's section holds, whatever the component.
+BESIDE = {"rollout": (SamplingConfig, ReplayConfig), "environment": (EnvironmentSizes,)}
 
 # What a choice cannot do without: files and functions are the user's.
 NEEDS = {
@@ -120,14 +130,35 @@ def test_every_field_of_a_section_can_be_seen_and_set(choice):
 def test_every_field_of_a_component_can_be_seen_and_set(choice):
     group = choice.split("=")[0]
     section = compose(choice)[group]
-    assert set(section) == fields_of(COMPONENTS[group].get(section.name)) | {"name"}
+    own = set() if choice == "environment=none" else fields_of(COMPONENTS[group].get(section.name))
+    assert set(section) == own.union({"name"}, *map(fields_of, BESIDE.get(group, ())))
 
 
-@pytest.mark.parametrize("task", TASKS.names())
-def test_every_field_of_a_task_can_be_seen_and_set(task):
-    config = compose(f"data={task}")
-    assert config.data.task == task
-    assert set(config.data.task_args) == fields_of(TASKS.get(task))
+@pytest.mark.parametrize("name", ENVIRONMENTS.names())
+def test_an_environment_is_complete_by_its_name_alone(name):
+    """Its reward, its lengths and its warm start come along."""
+    config = compose(f"environment={name}")
+    assert config.environment.name == name
+    assert RunConfig.read(config).environment_name == name
+    sizes = config.environment
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (
+        sizes.max_prompt_length,
+        sizes.max_response_length,
+    )
+    assert config.rollout.max_response_length == sizes.max_response_length
+    assert config.warm_start.steps == sizes.warm_start_steps
+
+
+@pytest.mark.parametrize("name", ["sort", "countdown"])
+def test_data_chooses_the_first_environments_as_well(name):
+    assert compose(f"data={name}") == compose(f"environment={name}")
+
+
+def test_files_and_stored_rollouts_set_no_environment():
+    for choice in ("data=files", "data=rollouts"):
+        config = RunConfig.read(compose(choice))
+        assert (config.environment, config.environment_name) == (None, "none")
+    assert compose("environment=countdown", "reward=function").reward.name == "function", "a choice of one's own wins"
 
 
 @pytest.mark.parametrize("name", CALLBACKS.names())
@@ -177,7 +208,8 @@ def test_conf_says_what_the_code_says():
     On purpose: sizes of the built-in example, which dataclasses leave at sizes for real models.
     """
     purpose = {
-        "data": {"task", "task_args", "max_prompt_length", "max_response_length", "warm_start_steps"},
+        "data": {"max_prompt_length", "max_response_length", "warm_start_steps"},
+        "environment": {"max_prompt_length", "max_response_length", "warm_start_steps"},
         "model": {"architecture", "tokenizer"},
         "algorithm": {"loss_scale_factor", "overlong_buffer"},
         "optimizer": {"schedule", "min_lr_ratio"},
@@ -191,12 +223,14 @@ def test_conf_says_what_the_code_says():
     read = RunConfig.read(config)
     sections = {group: (SECTIONS[group], config[group]) for group in SECTIONS}
     sections |= {group: (COMPONENTS[group].get(config[group].name), config[group]) for group in COMPONENTS}
+    # Another key for each, since a section holds several: it is the first word that is looked up above.
+    sections |= {f"{group}+{cls.__name__}": (cls, config[group]) for group in BESIDE for cls in BESIDE[group]}
     sections |= {f"callbacks.{name}": (CALLBACKS.get(name), config.callbacks[name]) for name in config.callbacks}
     assert read.trainer.devices == TrainerConfig().devices, "1 and '1' are the same number of processes"
     for group, (cls, section) in sections.items():
         given = OmegaConf.to_container(section, resolve=True)
         for field in dataclasses.fields(cls):
-            if not field.init or field.name in purpose.get(group, ()):
+            if not field.init or field.name in purpose.get(group.split("+")[0], ()):
                 continue
             default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
             default = dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default
@@ -210,7 +244,7 @@ def test_conf_says_what_the_code_says():
 def test_the_name_that_is_printed_for_help_lists_every_menu():
     """``known_keys`` and ``menu`` are what a misspelt word is compared with."""
     known = set(cli.known_keys())
-    assert {"optimizer.lr", "data.task_args.test_size", "callbacks.report.dpi", "seed", "rollout"} <= known
+    assert {"optimizer.lr", "environment.test_size", "callbacks.report.dpi", "seed", "rollout"} <= known
     assert cli.menu("algorithm") == sorted(p.stem for p in (cli.CONF / "algorithm").glob("*.yaml"))
 
 
@@ -242,7 +276,8 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["data=sorrt"], "data", "sorrt", "Did you mean sort?"),
         (["loss.name=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip"),
         (["reward.name=exact"], "reward", "exact", "exact_match"),
-        (["data.task=sorrt"], "data.task", "sorrt", "Did you mean sort?"),
+        (["environment=sorrt"], "environment", "sorrt", "Did you mean sort?"),
+        (["environment.name=sorrt"], "environment", "sorrt", "Did you mean sort?"),
         (["strategy.name=fsdp3"], "strategy", "fsdp3", "Known: ddp, deepspeed, fsdp, fsdp2, single"),
         (["batching.max_token_len_per_gpu=4"], "batching.max_token_len_per_gpu", 4, "32 + rollout.max_response_length=8"),
         (["batching.max_token_len_per_gpu=4"], "batching.max_token_len_per_gpu", 4, "Use batching.max_token_len_per_gpu=40"),
@@ -286,9 +321,20 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["+model.architecture.hiden_size=8"], "model.architecture.hiden_size", 8, "Did you mean hidden_size"),
         (["data.overlong_prompt=drop"], "data.overlong_prompt", "drop", "Known: error, filter, truncate_left"),
         (["data=files", "data.train_files=a.jsonl"], "data.train_files", "a.jsonl", "'data.train_files=[a.jsonl]'"),
-        (["data.task=countdown"], "data.task", "countdown", "Use data=countdown"),
-        (["data=files", "data.train_files=[]"], "data.train_files", [], "data.task=sort"),
-        (["data.task_args.test_size=5000"], "data.task_args.test_size", 5000, "Use data.task_args.test_size=1024"),
+        (["environment=countdown", "reward=exact_match"], "reward", "exact_match", "environment=countdown chooses its own"),
+        (["data=files", "data.train_files=[]"], "data.train_files", [], "environment=sort"),
+        (["environment=none"], "data.train_files", [], "Use data=files data.train_files=[FILE]"),
+        (["environment=none", "data.rollouts=null"], "data.train_files", [], "environment=none makes no rows"),
+        (["data.train_files=[a.jsonl]"], "data.train_files", ["a.jsonl"], "Use data=files, which sets environment=none"),
+        (["environment=sort", "data=files", "data.train_files=[a]"], "data.train_files", ["a"], "environment=sort makes"),
+        (["environment.test_size=5000"], "environment.test_size", 5000, "Use environment.test_size=1024"),
+        (["+environment.tset_size=5"], "environment.tset_size", 5, "Did you mean test_size"),
+        (["environment.warm_start_steps=few"], "environment.warm_start_steps", "few", "Give a value of type int"),
+        (["rollout.stop=END"], "rollout.stop", "END", "'rollout.stop=[END]'"),
+        (["rollout.stop=['']"], "rollout.stop", [""], "an empty text"),
+        (["rollout.stop_token_ids=[-1]"], "rollout.stop_token_ids", -1, "at least 0"),
+        (["+rollout.max_batchsize=1"], "rollout.max_batchsize", 1, "Did you mean max_batch_size"),
+        (["rollout.staleness=-1"], "rollout.staleness", -1, "at least 0"),
         (["algorithm=sft", "algorithm.use_kl_loss=true"], "algorithm.use_kl_loss", True, "Use false"),
         (["algorithm.use_kl_loss=true", "algorithm.kl_loss_type=k1"], "algorithm.kl_loss_type", "k1", "kl_loss_type=k2 or k1+"),
         (["algorithm.kl_in_reward.coef=-1"], "algorithm.kl_in_reward.coef", -1.0, "must be at least 0"),

@@ -163,7 +163,7 @@ def test_held_out_rows_are_checked_before_a_model_is_loaded(tmp_path):
         from_files(tmp_path, "dpo", {**GOOD, "chosen": "y" * 40}, **{"batching.max_token_len_per_gpu": 24})
 
 
-def test_a_task_holds_out_a_pair_for_each_of_its_test_prompts(tmp_path):
+def test_an_environment_holds_out_a_pair_for_each_of_its_test_prompts(tmp_path):
     dataset = small_run(tmp_path, "algorithm=dpo", "warm_start.steps=0").dataset
     held_out = [pair.chosen.prompt.text for pair in dataset.val_pairs]
     assert held_out == [prompt.text for prompt in dataset.val_prompts]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -32,17 +32,9 @@ def convert(cls: type[T], node: DictConfig | Mapping[str, Any], key: str, *, ign
     Raises:
         ConfigError: unknown key, missing key, value of the wrong type, or a value that ``cls`` refuses.
     """
-    given = _resolved(node, key)
-    given = {str(name): value for name, value in given.items() if name not in set(ignore)}
+    given = _plain(node, key, ignore)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-    for name in given:
-        if name not in fields:
-            raise ConfigError(
-                key=_full(key, name),
-                got=given[name],
-                because=f"{key or 'the configuration'} has no such key",
-                fix=instead_of(_full(key, name)) or did_you_mean(name, fields),
-            )
+    _check_known(given, fields, key)
     for name, field in fields.items():
         optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
         if given.get(name, None if optional else "???") == "???":
@@ -92,6 +84,34 @@ def _raw(node: DictConfig, full_key: str) -> object:
     for name in full_key.split("."):
         whole = whole.get(name, "") if isinstance(whole, Mapping) else ""
     return whole
+
+
+def convert_parts(
+    classes: Sequence[type], node: DictConfig | Mapping[str, Any], key: str, *, ignore: Iterable[str] = ()
+) -> list[Any]:
+    """Build several dataclasses from one section; each takes the keys that are its fields. Otherwise as ``convert``."""
+    given = _plain(node, key, ignore)
+    fields = {cls: {f.name for f in dataclasses.fields(cls) if f.init} for cls in classes}
+    known = [name for names in fields.values() for name in sorted(names)]
+    assert len(known) == len(set(known)), f"two classes claim a key of {key}"
+    _check_known(given, known, key)
+    return [convert(cls, {k: v for k, v in given.items() if k in fields[cls]}, key) for cls in classes]
+
+
+def _plain(node: DictConfig | Mapping[str, Any], key: str, ignore: Iterable[str]) -> dict[str, Any]:
+    return {str(name): value for name, value in _resolved(node, key).items() if name not in set(ignore)}
+
+
+def _check_known(given: Mapping[str, Any], known: Iterable[str], key: str) -> None:
+    names = list(known)
+    for name in given:
+        if name not in names:
+            raise ConfigError(
+                key=_full(key, name),
+                got=given[name],
+                because=f"{key or 'the configuration'} has no such key",
+                fix=instead_of(_full(key, name)) or did_you_mean(name, names),
+            )
 
 
 def _make_writable(node: DictConfig) -> None:

@@ -6,7 +6,7 @@ Leaves out every implementation, and interfaces within one package.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rlmodule.core.episodes import Completion, Done, GenerationRequest, Observation
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metric, Metrics
 from rlmodule.core.types import (
@@ -428,47 +429,89 @@ class Reward(Protocol):
         """What a row with this answer and these columns lacks to be judged; None where it has everything."""
 
 
-class Task(Protocol):
-    """A built-in verifiable task: makes its own prompts, knows its answers, can show how a beginner answers.
+class Episode(Protocol):
+    """One row being played. Its state is its own: an environment may have many episodes at different turns."""
+
+    @property
+    def prompt(self) -> Observation:
+        """What the policy is asked first."""
+
+    def reply(self, completion: Completion) -> Observation | Done:
+        """What follows a response, which may have been cut at the token limit."""
+
+    def cut(self) -> Done:
+        """The end of an episode that has more turns but no room for their tokens; ``reply`` gave an observation."""
+
+
+class Environment(Protocol):
+    """A problem that makes its own rows. Frozen dataclass whose fields are its config keys.
 
     ``has_many_answers``: other responses than a row's answer are right as well.
+    ``gives_rewards``: its episodes end with rewards of their own, so rows need nothing for a reward function.
     """
 
     has_many_answers: ClassVar[bool]
+    gives_rewards: ClassVar[bool]
 
-    def rows(self, split: str) -> list[dict[str, Any]]:
-        """Rows with ``prompt`` and ``answer`` of ``train`` or ``test``; the two never share a prompt."""
+    def rows(self, split: str) -> Sequence[dict[str, Any]]:
+        """Rows with ``prompt`` (a text or turns) of ``train`` or ``test``; the two never share a prompt.
+
+        ``answer``, ``source`` and every other column reach the episode and the reward function in the row's Prompt.
+        """
+
+    def start(self, row: Prompt) -> Episode:
+        """A new episode about ``row``, whose prompt is in tokens already."""
+
+
+@runtime_checkable
+class DemonstratedEnvironment(Environment, Protocol):
+    """An environment that shows responses: for warm starts, supervised training and preference pairs."""
 
     def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
-        """(prompt, response) pairs for a warm start; prompts come from the training split's side."""
+        """(prompt, response) pairs; none of the prompts is a test prompt."""
 
     def preferences(self, count: int, seed: int) -> list[tuple[str, str, str]]:
-        """(prompt, right response, wrong response) triples; prompts come from the training split's side."""
+        """(prompt, right response, wrong response) triples; none of the prompts is a test prompt."""
 
     def held_out_preferences(self) -> list[tuple[str, str, str]]:
-        """Triples of the test prompts."""
+        """One such triple for each test prompt."""
 
 
 class RolloutEngine(Protocol):
-    """Samples responses. Sampling is keyed by sample id, so who samples what does not matter."""
+    """Samples responses of the policy, from ``start`` to ``close`` of a run. Every rank has one and calls it in step.
 
-    def generate(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> list[Sample]:
-        """One response per request, in order."""
-
-
-@dataclass(frozen=True)
-class SampleRequest:
-    """One response to draw.
-
-    Args:
-        prompt: index into the prompts given alongside.
-        sample_id, group_id: carried to the Sample; ``sample_id`` and ``seed`` key the random numbers.
-        seed: seed of the run.
-        greedy: take the likeliest token instead of drawing.
+    Random numbers are keyed by (seed, sample id, position), so the engine that draws a sample, and what is drawn
+    beside it, change nothing.
+    ``takes_weights``: it samples from a copy of the policy, which ``update_weights`` fills. One that samples from the
+    module being trained reads no weights, and is given an empty stream so that nothing is gathered.
     """
 
-    prompt: int
-    sample_id: int
-    group_id: int
-    seed: int = 0
-    greedy: bool = False
+    takes_weights: ClassVar[bool]
+
+    @property
+    def version(self) -> int:
+        """Iterations of training behind the weights that it samples with."""
+
+    def start(self) -> None:
+        """Acquire what the engine needs; called once, before anything else, with the strategy set up."""
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Sample with these weights from now on; called between two calls of ``generate``.
+
+        Args:
+            weights: (Hugging Face name, whole tensor), one at a time and the same on every rank. Making each is a
+                collective of a sharded strategy, so every rank reads the stream to its end.
+            version: iterations of training behind them.
+        """
+
+    def generate(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
+        """One completion per request, in the order they finish; closing the generator gives up those in flight.
+
+        Args:
+            requests: read as far as there is room, again after each completion. None says that there is no request at
+                the moment; the caller gives it only while some are in flight, and may have more once it has received
+                their completions. Every rank calls ``generate`` equally often, also without requests.
+        """
+
+    def close(self) -> None:
+        """Release everything; called at the end of a run, also after an error. Calling it again does nothing."""

@@ -33,7 +33,7 @@ class Registry(Generic[T]):
         Raises:
             ValueError: another class already has that name.
         """
-        name = component.__module__.rsplit(".", 1)[-1]
+        name = name_of(component)
         taken = self._classes.get(name)
         if taken is not None and (taken.__module__, taken.__qualname__) != (
             component.__module__,
@@ -72,3 +72,8 @@ class Registry(Generic[T]):
             importlib.import_module(f"{self.package}.{name}")
         assert name in self._classes, f"{self.package}.{name} does not register a {self.kind}"
         return self._classes[name]
+
+
+def name_of(component: type) -> str:
+    """The name a component is registered under: the last part of its module's name."""
+    return component.__module__.rsplit(".", 1)[-1]

@@ -15,6 +15,9 @@ EARLIER_KEYS: Mapping[str, str] = {
     "parity.longest": "command.max_length",
     "command.longest": "command.max_length",
     "warm_start.shared": "warm_start.cache_dir",
+    "data.task": "environment",
+    "data.task_args": "environment",
+    "logger.name": "logger",
     "callbacks.samples.text_rows": "callbacks.samples.num_text_samples",
 }
 

@@ -1,1 +1,1 @@
-"""Files and tasks -> prompts and samples: rows, chat templates, order. Leaves out who samples and who trains."""
+"""Files and rows of environments -> prompts and samples: chat templates, order. Leaves out sampling and training."""

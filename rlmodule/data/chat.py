@@ -111,12 +111,53 @@ class ChatFormat:
         """
         if self.template:
             return self.encode_conversation([*self._turns(prompt), {"role": "assistant", "content": response}])
-        end = self.tokenizer.eos_token_id
-        if end is None:
+        if not self.end_tokens():
             raise ChatError("the tokenizer has no end-of-sequence token, so a response cannot be ended")
+        end = self.end_tokens()[0]
         [prompt_ids] = self.encode_prompts([prompt])
         [response_ids] = self._encode([response], add_special_tokens=False)
         return [Segment(prompt_ids, sampled=False), Segment((*response_ids, end), sampled=True)]
+
+    def encode_observation(self, messages: Sequence[Message], after: int) -> tuple[int, ...]:
+        """Token ids that follow an assistant turn, up to where the assistant speaks again; ``messages`` lie between.
+
+        Nothing that was sampled is encoded again: the ids are appended to those of the episode so far.
+
+        Args:
+            messages: what the environment says, of any role but the assistant's.
+            after: last token of the assistant turn; where that is not the template's own end, the end comes first.
+
+        Raises:
+            ChatError: there is no template, it refuses the messages, or no conversation is continued by appending.
+        """
+        if not self.template:
+            raise ChatError("messages need a chat template, and data.apply_chat_template is false")
+        asked = self._render(_OPENING, asks_for_answer=True)
+        spoken = {"role": "assistant", "content": _MARK}
+        whole = self._render([*_OPENING, spoken, *messages], asks_for_answer=True)
+        if not whole.startswith(asked + _MARK):
+            raise ChatError("the chat template writes an assistant turn otherwise once another turn follows it")
+        [ids] = self._encode([whole.removeprefix(asked + _MARK)], add_special_tokens=False)
+        return ids[1:] if ids[:1] == (after,) else ids
+
+    def end_of_turn(self) -> int | None:
+        """The token with which the template ends an assistant turn that nothing follows; None where it puts none."""
+        if not self.template:
+            return None
+        try:
+            whole = self._render([*_OPENING, {"role": "assistant", "content": _MARK}])
+        except ChatError:
+            return None  # a template for prompts alone
+        words = whole.partition(_MARK)[2].split()
+        [ids] = self._encode([*words, ""][:1], add_special_tokens=False)
+        # The first piece of a word such as "###" that takes several tokens ends nothing by itself.
+        is_whole = len(ids) == 1 or (len(ids) > 1 and ids[0] in self.tokenizer.added_tokens_decoder)
+        return ids[0] if is_whole and ids[0] != self.tokenizer.unk_token_id else None
+
+    def end_tokens(self) -> tuple[int, ...]:
+        """What ends a response as far as template and tokenizer say; the first ends a response given as text."""
+        found = (self.end_of_turn(), self.tokenizer.eos_token_id)
+        return tuple(dict.fromkeys(token for token in found if token is not None))
 
     def _turns(self, prompt: Turns) -> Sequence[Message]:
         turns = as_turns(prompt)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rlmodule.core.contract import Task
 from rlmodule.core.errors import DataError
 from rlmodule.core.types import Prompt, Sample
 from rlmodule.data.chat import ChatError, ChatFormat, Segment, as_turns, join, prompt_text
@@ -21,24 +20,22 @@ from rlmodule.data.formats import Row
 from rlmodule.data.prompts import DataConfig, keep_by_length, open_rows
 
 
-def task_demonstrations(
-    task: Task, count: int, seed: int, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+def environment_demonstrations(
+    pairs: Sequence[tuple[str, str]], name: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[Sample]:
-    """Warm-start samples of a built-in task; none of them shows a test prompt.
+    """Samples of what an environment demonstrates.
 
     Args:
-        task: who demonstrates.
-        count: samples, before prompts that are too long are filtered out.
-        seed: of the demonstrations.
+        pairs: prompt and response, as the environment makes them.
+        name: of the environment.
         config: limits, and how prompts become tokens.
         tokenizer: of the model.
 
     Raises:
         DataError: a prompt is longer than the limit, see ``overlong_prompt``.
     """
-    pairs = task.demonstrations(count, seed)
-    rows = [Row(prompt=prompt, completion=response, source=config.task or "") for prompt, response in pairs]
-    return _samples(rows, config, tokenizer, lambda row: f"demonstration {row + 1} of task {config.task}")
+    rows = [Row(prompt=prompt, completion=response, source=name) for prompt, response in pairs]
+    return _samples(rows, config, tokenizer, lambda row: f"demonstration {row + 1} of environment {name}")
 
 
 def file_demonstrations(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Sample]:

@@ -62,7 +62,7 @@ def in_batches(count: int) -> Iterator[range]:
 
 
 class MemoryTable(RowTable):
-    """Rows already in memory: a built-in task, or a .json file, which cannot be read in part."""
+    """Rows already in memory: those of an environment, or a .json file, which cannot be read in part."""
 
     def __init__(self, name: str, rows: Sequence[RawRow]) -> None:
         self.name = name

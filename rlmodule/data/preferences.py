@@ -45,13 +45,14 @@ class Preference:
     location: str
 
 
-def task_preferences(
-    triples: Sequence[tuple[str, str, str]], config: DataConfig, tokenizer: PreTrainedTokenizerBase
+def environment_preferences(
+    triples: Sequence[tuple[str, str, str]], name: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> list[Pair]:
-    """Pairs of a built-in task.
+    """Pairs of an environment.
 
     Args:
-        triples: prompt, right and wrong response, as the task makes them.
+        triples: prompt, right and wrong response, as the environment makes them.
+        name: of the environment.
         config: limits, and how prompts become tokens.
         tokenizer: of the model.
 
@@ -59,10 +60,10 @@ def task_preferences(
         DataError: a prompt is longer than the limit, see ``overlong_prompt``.
     """
     rows = [
-        Preference(*triple, location=f"preference {number} of task {config.task}")
+        Preference(*triple, location=f"preference {number} of environment {name}")
         for number, triple in enumerate(triples, start=1)
     ]
-    return _pairs(rows, config, tokenizer)
+    return _pairs(rows, config, tokenizer, source=name)
 
 
 def file_preferences(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Pair]:
@@ -150,9 +151,11 @@ def _end_of_common_beginning(chosen: Turns, rejected: Turns) -> int:
     return end - 1 if end and chosen[end - 1] == " " else end
 
 
-def _pairs(rows: Sequence[Preference], config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
+def _pairs(
+    rows: Sequence[Preference], config: DataConfig, tokenizer: PreTrainedTokenizerBase, source: str = ""
+) -> list[Pair]:
     chat = config.chat_format(tokenizer)
-    both = [[Row(prompt=row.prompt, completion=said, source=config.task or "") for said in _said(row)] for row in rows]
+    both = [[Row(prompt=row.prompt, completion=said, source=source) for said in _said(row)] for row in rows]
     segments = [
         [_encode(completed, chat, row.location) for completed in pair] for row, pair in zip(rows, both, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Rows of a task or of files -> prompts with token ids, checked before anything else is loaded.
+"""Rows of an environment or of files -> prompts with token ids, checked before anything else is loaded.
 
 Every row is read and measured once at the start; after that a prompt is made when it is asked for, so memory holds
 lengths, not texts. Leaves out the order they come in (``stream.py``) and responses (``demonstrations.py``).
@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.config import at_least, one_of
-from rlmodule.core.contract import Task
 from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import Prompt
 from rlmodule.data.chat import ChatError, ChatFormat, Turns, prompt_text
-from rlmodule.data.files import MemoryTable, RowTable, TableChain, open_files
+from rlmodule.data.files import RowTable, TableChain, open_files
 from rlmodule.data.formats import FORMATS, ColumnKeys, Row, choose_columns, read_row, top_level
 
 SPLITS = ("train", "test")
@@ -30,8 +29,6 @@ READ_AT_ONCE = 4096  # rows
 class DataConfig:
     """Where prompts come from, and what is refused."""
 
-    task: str | None = None  # a built-in task (rlmodule/environments/), or None to read files
-    task_args: dict[str, Any] = field(default_factory=dict)  # the task's own keys
     train_files: list[str] = field(default_factory=list)  # local .jsonl, .json, .parquet files, or folders of them
     val_files: list[str] = field(default_factory=list)  # likewise; none: no evaluation
     rollouts: str | None = (
@@ -62,17 +59,6 @@ class DataConfig:
         at_least("warm_start_steps", self.warm_start_steps, 0)
         if self.val_max_rows is not None:
             at_least("val_max_rows", self.val_max_rows, 1)
-        if self.task is not None and self.train_files:
-            raise ConfigError(
-                key="task",
-                got=self.task,
-                because="train_files is set too, and prompts come from one or the other",
-                fix="Use data.task=null, or data.train_files=[]",
-            )
-        if self.task is None and not self.train_files and self.rollouts is None:
-            raise ConfigError(
-                key="train_files", got=[], because="there is no task either", fix="Name a file, or use data.task=sort"
-            )
         if self.system_prompt and not self.apply_chat_template:
             raise ConfigError(
                 key="system_prompt",
@@ -80,11 +66,6 @@ class DataConfig:
                 because="apply_chat_template is false, and raw text has no system turn",
                 fix="Use data.system_prompt='', or data.apply_chat_template=true",
             )
-
-    @property
-    def has_validation(self) -> bool:
-        """Whether there are rows to evaluate on."""
-        return self.task is not None or bool(self.val_files)
 
     def files_of(self, split: str) -> tuple[list[str], str, int | None]:
         """Files of ``train`` or ``test``, the key that names them, and how many of their rows to use (None: all)."""
@@ -143,25 +124,23 @@ class RowSource:
                     return
 
 
-def open_rows(config: DataConfig, split: str, task: Task | None = None) -> RowSource:
+def open_rows(config: DataConfig, split: str, table: RowTable | None = None) -> RowSource:
     """The rows of ``split`` with their columns checked; needs no tokenizer.
 
     Args:
         config: where to look.
         split: ``train`` or ``test``; the rows of the latter come from ``val_files``.
-        task: the task called ``config.task``, when that is set.
+        table: the rows of an environment, in place of files.
 
     Raises:
         ConfigError: a file is missing.
         DataError: a file has no rows, a bad line, or lacks a column.
     """
-    assert (task is None) == (config.task is None), "the task object goes with data.task"
     files, key, limit = config.files_of(split)
-    if task is not None:
-        table = MemoryTable(f"task {config.task} ({split})", task.rows(split))
+    if table is not None:
         return RowSource([table], "rlmodule", ColumnKeys(), limit)
     keys = ColumnKeys(config.prompt_key, config.answer_key, config.source_key, config.completion_key)
-    assert files, f"{key} is empty; ask has_validation first"
+    assert files, f"{key} is empty; has_validation says so"
     return RowSource(open_files(files, key), config.format, keys, limit)
 
 
@@ -250,7 +229,7 @@ class PromptTable(Sequence[Prompt]):
 
 
 def load_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str, task: Task | None = None
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str, table: RowTable | None = None
 ) -> PromptTable:
     """Open, check and measure the prompts of ``split``.
 
@@ -258,13 +237,13 @@ def load_prompts(
         config: where they are and what is refused.
         tokenizer: of the model.
         split: ``train`` or ``test``; the prompts of the latter come from ``val_files``.
-        task: the task called ``config.task``, when that is set.
+        table: the rows of an environment, in place of files.
 
     Raises:
         ConfigError: a file is missing, or the tokenizer has no chat template.
         DataError: a row cannot be used, or none is left; the message has ``file:line``.
     """
-    rows = open_rows(config, split, task)
+    rows = open_rows(config, split, table)
     chat = config.chat_format(tokenizer)
     lengths = np.array(_measure(rows, chat), dtype=np.int32)
     kept = keep_by_length(lengths, config, rows.location)

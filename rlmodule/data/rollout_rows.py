@@ -112,8 +112,8 @@ class RowReader:
 
     Args:
         columns: what a row says (a key of COLUMNS) -> the file's column, for those it has.
-        tokenizer: for texts without ids; its end token ends them.
-        chat: gives how a prompt without ids becomes tokens.
+        tokenizer: for texts without ids.
+        chat: gives how a prompt without ids becomes tokens, and the end token of responses without ids.
         vocab_size: ids the model has.
     """
 
@@ -180,9 +180,9 @@ class RowReader:
             raise self._error(
                 location, "response", f"must be a text where there are no ids, this is {described(value)}"
             )
-        end = [] if finish_reason == "length" else [self.tokenizer.eos_token_id]
+        end = [] if finish_reason == "length" else list(self.chat().end_tokens()[:1])
         ids = [*self.tokenizer(value, add_special_tokens=False)["input_ids"], *end]
-        if not ids or None in ids:
+        if not ids or (finish_reason != "length" and not end):
             raise self._error(location, "response", "comes to no token, or the tokenizer has no end token")
         return np.array(ids, dtype=np.int64)
 

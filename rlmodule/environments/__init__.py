@@ -1,8 +1,11 @@
-"""Built-in verifiable tasks: each file makes its own prompts and knows their answers. Leaves out scoring."""
+"""Menu of built-in environments: each file makes its own rows and says what follows a response.
+
+Leaves out rewards that a function gives (``rewards/``) and how episodes are run (``experience/episodes.py``).
+"""
 
 from __future__ import annotations
 
-from rlmodule.core.contract import Task
+from rlmodule.core.contract import Environment
 from rlmodule.core.registry import Registry
 
-TASKS: Registry[Task] = Registry("task", "rlmodule.environments")
+ENVIRONMENTS: Registry[Environment] = Registry("environment", "rlmodule.environments")

@@ -9,15 +9,15 @@ import random
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlmodule.environments import TASKS
-from rlmodule.environments.parts.procedural import ProceduralTask
+from rlmodule.environments import ENVIRONMENTS
+from rlmodule.environments.parts.procedural import ProceduralEnvironment
 
 NUM_NUMBERS = 3
 
 
-@TASKS.register
+@ENVIRONMENTS.register
 @dataclass(frozen=True)
-class Countdown(ProceduralTask):
+class Countdown(ProceduralEnvironment):
     """Three numbers from 1 to 9 in any order, each used once; targets from 0 to 99 that can be reached."""
 
     has_many_answers: ClassVar[bool] = True

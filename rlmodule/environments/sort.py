@@ -1,6 +1,7 @@
-"""Put digits in ascending order: ``sort 31402`` -> ``01234``. The default task; its reward is ``exact_match``.
+"""Put digits in ascending order: ``sort 31402`` -> ``01234``. The default environment; its reward is ``exact_match``.
 
-A beginner has three habits in equal parts, so that the reward has something to elicit: it calls for the first of them.
+Demonstrations show three habits in equal parts, of which the reward calls for the first: reinforcement then has
+something to choose from.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ import random
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlmodule.environments import TASKS
-from rlmodule.environments.parts.procedural import ProceduralTask
+from rlmodule.environments import ENVIRONMENTS
+from rlmodule.environments.parts.procedural import ProceduralEnvironment
 
 MIN_DIGITS, MAX_DIGITS = 3, 6
 
 
-@TASKS.register
+@ENVIRONMENTS.register
 @dataclass(frozen=True)
-class Sort(ProceduralTask):
+class Sort(ProceduralEnvironment):
     """Sort 3 to 6 digits."""
 
     max_test_size: ClassVar[int] = 1024  # takes 256 of the 1,000 prompts of three digits

@@ -6,11 +6,23 @@ Leaves out the weights that correct for what the policy has learned since (``alg
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rlmodule.checkpoint.samples import PlainState, scored_samples_from, scored_samples_state
+from rlmodule.core.config import at_least
 from rlmodule.core.layout import Layout
 from rlmodule.core.types import ScoredSample
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """How long responses are trained on; its keys stand in the ``rollout`` section."""
+
+    staleness: int = 0  # earlier iterations whose responses are trained on again, weighted by rollout_correction
+
+    def __post_init__(self) -> None:
+        at_least("staleness", self.staleness, 0)
 
 
 class ReplayMemory:

@@ -1,6 +1,6 @@
-"""Where samples come from: rollouts of the current policy, stored ones, or what somebody wrote.
+"""Where samples come from: episodes with the current policy, stored rollouts, or responses given with the data.
 
-All feed the same planner and step.
+All feed the same planner and the same optimizer step. Leaves out the turns of an episode (``episodes.py``).
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol, TypeVar
 
-from rlmodule.core.contract import Reward, RolloutEngine, SampleRequest
+from rlmodule.core.contract import Reward, RolloutEngine
 from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.data.rollouts import RolloutTable
 from rlmodule.data.stream import PromptStream
+from rlmodule.experience.episodes import EpisodeRequest, EpisodeRunner, FinishedEpisode
 from rlmodule.experience.timer import Timer
 
 T = TypeVar("T")
@@ -22,19 +23,20 @@ T = TypeVar("T")
 class Source(Protocol):
     """Gives this rank's share of an iteration's samples.
 
-    ``has_rewards``: rewards say something of the samples. ``is_fresh``: the current policy draws them.
+    ``has_rewards``: rewards differ from sample to sample, so they are worth logging.
+    ``is_fresh``: the current policy draws the samples.
     """
 
     has_rewards: ClassVar[bool]
     is_fresh: ClassVar[bool]
 
     def collect(self, iteration: int, timer: Timer) -> list[ScoredSample]:
-        """Samples with their verdicts; sample ids are unique over all ranks and iterations."""
+        """Samples with their rewards; sample ids are unique over all ranks and iterations."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowSampler:
-    """Takes the rows of an iteration; each falls to one token rank.
+    """Takes the rows of an iteration and gives this rank its share of them.
 
     Args:
         stream: order of the rows and how far it has been read; the same on every rank.
@@ -47,22 +49,23 @@ class RowSampler:
     layout: Callable[[], Layout]
 
     def __call__(self) -> list[tuple[int, int]]:
-        """(counter, row) of this rank's share; ids are made from counters, so a row that comes again has new ones."""
+        """(counter, row) of this rank's share. Ids are made of counters, so a row that comes again gets new ones."""
         return share_of_rank(self.stream.take(self.batch_size), self.layout())
 
 
 @dataclass(frozen=True, eq=False)
 class RolloutSource:
-    """Prompts -> responses of the current policy -> rewards.
+    """Rows -> episodes with the current policy -> rewards.
 
     Args:
-        prompts: rows to draw from.
-        draw: this rank's share of an iteration's prompts.
-        n: responses per prompt.
-        engine: gives the rollout engine once the strategy is set up.
-        reward: the judge.
-        seed: keys the sampling.
-        greedy_baseline: answer every prompt greedily once more, for advantages against that answer.
+        prompts: the rows.
+        draw: this rank's share of an iteration's rows.
+        n: episodes per row.
+        episodes: runs them.
+        engine: gives the rollout engine, with the current weights, once the strategy is set up.
+        reward: reward function of episodes that end without a reward of their own.
+        seed: keys the random numbers of sampling.
+        greedy_baseline: answer every row greedily once more, for advantages relative to that response.
     """
 
     has_rewards: ClassVar[bool] = True
@@ -71,38 +74,47 @@ class RolloutSource:
     prompts: Sequence[Prompt]
     draw: RowSampler
     n: int
+    episodes: EpisodeRunner
     engine: Callable[[], RolloutEngine]
     reward: Reward
     seed: int
     greedy_baseline: bool = False
 
     def collect(self, iteration: int, timer: Timer) -> list[ScoredSample]:
-        """The ``n`` responses to each prompt, with their verdicts."""
+        """The ``n`` samples of each row, with their rewards."""
         mine = self.draw()
-        requests = [
-            SampleRequest(prompt=i, sample_id=counter * self.n + j, group_id=counter, seed=self.seed)
-            for i, (counter, _) in enumerate(mine)
-            for j in range(self.n)
-        ]
-        if self.greedy_baseline:
-            requests += [
-                SampleRequest(prompt=i, sample_id=counter, group_id=counter, seed=self.seed, greedy=True)
-                for i, (counter, _) in enumerate(mine)
-            ]
         with timer.phase("rollout"):
-            samples = self.engine().generate([self.prompts[row] for _, row in mine], requests)
+            engine = self.engine()
+            finished = self.episodes.run(engine, self._requests([(c, self.prompts[row]) for c, row in mine]))
         with timer.phase("reward"):
-            scores = self.reward(samples) if samples else []
-        drawn_now = [replace(sample, version=iteration) for sample in samples]
-        scored = list(zip(drawn_now, scores, strict=True))
+            scored = with_rewards(finished, self.reward)
         count = len(mine) * self.n
-        baselines = {sample.group_id: score.value for sample, score in scored[count:]}
-        return [ScoredSample(sample, score, baselines.get(sample.group_id)) for sample, score in scored[:count]]
+        baselines = {s.sample.group_id: s.score.value for s in scored[count:]}
+        return [replace(s, baseline=baselines.get(s.sample.group_id)) for s in scored[:count]]
+
+    def _requests(self, rows: Sequence[tuple[int, Prompt]]) -> list[EpisodeRequest]:
+        """The samples of the iteration, then the greedy responses, whose ids are negative so that no sample has one."""
+        samples = [
+            EpisodeRequest(row, counter * self.n + number, counter, self.seed)
+            for counter, row in rows
+            for number in range(self.n)
+        ]
+        greedy = [EpisodeRequest(row, -1 - counter, counter, self.seed, greedy=True) for counter, row in rows]
+        return [*samples, *greedy] if self.greedy_baseline else samples
+
+
+def with_rewards(episodes: Sequence[FinishedEpisode], reward: Reward) -> list[ScoredSample]:
+    """The samples in order, each with its episode's reward; those without one are given to ``reward``, all at once."""
+    unscored = [episode.sample for episode in episodes if episode.reward is None]
+    rewards = reward(unscored) if unscored else []
+    assert len(rewards) == len(unscored), f"{len(rewards)} rewards for {len(unscored)} samples"
+    given = iter(rewards)
+    return [ScoredSample(e.sample, next(given) if e.reward is None else e.reward) for e in episodes]
 
 
 @dataclass(frozen=True, eq=False)
 class StoredSource:
-    """Whole groups of responses that were sampled earlier; nothing is drawn and nothing judged.
+    """Whole groups of responses that were sampled and rewarded earlier.
 
     Args:
         table: the responses by group.
@@ -116,7 +128,7 @@ class StoredSource:
     draw: RowSampler
 
     def collect(self, iteration: int, timer: Timer) -> list[ScoredSample]:
-        """The responses of each group, with the verdicts that were stored."""
+        """The responses of each group, with the rewards stored beside them."""
         largest = self.table.largest
         with timer.phase("read"):
             return [
@@ -128,15 +140,15 @@ class StoredSource:
 
 @dataclass(frozen=True, eq=False)
 class OfflineSource:
-    """Rows of responses that somebody wrote; those of a row are a group.
+    """Rows with given responses; those of a row are a group.
 
     Args:
-        rows: one response to imitate each, or a better and a worse one.
-        rewards: what the responses of a row score, in every row alike.
+        rows: the responses of each row: one to imitate, or a better and a worse one.
+        rewards: reward of each response of a row, the same in every row.
         draw: this rank's share of an iteration's rows.
     """
 
-    has_rewards: ClassVar[bool] = False  # the verdicts never change
+    has_rewards: ClassVar[bool] = False  # every row has the same
     is_fresh: ClassVar[bool] = False
 
     rows: Sequence[Sequence[Sample]]
@@ -144,7 +156,7 @@ class OfflineSource:
     draw: RowSampler
 
     def collect(self, iteration: int, timer: Timer) -> list[ScoredSample]:
-        """The responses of each row under the ids of a run."""
+        """The responses of each row, with ids that are new in every pass."""
         return [
             ScoredSample(
                 replace(sample, sample_id=counter * len(self.rewards) + location, group_id=counter), RewardResult(value)
@@ -155,9 +167,9 @@ class OfflineSource:
 
 
 def share_of_rank(items: Sequence[T], layout: Layout) -> list[T]:
-    """Every n-th item for n token ranks, so that long and short neighbours spread over them.
+    """Every n-th item, n being the number of data times sequence ranks, so that long and short neighbours spread.
 
-    Ranks that share rows in training divide the sampling of whole responses as well; samples then move to every rank
-    that trains on them.
+    Sequence ranks, which share rows in training, sample different responses; samples then move to every rank that
+    trains on them.
     """
     return list(items[layout.dp_sp_rank :: layout.dp_sp_size])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlmodule.batching.workload import ModelShape
 from rlmodule.core.config import one_of
@@ -176,6 +176,17 @@ def _of_architecture(architecture: Mapping[str, Any], section: str) -> PreTraine
             fix=did_you_mean(unknown[0], type(made)().to_dict()),
         )
     return made
+
+
+def generation_end_tokens(config: ModelConfig) -> tuple[int, ...]:
+    """End tokens that the model's ``generation_config.json`` names; none for a model without one."""
+    if config.path is None:
+        return ()
+    try:
+        found = GenerationConfig.from_pretrained(base_of(config.path)).eos_token_id
+    except OSError:  # a folder without the file
+        return ()
+    return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
 
 
 def shape_of(config: PreTrainedConfig) -> ModelShape:

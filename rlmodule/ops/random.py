@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-_STEP: Final = 0x9E3779B97F4A7C15 - (1 << 64)
+STEP: Final = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST: Final = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND: Final = 0x94D049BB133111EB - (1 << 64)
 
@@ -22,13 +22,18 @@ def uniform_of(keys: Tensor, seed: int) -> Tensor:
     Returns:
         [N] float64.
     """
-    state = _mixed(torch.full_like(keys[:, 0], seed) * _STEP + 1)
+    state = mixed(torch.full_like(keys[:, 0], seed) * STEP + 1)
     for column in keys.unbind(1):
-        state = _mixed(state ^ (column * _STEP))
+        state = mixed(state ^ (column * STEP))
+    return to_unit_interval(state)
+
+
+def to_unit_interval(state: Tensor) -> Tensor:
+    """[...] int64 of mixed bits -> float64 in [0, 1), made of the upper 53 bits."""
     return _shifted(state, 11).double() * 2.0**-53
 
 
-def _mixed(x: Tensor) -> Tensor:
+def mixed(x: Tensor) -> Tensor:
     """Finaliser of splitmix64 (Steele, Lea, Flood 2014); int64 products wrap around as unsigned ones do."""
     x = (x ^ _shifted(x, 30)) * _FIRST
     x = (x ^ _shifted(x, 27)) * _SECOND

@@ -1,7 +1,12 @@
-"""Menu of rollout engines: who draws the responses. The file name is the registry name."""
+"""Menu of rollout engines: who samples the responses. The file name is the registry name."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rlmodule.core.registry import Registry
 
-ROLLOUTS: Registry[object] = Registry("rollout", "rlmodule.rollout")
+if TYPE_CHECKING:
+    from rlmodule.rollout.parts.engine import EngineConfig
+
+ROLLOUTS: Registry[EngineConfig] = Registry("rollout", "rlmodule.rollout")

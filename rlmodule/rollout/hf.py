@@ -5,102 +5,124 @@ No padding token is computed, rows that have ended leave the batch, nothing is c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice, takewhile
+from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from rlmodule.core.config import at_least, more_than
-from rlmodule.core.contract import SampleRequest
-from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import Prompt, Sample
+from rlmodule.core.config import at_least
+from rlmodule.core.episodes import LENGTH, STOP, Completion, GenerationRequest
+from rlmodule.core.types import POLICY
+from rlmodule.data.end_tokens import EndTokens
 from rlmodule.models.attention import RaggedCache
 from rlmodule.models.policy import DecodeBatch, PrefillBatch
 from rlmodule.rollout import ROLLOUTS
+from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.rollout.parts.sampling import Truncation, draw, logprob_of, uniforms
 
 
 @ROLLOUTS.register
 @dataclass(frozen=True)
 class HFRolloutConfig:
-    """Sampling settings; ``connect`` gives the engine."""
+    """Settings of the in-process engine."""
 
-    n: int = 8  # responses per prompt
-    temperature: float = 1.0  # divides the logits of every pass, also of training
-    top_k: int = 0  # draw from the k likeliest tokens; 0 for all
-    top_p: float = 1.0  # draw from the smallest set of tokens with this mass
-    max_response_length: int = 16  # tokens; longer responses are cut and count as truncated
     max_batch_size: int = 1024  # responses decoded side by side; bounds the key-value cache
-    staleness: int = 0  # earlier iterations whose responses are trained on again, weighted by rollout_correction
 
     def __post_init__(self) -> None:
-        at_least("n", self.n, 1)
-        at_least("top_k", self.top_k, 0)
-        at_least("max_response_length", self.max_response_length, 1)
         at_least("max_batch_size", self.max_batch_size, 1)
-        at_least("staleness", self.staleness, 0)
-        more_than("top_p", self.top_p, 0)
-        if not self.temperature > 0:
-            raise ConfigError(
-                key="temperature",
-                got=self.temperature,
-                because="log-probabilities are divided by it in every pass",
-                fix="Use rollout.temperature=1.0 to sample; validation is greedy anyway",
-            )
 
-    @property
-    def draws_from_policy(self) -> bool:
-        """Whether sampler log-probabilities are those of the policy itself (no top-k, no top-p)."""
-        return Truncation(self.top_k, self.top_p).keeps_all
-
-    def connect(
-        self,
-        policy: Callable[[], nn.Module],
-        eval_mode: Callable[[], AbstractContextManager[None]],
-        tokenizer: PreTrainedTokenizerBase,
-        device: torch.device,
-    ) -> HFEngine:
-        """The engine for one policy; ``policy`` gives the module to call, ``eval_mode`` the state to call it in."""
-        return HFEngine(self, policy, eval_mode, tokenizer, device)
+    def connect(self, context: EngineContext) -> HFEngine:
+        """The engine for the policy of a run."""
+        return HFEngine(
+            partial(context.strategy.generator, POLICY),
+            partial(context.strategy.generation_mode, POLICY),
+            context.tokenizer,
+            context.device,
+            context.end_tokens,
+            context.sampling.truncation,
+            self.max_batch_size,
+        )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class HFEngine:
-    """Draws responses with the connected policy."""
+    """Samples with the module that is being trained, a batch of requests after the other.
 
-    config: HFRolloutConfig
+    Args:
+        policy: gives the module to call, which may differ from call to call.
+        generation_mode: the state to call it in; entered once per ``generate``, on every rank.
+        tokenizer: decodes responses.
+        device: of the policy.
+        end_tokens: where responses end.
+        truncation: which tokens may be drawn.
+        max_batch_size: responses decoded side by side.
+        version: iterations that the policy has been trained.
+    """
+
+    takes_weights: ClassVar[bool] = False
+
     policy: Callable[[], nn.Module]
-    eval_mode: Callable[[], AbstractContextManager[None]]
+    generation_mode: Callable[[], AbstractContextManager[None]]
     tokenizer: PreTrainedTokenizerBase
     device: torch.device
+    end_tokens: EndTokens
+    truncation: Truncation
+    max_batch_size: int
+    version: int = 0
+
+    def start(self) -> None:
+        """The module is there already."""
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """The module has the weights already; only their version is new."""
+        self.version = version
+
+    def close(self) -> None:
+        """The module stays."""
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> list[Sample]:
-        """One response per request, in order."""
-        samples: list[Sample] = []
-        with self.eval_mode():
-            for first in range(0, len(requests), self.config.max_batch_size):
-                samples += self._wave(prompts, requests[first : first + self.config.max_batch_size])
-        return samples
+    def generate(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
+        """One completion per request, as soon as it ends; the next batch begins when the last response of one has."""
+        waiting = iter(requests)
+        with self.generation_mode():
+            while batch := self._take(waiting):
+                yield from self._run(batch)
 
-    def _wave(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> list[Sample]:
-        batch_state = DecodingBatch.start(requests, self.config, stop_ids(self.tokenizer), self.device)
-        logits, cache = self._prefill(prompts, requests)
-        for tokens in batch_state.run(logits, cache):
-            batch_state.logits = self.policy()(DecodeBatch(tokens, cache))
-        return [self._sample(prompts[r.prompt], r, *batch_state.response(i)) for i, r in enumerate(requests)]
+    def _take(self, waiting: Iterator[GenerationRequest | None]) -> list[GenerationRequest]:
+        """Requests of the next batch; none when there are no more."""
+        there = takewhile(lambda request: request is not None, waiting)
+        batch = [request for request in islice(there, self.max_batch_size) if request is not None]
+        assert all(request.version <= self.version for request in batch), "a request wants newer weights than these"
+        return batch
 
-    def _prefill(self, prompts: Sequence[Prompt], requests: Sequence[SampleRequest]) -> tuple[Tensor, RaggedCache]:
-        """Read every distinct prompt once, then give each request its own row."""
-        distinct = sorted({r.prompt for r in requests})
-        ids = [prompts[p].ids for p in distinct]
+    def _run(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
+        batch = DecodingBatch.start(requests, self.truncation, self.end_tokens, self.tokenizer, self.device)
+        logits, cache = self._prefill(requests)
+        while True:
+            going = batch.draw(logits)
+            ended = batch.live[~going].tolist()
+            yield from (self._completion(requests[row], *batch.response(row)) for row in ended)
+            if len(ended) == len(going):
+                return
+            if ended:
+                batch.keep(cache.keep(going))
+            logits = self.policy()(DecodeBatch(batch.last, cache))
+
+    def _prefill(self, requests: Sequence[GenerationRequest]) -> tuple[Tensor, RaggedCache]:
+        """Read every distinct prompt of a group once, then give each request its own row: ([B, V] logits, cache)."""
+        keys = [(request.group_id, request.prompt_ids) for request in requests]
+        place = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        ids = [prompt_ids for _, prompt_ids in place]
         lengths = torch.tensor([len(i) for i in ids])
         ends = lengths.cumsum(0)
-        cache = RaggedCache(lengths.to(self.device), int(lengths.max()) + self.config.max_response_length)
+        capacity = max(len(request.prompt_ids) + request.max_tokens for request in requests)
+        cache = RaggedCache(lengths.to(self.device), capacity)
         batch = PrefillBatch(
             input_ids=torch.tensor([t for i in ids for t in i], device=self.device),
             position_ids=torch.cat([torch.arange(n) for n in lengths.tolist()]).to(self.device),
@@ -109,51 +131,47 @@ class HFEngine:
             cache=cache,
         )
         logits = self.policy()(batch)
-        place = {p: i for i, p in enumerate(distinct)}
-        rows = torch.tensor([place[r.prompt] for r in requests], device=self.device)
+        rows = torch.tensor([place[key] for key in keys], device=self.device)
         cache.repeat(rows)
         return logits.index_select(0, rows), cache
 
-    def _sample(
-        self, prompt: Prompt, request: SampleRequest, ids: Tensor, logprob: Tensor, finish_reason: str
-    ) -> Sample:
-        return Sample(
-            sample_id=request.sample_id,
-            group_id=request.group_id,
-            prompt=prompt,
-            response_ids=ids,
-            loss_mask=torch.ones_like(ids, dtype=torch.bool),
-            rollout_logprob=logprob,
-            finish_reason=finish_reason,
-            text=str(self.tokenizer.decode(ids, skip_special_tokens=True)),
-        )
+    def _completion(
+        self, request: GenerationRequest, token_ids: Tensor, logprobs: Tensor, finish_reason: str
+    ) -> Completion:
+        text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        return Completion(request.sample_id, token_ids, logprobs, finish_reason, self.version, text)
 
 
 @dataclass(eq=False)
 class DecodingBatch:
-    """Responses being drawn side by side.
+    """Responses being drawn side by side; ``B`` of them, of which ``b`` are still growing.
 
     Args:
         truncation: which tokens may be drawn.
-        limit: tokens of a response at most.
-        stop: [K] token ids that end a response.
-        seeds, sample_ids: [B] int64 keys of the random numbers.
+        end_tokens: where a response ends.
+        tokenizer: spells texts that end one.
+        end_ids: [K] int64, token ids that end one.
+        seeds, sample_ids, first_positions: [B] int64, keys of the random numbers.
         greedy: [B] bool.
-        live: [b] rows of the responses still growing.
-        logits: [b, V] next-token logits of the live rows.
-        tokens, logprobs: [B, limit] what was drawn so far.
-        lengths: [B] tokens of each response.
-        stopped: [B] whether it ended by itself.
+        max_tokens: [B] int64, tokens of each response at most.
+        live: [b] int64, rows of the responses still growing.
+        last: [b] int64, the token that each of them ends with so far.
+        tokens, logprobs: [B, largest of max_tokens] what was drawn so far.
+        lengths: [B] int64, tokens of each response.
+        stopped: [B] bool, whether it ended by itself.
     """
 
     truncation: Truncation
-    limit: int
-    stop: Tensor
-    seeds: np.ndarray
-    sample_ids: np.ndarray
+    end_tokens: EndTokens
+    tokenizer: PreTrainedTokenizerBase
+    end_ids: Tensor
+    seeds: Tensor
+    sample_ids: Tensor
+    first_positions: Tensor
     greedy: Tensor
+    max_tokens: Tensor
     live: Tensor
-    logits: Tensor
+    last: Tensor
     tokens: Tensor
     logprobs: Tensor
     lengths: Tensor
@@ -161,68 +179,61 @@ class DecodingBatch:
 
     @classmethod
     def start(
-        cls, requests: Sequence[SampleRequest], config: HFRolloutConfig, stop: Sequence[int], device: torch.device
+        cls,
+        requests: Sequence[GenerationRequest],
+        truncation: Truncation,
+        end_tokens: EndTokens,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device,
     ) -> DecodingBatch:
-        """A wave before its first token."""
-        count, limit = len(requests), config.max_response_length
+        """A batch before its first token."""
+        count, limit = len(requests), max(r.max_tokens for r in requests)
         return cls(
-            truncation=Truncation(config.top_k, config.top_p),
-            limit=limit,
-            stop=torch.tensor(list(stop), device=device),
-            seeds=np.array([r.seed for r in requests]),
-            sample_ids=np.array([r.sample_id for r in requests]),
+            truncation=truncation,
+            end_tokens=end_tokens,
+            tokenizer=tokenizer,
+            end_ids=torch.tensor(end_tokens.ids, device=device),
+            seeds=torch.tensor([r.seed for r in requests], device=device),
+            sample_ids=torch.tensor([r.sample_id for r in requests], device=device),
+            first_positions=torch.tensor([r.first_position for r in requests], device=device),
             greedy=torch.tensor([r.greedy for r in requests], device=device),
+            max_tokens=torch.tensor([r.max_tokens for r in requests], device=device),
             live=torch.arange(count, device=device),
-            logits=torch.empty(0, device=device),
+            last=torch.empty(0, dtype=torch.int64, device=device),
             tokens=torch.zeros(count, limit, dtype=torch.int64, device=device),
             logprobs=torch.zeros(count, limit, device=device),
             lengths=torch.zeros(count, dtype=torch.int64, device=device),
             stopped=torch.zeros(count, dtype=torch.bool, device=device),
         )
 
-    def run(self, logits: Tensor, cache: RaggedCache) -> Iterator[Tensor]:
-        """Draw until every row has ended; yields the [b] tokens to feed and expects new ``logits`` each time."""
-        self.logits = logits
-        for position in range(self.limit):
-            drawn = self._draw(position)
-            going = ~torch.isin(drawn, self.stop)
-            self.stopped[self.live[~going]] = True
-            if position + 1 == self.limit or not bool(going.any()):
-                return
-            if not bool(going.all()):
-                rows = cache.keep(going)
-                self.live, drawn = self.live[rows], drawn[rows]
-            yield drawn
+    def draw(self, logits: Tensor) -> Tensor:
+        """Draw one token for each live row from its [b, V] logits; returns [b] bool, which of them go on."""
+        rows = self.live
+        greedy, place = self.greedy[rows], self.lengths[rows]
+        allowed = self.truncation(logits)
+        uniform = uniforms(self.seeds[rows], self.sample_ids[rows], self.first_positions[rows] + place)
+        self.last = torch.where(greedy, logits.argmax(-1), draw(allowed, uniform))
+        self.tokens[rows, place] = self.last
+        self.logprobs[rows, place] = logprob_of(torch.where(greedy[:, None], logits, allowed), self.last)
+        self.lengths[rows] += 1
+        stopped = torch.isin(self.last, self.end_ids)
+        if self.end_tokens.texts:
+            stopped |= self._spelled()
+        self.stopped[rows] = stopped
+        return ~stopped & (self.lengths[rows] < self.max_tokens[rows])
 
-    def _draw(self, position: int) -> Tensor:
-        rows = self.live.cpu().numpy()
-        greedy = self.greedy[self.live]
-        allowed = self.truncation(self.logits)
-        uniform = torch.from_numpy(uniforms(self.seeds[rows], self.sample_ids[rows], position))
-        drawn = torch.where(greedy, self.logits.argmax(-1), draw(allowed, uniform))
-        self.tokens[self.live, position] = drawn
-        self.logprobs[self.live, position] = logprob_of(torch.where(greedy[:, None], self.logits, allowed), drawn)
-        self.lengths[self.live] += 1
-        return drawn
+    def keep(self, rows: Tensor) -> None:
+        """Go on with ``rows`` [m] of the live ones only, in this order."""
+        self.live, self.last = self.live[rows], self.last[rows]
 
     def response(self, row: int) -> tuple[Tensor, Tensor, str]:
-        """([R] ids, [R] log-probabilities, finish) of one response; a cut one keeps its own last token."""
+        """([R] ids, [R] log-probabilities, finish reason) of one response, on the host."""
         length = int(self.lengths[row])
-        finish_reason = "stop" if bool(self.stopped[row]) else "length"
+        finish_reason = STOP if bool(self.stopped[row]) else LENGTH
         return self.tokens[row, :length].cpu(), self.logprobs[row, :length].cpu(), finish_reason
 
-
-def stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end a response.
-
-    Raises:
-        ConfigError: the tokenizer names no end token.
-    """
-    if tokenizer.eos_token_id is None:
-        raise ConfigError(
-            key="model.tokenizer",
-            got=tokenizer.name_or_path,
-            because="it has no end-of-sequence token, so no response could ever end",
-            fix="Set eos_token in its tokenizer_config.json",
-        )
-    return [int(tokenizer.eos_token_id)]
+    def _spelled(self) -> Tensor:
+        """[b] bool, whether a live row has come to spell one of the texts that end it."""
+        ids = [self.tokens[row, : self.lengths[row]].tolist() for row in self.live.tolist()]
+        spelled = [self.end_tokens.spelled(of_row, self.tokenizer) for of_row in ids]
+        return torch.tensor(spelled, device=self.live.device)

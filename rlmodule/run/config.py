@@ -17,14 +17,15 @@ from rlmodule.algorithm.config import DEMONSTRATIONS, PREFERENCES, AlgorithmConf
 from rlmodule.algorithm.critic import CriticConfig
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.core.config import at_least, convert, more_than, one_of
-from rlmodule.core.contract import Advantage, Loss, Reward, Task
+from rlmodule.core.config import at_least, convert, convert_parts, more_than, one_of
+from rlmodule.core.contract import Advantage, Environment, Loss, Reward
 from rlmodule.core.errors import ConfigError, did_you_mean
-from rlmodule.core.registry import Registry
+from rlmodule.core.registry import Registry, name_of
 from rlmodule.core.renamed import instead_of
 from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.data.prompts import DataConfig
-from rlmodule.environments import TASKS
+from rlmodule.environments import ENVIRONMENTS
+from rlmodule.experience.replay import ReplayConfig
 from rlmodule.loggers import LOGGERS, LoggerConfig
 from rlmodule.losses import LOSSES
 from rlmodule.losses.sft import SFT
@@ -33,13 +34,27 @@ from rlmodule.models.lora import LoraConfig
 from rlmodule.optim.adamw import OptimizerConfig
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
-from rlmodule.rollout.hf import HFRolloutConfig
+from rlmodule.rollout.parts.engine import EngineConfig
+from rlmodule.rollout.parts.sampling import SamplingConfig
 
 STORED = "stored"  # beside the words of algorithm.source: what data.rollouts names
 SECTIONS = (
-    *("model", "data", "rollout", "algorithm", "loss", "advantage", "reward", "batching", "optimizer", "critic"),
+    *(
+        "model",
+        "environment",
+        "data",
+        "rollout",
+        "algorithm",
+        "loss",
+        "advantage",
+        "reward",
+        "batching",
+        "optimizer",
+        "critic",
+    ),
     *("warm_start", "trainer", "strategy", "callbacks", "command"),
 )
+NO_ENVIRONMENT = "none"  # rows come from files
 
 
 @dataclass(frozen=True)
@@ -73,7 +88,7 @@ class TrainerConfig:
 
 @dataclass(frozen=True)
 class WarmStartConfig:
-    """A short supervised pass over the task's demonstrations that gives a random model some habits to choose from."""
+    """A short supervised pass over demonstrations that gives a random model some habits to choose from."""
 
     steps: int = 0  # optimizer steps; 0 for none
     batch_size: int = 64  # demonstrations of one step
@@ -86,6 +101,15 @@ class WarmStartConfig:
         at_least("steps", self.steps, 0)
         at_least("batch_size", self.batch_size, 1)
         at_least("lr", self.lr, 0)
+
+
+@dataclass(frozen=True)
+class EnvironmentSizes:
+    """Sizes that fit an environment. ``conf/data/environment.yaml`` takes them over; the keys of ``data`` decide."""
+
+    max_prompt_length: int = 1024  # tokens, chat template included
+    max_response_length: int = 1024  # tokens
+    warm_start_steps: int = 0  # optimizer steps of the warm start
 
 
 @dataclass(frozen=True)
@@ -106,7 +130,8 @@ class RunConfig:
     general: GeneralConfig
     model: ModelConfig
     data: DataConfig
-    rollout: HFRolloutConfig
+    sampling: SamplingConfig
+    rollout: EngineConfig
     algorithm: AlgorithmConfig
     loss: Loss
     batching: BatchingConfig
@@ -115,7 +140,8 @@ class RunConfig:
     trainer: TrainerConfig
     backend: str
     critic: CriticConfig = field(default_factory=CriticConfig)
-    task: Task | None = None
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    environment: Environment | None = None  # None: rows come from files
     advantage: Advantage | None = None
     reward: Reward | None = None
     loggers: Mapping[str, LoggerConfig] = field(default_factory=dict)
@@ -129,16 +155,20 @@ class RunConfig:
             ConfigError: names the full key of the first thing that is wrong.
         """
         _check_sections(node)
+        environment = _environment(node.environment)  # first, since the data section reads it
         data = convert(DataConfig, node.data, "data")
         algorithm = convert(AlgorithmConfig, node.algorithm, "algorithm")
         model = convert(ModelConfig, node.model, "model")
+        sampling, replay, rollout = _rollout_section(node.rollout)
         loss, imitates = component(LOSSES, node.loss), algorithm.source == DEMONSTRATIONS
         has_advantage = "advantage" in loss.needs and not imitates
         return cls(
             general=convert(GeneralConfig, {k: node[k] for k in GeneralConfig.__dataclass_fields__}, ""),
             model=model,
             data=data,
-            rollout=component(ROLLOUTS, node.rollout),
+            sampling=sampling,
+            rollout=rollout,
+            replay=replay,
             algorithm=algorithm if data.rollouts is None else algorithm.for_stored_rollouts(),
             loss=loss,
             batching=convert(BatchingConfig, node.batching, "batching"),
@@ -150,11 +180,9 @@ class RunConfig:
                 convert(CriticConfig, node.critic, "critic", ignore=("optimizer",)),
                 optimizer=convert(OptimizerConfig, node.critic.optimizer, "critic.optimizer"),
             ),
-            task=None
-            if data.task is None
-            else convert(TASKS.get(data.task, "data.task"), data.task_args, "data.task_args"),
+            environment=environment,
             advantage=component(ADVANTAGES, node.advantage) if has_advantage else None,
-            # A reward model answers no prompt.
+            # A reward model responds to no prompt.
             reward=None if imitates or model.is_reward_model else component(REWARDS, node.reward),
             loggers=components(LOGGERS, node.get("logger"), "logger"),
             callbacks=components(CALLBACKS, node.callbacks, "callbacks"),
@@ -164,6 +192,16 @@ class RunConfig:
     def dataset(self) -> str:
         """What the run learns from: ``rollouts`` of its policy, ``stored`` ones, or others' responses."""
         return self.algorithm.source if self.data.rollouts is None else STORED
+
+    @property
+    def environment_name(self) -> str:
+        """Its name in the menu; ``none`` where rows come from files."""
+        return NO_ENVIRONMENT if self.environment is None else name_of(type(self.environment))
+
+    @property
+    def has_validation(self) -> bool:
+        """Whether there are held-out rows."""
+        return self.environment is not None or bool(self.data.val_files)
 
     @property
     def needs_warm_start(self) -> bool:
@@ -227,12 +265,12 @@ class RunConfig:
     @property
     def group_size(self) -> int:
         """Samples that come of one row of the data."""
-        return {DEMONSTRATIONS: 1, PREFERENCES: 2}.get(self.algorithm.source, self.rollout.n)
+        return {DEMONSTRATIONS: 1, PREFERENCES: 2}.get(self.algorithm.source, self.sampling.n)
 
     @property
     def longest_sample(self) -> int:
         """Tokens that a prompt and its response can have together."""
-        return self.data.max_prompt_length + self.rollout.max_response_length
+        return self.data.max_prompt_length + self.sampling.max_response_length
 
     def advantage_reads(self, name: str) -> bool:
         """Whether there is an estimator that reads the field ``name`` of AdvantageInputs."""
@@ -265,7 +303,7 @@ class RunConfig:
     @property
     def replayed(self) -> int:
         """Iterations whose rollouts are trained on again, once there are as many."""
-        return self.rollout.staleness if self.algorithm.is_sampled and self.data.rollouts is None else 0
+        return self.replay.staleness if self.algorithm.is_sampled and self.data.rollouts is None else 0
 
     def steps_per_iteration(self, samples_per_row: float, name: str, *, replayed: int = 0) -> int:
         """Optimizer steps of a model in an iteration in which it trains.
@@ -289,7 +327,11 @@ class RunConfig:
 
 def component(registry: Registry[Any], node: Any) -> Any:
     """The component a section names, made of the section's other keys."""
-    name = node.get("name") if isinstance(node, Mapping) else None
+    return convert(_chosen(registry, node), node, registry.kind, ignore=("name",))
+
+
+def _chosen(registry: Registry[Any], node: DictConfig) -> type:
+    name = node.get("name")
     if name is None:
         raise ConfigError(
             key=f"{registry.kind}.name",
@@ -297,7 +339,24 @@ def component(registry: Registry[Any], node: Any) -> Any:
             because=f"no {registry.kind} is chosen",
             fix=did_you_mean("", registry.names()),
         )
-    return convert(registry.get(str(name)), node, registry.kind, ignore=("name",))
+    return registry.get(str(name))
+
+
+def _rollout_section(node: DictConfig) -> tuple[SamplingConfig, ReplayConfig, EngineConfig]:
+    """One section on the command line: how responses are drawn, how long they are kept, and the engine's own keys."""
+    sampling, replay, engine = convert_parts(
+        (SamplingConfig, ReplayConfig, _chosen(ROLLOUTS, node)), node, "rollout", ignore=("name",)
+    )
+    return sampling, replay, engine
+
+
+def _environment(node: DictConfig) -> Environment | None:
+    """The environment, without the sizes beside its own keys, which the ``data`` section has read."""
+    if node.get("name") == NO_ENVIRONMENT:
+        convert(EnvironmentSizes, node, "environment", ignore=("name",))
+        return None
+    made, _ = convert_parts((_chosen(ENVIRONMENTS, node), EnvironmentSizes), node, "environment", ignore=("name",))
+    return made  # type: ignore[no-any-return]
 
 
 def components(registry: Registry[Any], node: DictConfig | None, key: str) -> dict[str, Any]:

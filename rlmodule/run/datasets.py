@@ -1,7 +1,7 @@
 """What a run learns from: rows that are read and checked before a weight is loaded, then the source made of them.
 
-One class per kind: prompts to answer, stored rollouts, demonstrations to imitate, pairs to tell apart. Leaves out what
-rows look like (``data/``) and how samples are collected (``experience/sources.py``).
+One class per kind: prompts to respond to, stored rollouts, demonstrations to imitate, preference pairs to rank. Leaves
+out what rows look like (``data/``) and how samples are collected (``experience/sources.py``).
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ from typing import ClassVar
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlmodule.algorithm.config import DEMONSTRATIONS, PREFERENCES, ROLLOUTS
-from rlmodule.core.contract import RolloutEngine
+from rlmodule.core.contract import DemonstratedEnvironment, RolloutEngine
 from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, Sample
-from rlmodule.data.demonstrations import file_demonstrations, task_demonstrations
-from rlmodule.data.preferences import Pair, file_preferences, task_preferences
+from rlmodule.data.demonstrations import environment_demonstrations, file_demonstrations
+from rlmodule.data.end_tokens import EndTokens, find_end_tokens
+from rlmodule.data.files import MemoryTable
+from rlmodule.data.preferences import Pair, environment_preferences, file_preferences
 from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.rollouts import RolloutTable, load_rollouts
+from rlmodule.environments.parts.single_turn import SingleTurnEpisode
+from rlmodule.experience.episodes import EpisodeRunner
 from rlmodule.experience.sources import OfflineSource, RolloutSource, RowSampler, Source, StoredSource
+from rlmodule.models.description import generation_end_tokens
 from rlmodule.run.config import STORED, RunConfig
 from rlmodule.run.preflight.lengths import check_lengths
 from rlmodule.run.preflight.stored_rollouts import check_rollouts
 
-SYNTHETIC_DEMONSTRATIONS, SYNTHETIC_PAIRS = 16384, 4096  # drawn from a built-in task that is asked for some
+SYNTHETIC_DEMONSTRATIONS, SYNTHETIC_PAIRS = 16384, 4096  # that an environment is asked to make
 
 
 @dataclass(eq=False)
@@ -40,100 +45,153 @@ class TrainingDataset(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Rows."""
+        """Number of rows."""
 
     @property
     @abstractmethod
     def samples_per_row(self) -> float:
-        """Samples that a row comes to, on average."""
+        """Samples that a row gives, on average."""
 
     @abstractmethod
     def describe(self) -> str:
-        """One line for the run's plan: what is there."""
+        """Number and kind of the rows, for the run plan."""
 
     @abstractmethod
     def describe_iteration(self) -> str:
-        """One line for the run's plan: what an iteration takes of it."""
+        """Rows and samples per iteration, for the run plan."""
+
+    @cached_property
+    def end_tokens(self) -> EndTokens:
+        """What ends a response of the policy."""
+        sampling, generation = self.config.sampling, generation_end_tokens(self.config.model)
+        chat = self.config.data.chat_format(self.tokenizer)
+        return find_end_tokens(chat, generation, sampling.stop_token_ids, sampling.stop)
+
+    @cached_property
+    def episodes(self) -> EpisodeRunner:
+        """Runs episodes of the environment; rows of files are episodes of one turn."""
+        data, environment = self.config.data, self.config.environment
+        return EpisodeRunner(
+            SingleTurnEpisode if environment is None else environment.start,
+            data.chat_format(self.tokenizer),
+            data.max_prompt_length,
+            self.config.sampling.max_response_length,
+        )
 
     @cached_property
     def val_prompts(self) -> Sequence[Prompt]:
-        """Held-out prompts to answer; none where the data has none, or nobody judges answers."""
-        s = self.config
-        if not s.data.has_validation or s.reward is None:
+        """Held-out prompts to respond to; none without validation rows, or without a reward function."""
+        if not self.config.has_validation or self.config.reward is None:
             return []
-        prompts = load_prompts(s.data, self.tokenizer, "test", s.task)
-        prompts.check(s.reward.missing_fields)
+        prompts = self._load_prompts("test")
+        self._check_rewardable(prompts)
         return prompts
 
     @cached_property
     def val_pairs(self) -> Sequence[Pair]:
-        """Held-out pairs to tell apart."""
+        """Held-out preference pairs to rank."""
         return []
 
     def describe_held_out(self) -> str:
-        """For the run's plan: what is never trained on; empty where there is nothing."""
+        """Number and kind of the rows that are never trained on, for the run plan; empty where there are none."""
         counts = {"prompts": len(self.val_prompts), "pairs": len(self.val_pairs)}
         return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+
+    def describe_sampling(self) -> str:
+        """Length and end of responses, for the run plan; empty where none are sampled."""
+        if self.config.dataset != ROLLOUTS and not len(self.val_prompts):
+            return ""
+        length, ends = self.config.sampling.max_response_length, self.end_tokens.describe(self.tokenizer)
+        return f"responses of {length} tokens at most, ended by {ends}"
 
     @abstractmethod
     def check(self, layout: Layout) -> None:
         """Read every row.
 
         Raises:
-            RLModuleError: one cannot be used.
+            RLModuleError: a row cannot be used.
         """
 
     @abstractmethod
     def examples(self) -> Sequence[Prompt | Sample]:
-        """Rows that lend their tokens to made-up samples."""
+        """Rows whose tokens parity runs borrow for synthetic samples."""
 
     @abstractmethod
     def source(self, draw: RowSampler, engine: Callable[[], RolloutEngine]) -> Source:
         """What gives the samples of each iteration."""
 
+    def _load_prompts(self, split: str) -> PromptTable:
+        """Rows of ``train`` or ``test`` as prompts.
+
+        Raises:
+            RLModuleError: a row cannot be used.
+        """
+        environment, table = self.config.environment, None
+        if environment is not None:
+            table = MemoryTable(f"environment {self.config.environment_name} ({split})", environment.rows(split))
+        return load_prompts(self.config.data, self.tokenizer, split, table)
+
+    def _check_rewardable(self, prompts: PromptTable) -> None:
+        """Every row has what the reward function reads.
+
+        Raises:
+            DataError: names the first row that does not.
+        """
+        environment, reward = self.config.environment, self.config.reward
+        if reward is not None and (environment is None or not environment.gives_rewards):
+            prompts.check(reward.missing_fields)
+
+    @property
+    def _demonstrated(self) -> DemonstratedEnvironment:
+        """The environment, which shows responses, as ``preflight/rows.py`` has checked."""
+        environment = self.config.environment
+        assert isinstance(environment, DemonstratedEnvironment), "checked before a run"
+        return environment
+
 
 class Prompts(TrainingDataset):
-    """Prompts that the policy answers."""
+    """Prompts that the policy responds to."""
 
     @cached_property
     def table(self) -> PromptTable:
         """The prompts; reading them checks them."""
-        return load_prompts(self.config.data, self.tokenizer, "train", self.config.task)
+        return self._load_prompts("train")
 
     def __len__(self) -> int:
         return len(self.table)
 
     @property
     def samples_per_row(self) -> float:
-        """Every prompt is answered so often."""
+        """Responses per prompt, ``rollout.n``."""
         return self.config.group_size
 
     def describe(self) -> str:
-        """Prompts and their lengths."""
+        """Number of prompts and their lengths."""
         return self.table.describe()
 
     def describe_iteration(self) -> str:
-        """Prompts, responses, samples."""
-        prompts, n = self.config.algorithm.train_batch_size, self.config.rollout.n
+        """Prompts, responses to each, and samples."""
+        prompts, n = self.config.algorithm.train_batch_size, self.config.sampling.n
         return f"{prompts} prompts x {n} responses = {prompts * n} samples"
 
     def check(self, layout: Layout) -> None:
-        """Every prompt can be judged; lengths of samples follow from the settings, which were checked."""
-        assert self.config.reward is not None, "rollouts are judged"
-        self.table.check(self.config.reward.missing_fields)
+        """Read every prompt, and find what ends responses; their lengths follow from the configuration."""
+        self._check_rewardable(self.table)
+        _ = self.end_tokens
 
     def examples(self) -> Sequence[Prompt | Sample]:
         """The prompts."""
         return self.table
 
     def source(self, draw: RowSampler, engine: Callable[[], RolloutEngine]) -> Source:
-        """Rollouts of the current policy."""
+        """Episodes with the current policy."""
         s = self.config
-        assert s.reward is not None, "rollouts are judged"
+        assert s.reward is not None, "responses that are sampled get rewards"
         return RolloutSource(
             self.table,
             draw,
-            s.rollout.n,
+            s.sampling.n,
+            self.episodes,
             engine,
             s.reward,
             s.general.seed,
@@ -142,7 +200,7 @@ class Prompts(TrainingDataset):
 
 
 class OfflineDataset(TrainingDataset):
-    """Responses that somebody wrote, one row after the other."""
+    """Rows with given responses."""
 
     rewards: ClassVar[tuple[float, ...]]  # of the samples of every row
 
@@ -156,27 +214,27 @@ class OfflineDataset(TrainingDataset):
 
     @property
     def samples_per_row(self) -> float:
-        """Every row has as many."""
+        """The same for every row."""
         return self.config.group_size
 
     def describe(self) -> str:
-        """How many."""
+        """Number and kind of the rows."""
         return f"{len(self)} {self.config.algorithm.source}"
 
     def describe_iteration(self) -> str:
-        """How many at a time."""
+        """Rows per iteration."""
         return f"{self.config.algorithm.train_batch_size} {self.config.algorithm.source}"
 
     def check(self, layout: Layout) -> None:
-        """None is longer than a micro-batch."""
+        """Read every row; the samples of each fit into a micro-batch."""
         check_lengths(_lengths(self.rows, "row"), self.config, layout)
 
     def examples(self) -> Sequence[Prompt | Sample]:
-        """All of them."""
+        """All samples."""
         return [sample for samples in self.rows for sample in samples]
 
     def source(self, draw: RowSampler, engine: Callable[[], RolloutEngine]) -> Source:
-        """The same rows again and again."""
+        """The same rows in every pass."""
         return OfflineSource(self.rows, self.rewards, draw)
 
 
@@ -187,15 +245,16 @@ class Demonstrations(OfflineDataset):
 
     @cached_property
     def samples(self) -> Sequence[Sample]:
-        """The demonstrations of a task or of files."""
+        """The demonstrations of the environment or of files."""
         s = self.config
-        if s.task is not None:
-            return task_demonstrations(s.task, SYNTHETIC_DEMONSTRATIONS, s.general.seed, s.data, self.tokenizer)
-        return file_demonstrations(s.data, self.tokenizer, "train")
+        if s.environment is None:
+            return file_demonstrations(s.data, self.tokenizer, "train")
+        made = self._demonstrated.demonstrations(SYNTHETIC_DEMONSTRATIONS, s.general.seed)
+        return environment_demonstrations(made, s.environment_name, s.data, self.tokenizer)
 
     @cached_property
     def rows(self) -> Sequence[Sequence[Sample]]:
-        """Each by itself."""
+        """One row per demonstration."""
         return [(sample,) for sample in self.samples]
 
 
@@ -206,54 +265,58 @@ class Preferences(OfflineDataset):
 
     @cached_property
     def pairs(self) -> Sequence[Pair]:
-        """The pairs of a task or of files."""
+        """The pairs of the environment or of files."""
         s = self.config
-        if s.task is None:
+        if s.environment is None:
             return self._to_score(file_preferences(s.data, self.tokenizer, "train"))
-        made = s.task.preferences(SYNTHETIC_PAIRS, s.general.seed)
-        return self._to_score(task_preferences(made, s.data, self.tokenizer))
+        return self._made(self._demonstrated.preferences(SYNTHETIC_PAIRS, s.general.seed))
 
     @cached_property
     def val_pairs(self) -> Sequence[Pair]:
-        """Those of the files for validation, or of a task's test prompts; none for a loss that compares no pairs."""
+        """Pairs of the validation files, or of the environment's test prompts; none if the loss compares no pairs."""
         s = self.config
-        if not s.data.has_validation or "group" not in s.loss.needs:
+        if not s.has_validation or "group" not in s.loss.needs:
             return []
-        if s.task is None:
+        if s.environment is None:
             return self._to_score(file_preferences(s.data, self.tokenizer, "test"))
-        made = s.task.held_out_preferences()[: s.data.val_max_rows]
-        return self._to_score(task_preferences(made, s.data, self.tokenizer))
+        return self._made(self._demonstrated.held_out_preferences()[: s.data.val_max_rows])
 
     @cached_property
     def val_prompts(self) -> Sequence[Prompt]:
-        """Those of a task; rows of files are pairs, and nobody knows answers to their prompts."""
-        return [] if self.config.task is None else super().val_prompts
+        """Test prompts of the environment; rows of files are pairs, and have no answers to score responses by."""
+        return [] if self.config.environment is None else super().val_prompts
+
+    def _made(self, triples: Sequence[tuple[str, str, str]]) -> Sequence[Pair]:
+        """Pairs of (prompt, right response, wrong response) that the environment has made."""
+        s = self.config
+        return self._to_score(environment_preferences(triples, s.environment_name, s.data, self.tokenizer))
 
     def _to_score(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
-        """As the model wants them; a reward model gives its score at the place after the end."""
+        """The pairs as the model reads them: a reward model gives its score at the position after the end."""
         if not self.config.model.is_reward_model:
             return pairs
         return [Pair(pair.chosen.extended_by_one(), pair.rejected.extended_by_one()) for pair in pairs]
 
     @cached_property
     def rows(self) -> Sequence[Sequence[Sample]]:
-        """Both of each pair."""
+        """Both samples of each pair."""
         return [pair.samples for pair in self.pairs]
 
     def check(self, layout: Layout) -> None:
-        """No pair is longer than a micro-batch."""
+        """Read every pair, held-out ones too; each fits into a micro-batch."""
         super().check(layout)
-        check_lengths(_lengths([pair.samples for pair in self.val_pairs], "held-out row"), self.config, layout)
+        held_out = [pair.samples for pair in self.val_pairs]
+        check_lengths(_lengths(held_out, "held-out row"), self.config, layout)
 
 
 class StoredRollouts(TrainingDataset):
-    """Responses that were sampled and judged earlier, by group."""
+    """Responses that were sampled and rewarded earlier, by group."""
 
     @cached_property
     def table(self) -> RolloutTable:
         """The responses; reading them checks them."""
         data = self.config.data
-        assert data.rollouts is not None, "somebody named them"
+        assert data.rollouts is not None, "this data set is chosen where data.rollouts is set"
         vocab_size = self.hf_config.get_text_config().vocab_size
         return load_rollouts(data.rollouts, data, self.tokenizer, vocab_size)
 
@@ -262,22 +325,22 @@ class StoredRollouts(TrainingDataset):
 
     @property
     def samples_per_row(self) -> float:
-        """Groups may differ in size."""
+        """Mean group size; stored groups may differ in size."""
         return len(self.table.lengths) / len(self.table)
 
     def describe(self) -> str:
-        """Responses, groups, files."""
+        """Number of responses, groups and files."""
         return self.table.describe()
 
     def describe_iteration(self) -> str:
-        """Groups and about how many samples they come to."""
+        """Groups per iteration, and about how many samples they have."""
         groups = self.config.algorithm.train_batch_size
         return (
             f"{groups} groups x {self.samples_per_row:g} stored responses = {groups * self.samples_per_row:g} samples"
         )
 
     def check(self, layout: Layout) -> None:
-        """Every row has what the objective asks for, and fits."""
+        """Read every row; each has what the objective needs, and fits into a micro-batch."""
         check_rollouts(self.table, self.config, self.hf_config, layout)
 
     def examples(self) -> Sequence[Prompt | Sample]:

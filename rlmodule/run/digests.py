@@ -30,7 +30,7 @@ def digests(config: RunConfig, hf_config: PreTrainedConfig) -> dict[str, str]:
     return {
         "rows": _of_rows(config),
         "model": _of_model(config, hf_config),
-        "environment": _of_component(config.task),
+        "environment": _of_component(config.environment),
         "reward": _of_component(config.reward),
     }
 

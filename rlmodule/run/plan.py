@@ -28,6 +28,7 @@ class RunPlan:
         rows: what it learns from.
         samples: what an iteration takes of that.
         held_out: what is validated on; empty for nothing.
+        sampling: length and end of responses; empty where none are sampled.
         samples_per_row: samples that a row comes to.
     """
 
@@ -38,6 +39,7 @@ class RunPlan:
     rows: str
     samples: str
     held_out: str
+    sampling: str
     samples_per_row: float
 
     def _value_model(self) -> dict[str, str]:
@@ -68,6 +70,7 @@ class RunPlan:
             **self._value_model(),
             "data": self.rows,
             **({"held out": self.held_out} if self.held_out else {}),
+            **({"sampling": self.sampling} if self.sampling else {}),
             "objective": f"{type(s.loss).__name__}, {s.algorithm.loss_agg_mode}"
             + ("" if s.advantage is None else f", advantage {type(s.advantage).__name__}")
             + (f", teacher {s.algorithm.teacher}" if s.algorithm.teacher else "")

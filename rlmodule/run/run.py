@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -251,7 +252,7 @@ class Run:
             preemption.at_rest = f"it had trained nothing since {parts.checkpoint}; go on with resume=auto"
         preemption.install()
         try:
-            with reraise_keyboard_interrupt():
+            with reraise_keyboard_interrupt(), closing(parts.datamodule):
                 parts.trainer.fit(
                     parts.module,
                     datamodule=parts.datamodule,
@@ -275,13 +276,13 @@ class Run:
                     "optimizer": asdict(s.optimizer),
                     "algorithm": asdict(s.algorithm),
                     "batching": asdict(s.batching),
-                    "rollout": asdict(s.rollout),
+                    "rollout": asdict(s.sampling) | vars(s.rollout) | asdict(s.replay),
                     "seed": s.general.seed,
                 }
             ),
             resumed_step=resumed_step,
             tokenizer=self.tokenizer,
-            sampling={name: getattr(s.rollout, name) for name in ("temperature", "top_k", "top_p")},
+            sampling={name: getattr(s.sampling, name) for name in ("temperature", "top_k", "top_p")},
         )
 
     def _plan(self, leading: nn.Module) -> RunPlan:
@@ -295,5 +296,6 @@ class Run:
             dataset.describe(),
             dataset.describe_iteration(),
             dataset.describe_held_out(),
+            dataset.describe_sampling(),
             dataset.samples_per_row,
         )

@@ -17,11 +17,16 @@ from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.callbacks.parts.context import RunContext
-from rlmodule.core.types import Prompt, RewardResult, Sample
+from rlmodule.core.types import POLICY, Prompt, RewardResult, Sample
+from rlmodule.data.chat import ChatFormat
+from rlmodule.data.end_tokens import EndTokens
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
+from rlmodule.environments.parts.single_turn import SingleTurnEpisode
 from rlmodule.evaluation import PromptEvaluator
 from rlmodule.experience.advantage_stage import AdvantageStage
+from rlmodule.experience.episodes import EpisodeRunner
+from rlmodule.experience.live_engine import LiveEngine
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.sources import OfflineSource, RolloutSource, RowSampler, Source
@@ -33,6 +38,8 @@ from rlmodule.models.description import ModelConfig
 from rlmodule.module import RLModule
 from rlmodule.optim.adamw import OptimizerConfig
 from rlmodule.rollout.hf import HFRolloutConfig
+from rlmodule.rollout.parts.engine import EngineContext
+from rlmodule.rollout.parts.sampling import SamplingConfig
 from rlmodule.training.update import Trainable
 from strategies.ddp import DDPConfig, DDPStrategy
 from strategies.single import SingleConfig, SingleStrategy
@@ -103,12 +110,17 @@ class SmallRun:
         strategy = self._strategy()
         objective = Objective(SFT() if self.imitates else PPOClip(), AlgorithmConfig())
         policy = build_policy(ModelConfig(architecture=ARCHITECTURE, tokenizer="byte"), seed=0, temperature=1.0)
-        engine = HFRolloutConfig(n=2, max_response_length=4).connect(
-            lambda: strategy.wrapped("policy"), lambda: strategy.eval_mode("policy"), TOKENIZER, torch.device("cpu")
+        ends, cpu = EndTokens((TOKENIZER.eos_token_id,)), torch.device("cpu")
+        engine = LiveEngine(
+            lambda: HFRolloutConfig().connect(EngineContext(SamplingConfig(), ends, TOKENIZER, strategy, cpu)),
+            lambda: strategy.full_weights(POLICY),
+            lambda: data.policy_version,
         )
+        episodes = EpisodeRunner(SingleTurnEpisode, ChatFormat(TOKENIZER), 16, max_response_length=4)
         stream = PromptStream(len(PROMPTS), seed=0)
         layout = lambda: strategy.layout  # noqa: E731
-        source: Source = RolloutSource(PROMPTS, RowSampler(stream, 4, layout), 2, lambda: engine, self.reward, seed=0)
+        draw = RowSampler(stream, 4, layout)
+        source: Source = RolloutSource(PROMPTS, draw, 2, episodes, engine, self.reward, seed=0)
         if self.imitates:
             demonstrations = [[scored(i, prompt.text, "09", 1.0).sample] for i, prompt in enumerate(PROMPTS)]
             source = OfflineSource(demonstrations, [1.0], RowSampler(stream, 8, layout))
@@ -130,8 +142,9 @@ class SmallRun:
             resumed_step=self.resumed_step,
             tokenizer=TOKENIZER,
         )
-        evaluators = [] if self.imitates else [PromptEvaluator(PROMPTS[:3], lambda: engine, self.reward, strategy)]
-        data = RLDataModule(source, stream, make, evaluators=evaluators, start=context.metrics_log.begin_iteration)
+        evaluators = [] if self.imitates else [PromptEvaluator(PROMPTS[:3], episodes, engine, self.reward, strategy)]
+        start = context.metrics_log.begin_iteration
+        data = RLDataModule(source, stream, make, evaluators=evaluators, engine=engine, start=start)
         trainable = Trainable("policy", objective, OptimizerConfig(lr=1e-2, warmup_steps=0), run_steps=8)
         module = RLModule({"policy": policy}, [trainable], max_skipped_in_a_row=3)
         callbacks = [CALLBACKS.get(name)(**kwargs).connect(context) for name, kwargs in self.config.items()]

@@ -76,7 +76,7 @@ def refusal(*overrides):
         ("rollout.temprature", "temperature"),
         ("batching.max_token_len_per_gqu", "max_token_len_per_gpu"),
         ("callbacks.checkpoint.keeep", "keep"),
-        ("data.task_args.test_sise", "test_size"),
+        ("environment.test_sise", "test_size"),
         ("trainer.max_epoch", "max_epochs"),
     ],
 )

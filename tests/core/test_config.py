@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlmodule.core.config import at_least, convert, more_than, one_of
+from rlmodule.core.config import at_least, convert, convert_parts, more_than, one_of
 from rlmodule.core.errors import ConfigError
 
 
@@ -104,3 +104,43 @@ def test_limits_refuse_nan():
     for check in (at_least, more_than):
         with pytest.raises(ConfigError):
             check("x", float("nan"), 0)
+
+
+@dataclass(frozen=True)
+class Hood:
+    speed: int = 1
+
+    def __post_init__(self) -> None:
+        at_least("speed", self.speed, 0)
+
+
+def test_a_section_of_several_parts_gives_each_its_own_keys():
+    node = OmegaConf.create({"name": "x", "shelves": 2, "speed": 3, "heat": 90})
+    oven, hood = convert_parts((Oven, Hood), node, "kitchen", ignore=("name",))
+    assert (oven.shelves, oven.heat, oven.fuel) == (2, 90.0, "gas")
+    assert hood == Hood(3)
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "says"),
+    [
+        ({"shelves": 1, "sped": 2}, "kitchen.sped", "Did you mean speed"),
+        ({"shelves": 1, "heet": 2}, "kitchen.heet", "Did you mean heat"),
+        ({"speed": 2}, "kitchen.shelves", "no default"),
+        ({"shelves": 1, "speed": -1}, "kitchen.speed", "Use kitchen.speed=0 or more"),
+    ],
+)
+def test_what_no_part_knows_or_one_refuses_is_an_error_with_its_full_key(values, key, says):
+    with pytest.raises(ConfigError) as caught:
+        convert_parts((Oven, Hood), values, "kitchen")
+    assert caught.value.key == key
+    assert says in str(caught.value)
+
+
+def test_a_key_that_two_parts_claim_is_our_own_bug():
+    @dataclass(frozen=True)
+    class Fan:
+        speed: int = 2
+
+    with pytest.raises(AssertionError, match="two classes claim"):
+        convert_parts((Hood, Fan), {}, "kitchen")

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.registry import Registry
+from rlmodule.core.registry import Registry, name_of
 
 SHOP = {
     "__init__.py": "from rlmodule.core.registry import Registry\nSWEETS = Registry('sweet', 'sweetshop')\n",
@@ -83,3 +83,7 @@ def test_reading_a_real_menu_imports_no_component():
         "LOSSES.get('sft'); assert 'rlmodule.losses.ppo_clip' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_name_of_a_component_is_that_of_its_module(sweets):
+    assert [name_of(sweets.get(name)) for name in ("fudge", "toffee")] == ["fudge", "toffee"]

@@ -160,3 +160,37 @@ def test_what_is_no_conversation_is_described(value, reason):
 def test_a_prompt_is_shown_as_a_person_reads_it():
     assert prompt_text("q") == prompt_text([turn("user", "q")]) == "q"
     assert prompt_text([turn("system", "s"), turn("user", "q")]) == "system: s\nuser: q"
+
+
+# ---- what an environment shows between two assistant turns
+
+
+@pytest.mark.parametrize("template", [None, REASONING_TEMPLATE], ids=["built in", "like public ones"])
+def test_an_observation_is_what_the_template_puts_between_two_assistant_turns(template):
+    """Behind the sampled tokens of the first turn it gives the prompt of the second one, as the template renders it."""
+    chat = CHAT if template is None else ChatFormat(with_template(template))
+    opening = [turn("user", "q"), turn("assistant", "a")]
+    for shown in (
+        [turn("user", "more")],
+        [turn("tool", "1")],
+        [turn("tool", "1"), turn("tool", "2"), turn("user", "go")],
+    ):
+        [prompt] = chat.encode_prompts([opening[:1]])
+        [whole] = chat.encode_prompts([[*opening, *shown]])
+        assert (*prompt, *b"a", END, *chat.encode_observation(shown, after=END)) == whole
+
+
+def test_where_a_turn_ended_otherwise_the_templates_end_comes_first():
+    [after_end, after_text] = [CHAT.encode_observation([turn("user", "x")], after=last) for last in (END, ord("a"))]
+    assert after_end == (USER, *b"x", ASSISTANT)
+    assert after_text == (END, *after_end)
+
+
+def test_a_template_that_rewrites_an_earlier_turn_is_refused():
+    """It opens the turn with <think> when asked for one, and leaves that out as soon as another turn follows."""
+    thinking = REASONING_TEMPLATE.replace("{{- '<|a|>' -}}{%- endif -%}", "{{- '<|a|><think>' -}}{%- endif -%}")
+    chat = ChatFormat(with_template(thinking))
+    with pytest.raises(ChatError, match="writes an assistant turn otherwise"):
+        chat.encode_observation([turn("user", "x")], after=END)
+    with pytest.raises(ChatError, match="need a chat template"):
+        ChatFormat(TOKENIZER, template=False).encode_observation([turn("user", "x")], after=END)

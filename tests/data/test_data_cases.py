@@ -95,7 +95,7 @@ def test_data_08_prompts_above_the_limit():
     lengths = np.array([5, 9], dtype=np.int32)
 
     def keep(rule):
-        config = DataConfig(task="sort", max_prompt_length=8, overlong_prompt=rule)
+        config = DataConfig(max_prompt_length=8, overlong_prompt=rule)
         return keep_by_length(lengths, config, lambda row: f"rows.jsonl:{row + 1}").tolist()
 
     assert keep("filter") == [0]

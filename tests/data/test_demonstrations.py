@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlmodule.core.errors import DataError
-from rlmodule.data.demonstrations import file_demonstrations, task_demonstrations
+from rlmodule.data.demonstrations import environment_demonstrations, file_demonstrations
 from rlmodule.data.prompts import DataConfig, load_prompts
 from rlmodule.environments.sort import Sort
 from rlmodule.models.byte_tokenizer import byte_tokenizer
@@ -25,10 +25,12 @@ def from_rows(tmp_path, rows, **keys):
     return file_demonstrations(DataConfig(train_files=[str(path)], **keys), TOKENIZER, "train")
 
 
-def test_a_task_is_demonstrated_by_samples():
-    task = Sort(train_size=5)
-    samples = task_demonstrations(task, 9, seed=2, config=DataConfig(task="sort"), tokenizer=TOKENIZER)
-    for number, (sample, (prompt, response)) in enumerate(zip(samples, task.demonstrations(9, seed=2), strict=True)):
+def test_an_environment_is_demonstrated_by_samples():
+    environment = Sort(train_size=5)
+    samples = environment_demonstrations(environment.demonstrations(9, seed=2), "sort", DataConfig(), TOKENIZER)
+    for number, (sample, (prompt, response)) in enumerate(
+        zip(samples, environment.demonstrations(9, seed=2), strict=True)
+    ):
         assert (sample.sample_id, sample.group_id, sample.text) == (number, number, response)
         assert sample.prompt.ids == (USER, *prompt.encode(), ASSISTANT)
         assert sample.response_ids.tolist() == [*response.encode(), END]

@@ -9,7 +9,7 @@ import torch
 
 from rlmodule.core.errors import DataError
 from rlmodule.data.demonstrations import file_demonstrations
-from rlmodule.data.preferences import file_preferences, task_preferences
+from rlmodule.data.preferences import environment_preferences, file_preferences
 from rlmodule.data.prompts import DataConfig
 from rlmodule.environments.sort import Sort
 from rlmodule.models.byte_tokenizer import byte_tokenizer
@@ -144,9 +144,9 @@ def test_a_missing_column_is_named_with_those_that_are_there(tmp_path):
         from_rows(tmp_path, {"chosen": "a", "rejected": "b"}, prompt_key="ask")
 
 
-def test_a_task_makes_pairs():
-    task = Sort(train_size=5)
-    pairs = task_preferences(task.preferences(9, seed=2), DataConfig(task="sort"), TOKENIZER)
-    for pair, (prompt, right, wrong) in zip(pairs, task.preferences(9, seed=2), strict=True):
+def test_an_environment_makes_pairs():
+    environment = Sort(train_size=5)
+    pairs = environment_preferences(environment.preferences(9, seed=2), "sort", DataConfig(), TOKENIZER)
+    for pair, (prompt, right, wrong) in zip(pairs, environment.preferences(9, seed=2), strict=True):
         assert pair.chosen.prompt.ids == pair.rejected.prompt.ids == (USER, *prompt.encode(), ASSISTANT)
         assert (pair.chosen.text, pair.rejected.text) == (right, wrong)

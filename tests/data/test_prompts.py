@@ -8,6 +8,7 @@ import pytest
 
 from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import Prompt
+from rlmodule.data.files import MemoryTable
 from rlmodule.data.prompts import DataConfig, load_prompts, open_rows
 from rlmodule.environments.countdown import Countdown
 from rlmodule.models.byte_tokenizer import byte_tokenizer
@@ -28,11 +29,11 @@ def lines(tmp_path):
     return write
 
 
-def test_a_task_gives_prompts_with_answers_and_what_its_reward_needs():
-    task = Countdown(train_size=20, test_size=5)
-    config = DataConfig(task="countdown")
-    table = load_prompts(config, TOKENIZER, "train", task)
-    row = task.rows("train")[7]
+def test_an_environment_gives_prompts_with_answers_and_what_its_reward_needs():
+    environment = Countdown(train_size=20, test_size=5)
+    config, rows = DataConfig(), {split: MemoryTable(split, environment.rows(split)) for split in ("train", "test")}
+    table = load_prompts(config, TOKENIZER, "train", rows["train"])
+    row = environment.rows("train")[7]
     assert len(table) == 20
     assert table[7] == Prompt(
         row=7,
@@ -42,8 +43,8 @@ def test_a_task_gives_prompts_with_answers_and_what_its_reward_needs():
         source="countdown",
         meta={name: row[name] for name in ("answer", "source", "numbers", "solution")},
     )
-    assert [prompt.text for prompt in load_prompts(config, TOKENIZER, "test", task)] == [
-        row["prompt"] for row in task.rows("test")
+    assert [prompt.text for prompt in load_prompts(config, TOKENIZER, "test", rows["test"])] == [
+        row["prompt"] for row in environment.rows("test")
     ]
 
 
@@ -134,21 +135,13 @@ def test_columns_are_checked_without_a_tokenizer(lines):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({}, r"train_files=\[\]: there is no task either"),
-        ({"task": "sort", "train_files": ["x"]}, "task=sort: train_files is set too"),
-        ({"task": "sort", "format": "verk"}, r"format=verk: .*Did you mean verl"),
-        ({"task": "sort", "overlong_prompt": "drop"}, "overlong_prompt=drop"),
-        ({"task": "sort", "max_prompt_length": 0}, "max_prompt_length=0"),
-        ({"task": "sort", "val_max_rows": 0}, "val_max_rows=0"),
-        ({"task": "sort", "system_prompt": "x", "apply_chat_template": False}, "raw text has no system turn"),
+        ({"format": "verk"}, r"format=verk: .*Did you mean verl"),
+        ({"overlong_prompt": "drop"}, "overlong_prompt=drop"),
+        ({"max_prompt_length": 0}, "max_prompt_length=0"),
+        ({"val_max_rows": 0}, "val_max_rows=0"),
+        ({"system_prompt": "x", "apply_chat_template": False}, "raw text has no system turn"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
         DataConfig(**keys)
-
-
-def test_there_is_validation_with_a_task_or_files():
-    assert DataConfig(task="sort").has_validation
-    assert DataConfig(train_files=["a"], val_files=["b"]).has_validation
-    assert not DataConfig(train_files=["a"]).has_validation

@@ -23,7 +23,7 @@ ROW = {"prompt_ids": [5, 6], "response_ids": [7, 8, 9], "reward": 1.0, "group_id
 
 
 def load(path, **keys):
-    return load_rollouts(str(path), DataConfig(task="sort", **keys), TOKENIZER, VOCABULARY)
+    return load_rollouts(str(path), DataConfig(**keys), TOKENIZER, VOCABULARY)
 
 
 def from_rows(tmp_path, *rows, **keys):

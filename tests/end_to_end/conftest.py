@@ -1,4 +1,4 @@
-"""One run of the default task that others are compared with, or start from: made once, in a new interpreter."""
+"""One run of the default environment that others are compared with, or start from: made once, in a new interpreter."""
 
 from __future__ import annotations
 

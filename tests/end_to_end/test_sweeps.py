@@ -9,7 +9,7 @@ from tests.end_to_end.commands import forked
 
 pytestmark = pytest.mark.ranks
 
-FAST = ("debug=fast", "trainer.num_threads=1", "callbacks.report.curves=false", "data.task_args.test_size=16")
+FAST = ("debug=fast", "trainer.num_threads=1", "callbacks.report.curves=false", "environment.test_size=16")
 
 
 def jobs_of(cwd):
@@ -35,9 +35,9 @@ def test_two_jobs_two_directories(tmp_path):
 
 
 def test_a_comparison_shares_its_warm_start_and_becomes_a_table(tmp_path):
-    """Two algorithms, one task, one seed; what the command and the script of ``docs/algorithms.md`` do."""
+    """Two algorithms, one environment, one seed; what the command and the script of ``docs/algorithms.md`` do."""
     small = ("trainer.max_epochs=1", "algorithm.train_batch_size=8", "rollout.n=4", "warm_start.steps=2")
-    words = ("experiment=compare", "algorithm=rloo,grpo", "data=sort", "seed=0", "data.task_args.test_size=16")
+    words = ("experiment=compare", "algorithm=rloo,grpo", "environment=sort", "seed=0", "environment.test_size=16")
     done = forked("-m", *words, *small, "trainer.num_threads=1", cwd=tmp_path)
     assert done.code == 0, done.text
     assert done.text.count("warm start: 2 steps") == 1
@@ -45,7 +45,7 @@ def test_a_comparison_shares_its_warm_start_and_becomes_a_table(tmp_path):
     [sweep] = (tmp_path / "outputs" / "sweeps").glob("*/*")
     (sweep / "2").mkdir()  # a job that was interrupted
     runs = compare.read_sweeps([sweep])
-    assert {(run.algorithm, run.task, run.seed) for run in runs} == {("grpo", "sort", 0), ("rloo", "sort", 0)}
+    assert {(run.algorithm, run.environment, run.seed) for run in runs} == {("grpo", "sort", 0), ("rloo", "sort", 0)}
     for run, job in zip(runs, jobs_of(tmp_path), strict=False):
         accuracy = [r.metrics["val/accuracy"] for r in read_records(job / "metrics.jsonl") if r.kind == "validation"]
         assert (run.start, run.end) == pytest.approx((accuracy[0], accuracy[-1]), abs=1e-6), "TensorBoard keeps float32"

@@ -1,4 +1,4 @@
-"""Laws of every built-in task, and what is special to each."""
+"""Laws of every built-in environment, and what is special to each."""
 
 import random
 from collections import Counter
@@ -6,24 +6,60 @@ from collections import Counter
 import pytest
 import torch
 
+from rlmodule.core.episodes import Completion, Done
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import Prompt, Sample
-from rlmodule.environments import TASKS
+from rlmodule.environments import ENVIRONMENTS
 from rlmodule.environments.countdown import Countdown
+from rlmodule.environments.parts.procedural import ProceduralEnvironment
 from rlmodule.environments.sort import Sort
 from rlmodule.rewards.countdown import Countdown as CountdownReward
 from rlmodule.rewards.exact_match import ExactMatch
 
-every_task = pytest.mark.parametrize("task", [TASKS.get(name) for name in TASKS.names()])
+ALL = [ENVIRONMENTS.get(name) for name in ENVIRONMENTS.names()]
+every_environment = pytest.mark.parametrize("environment", ALL)
+every_random_one = pytest.mark.parametrize("environment", [e for e in ALL if issubclass(e, ProceduralEnvironment)])
 
 
 def prompts(rows):
     return [row["prompt"] for row in rows]
 
 
-@every_task
-def test_test_prompts_are_different_and_shown_nowhere_else(task):
-    made = task(train_size=5000)
+@every_environment
+def test_rows_have_a_prompt_and_are_the_same_each_time(environment):
+    made = environment()
+    for split in ("train", "test"):
+        rows = made.rows(split)
+        assert rows == made.rows(split) == environment().rows(split)
+        assert all(row["prompt"] for row in rows)
+    assert not set(map(str, prompts(made.rows("train")))) & set(map(str, prompts(made.rows("test"))))
+
+
+@every_environment
+def test_episodes_of_one_row_do_not_disturb_each_other(environment):
+    """Each has its own state: as many turns as alone, whatever is played beside it."""
+    row = Prompt(0, (7, 8), environment().rows("test")[0]["prompt"], meta=environment().rows("test")[0])
+    answer = Completion(0, torch.tensor([9]), torch.zeros(1), "stop", 0, "?")
+
+    def turns(episodes, most=50):
+        counts = [0] * len(episodes)
+        going = list(range(len(episodes)))
+        while going and max(counts) < most:
+            counts = [count + (i in going) for i, count in enumerate(counts)]
+            going = [i for i in going if not isinstance(episodes[i].reply(answer), Done)]
+        return counts
+
+    made = environment()
+    [alone] = turns([made.start(row)])
+    assert turns([made.start(row) for _ in range(3)]) == [alone] * 3
+    shown = made.start(row).prompt
+    assert shown.ids == row.ids or shown.messages
+    assert isinstance(made.start(row).cut(), Done)
+
+
+@every_random_one
+def test_test_prompts_are_different_and_shown_nowhere_else(environment):
+    made = environment(train_size=5000)
     test = prompts(made.rows("test"))
     assert len(test) == len(set(test)) == 256
     shown = prompts(made.rows("train")) + [prompt for prompt, _ in made.demonstrations(5000, seed=3)]
@@ -31,46 +67,46 @@ def test_test_prompts_are_different_and_shown_nowhere_else(task):
     assert not set(test) & set(shown)
 
 
-@every_task
-def test_rows_depend_on_the_seed_of_the_data_alone(task):
+@every_random_one
+def test_rows_depend_on_the_seed_of_the_data_alone(environment):
     random.seed(1)
-    first = task(train_size=50).rows("train")
+    first = environment(train_size=50).rows("train")
     random.seed(2)
     state = random.getstate()
-    assert task(train_size=50).rows("train") == first
+    assert environment(train_size=50).rows("train") == first
     assert random.getstate() == state, "the global generator is left alone"
-    assert task(train_size=50, seed=1).rows("train") != first
-    assert task(train_size=50, seed=1).rows("test") != task(train_size=50).rows("test")
+    assert environment(train_size=50, seed=1).rows("train") != first
+    assert environment(train_size=50, seed=1).rows("test") != environment(train_size=50).rows("test")
 
 
-@every_task
-def test_demonstrations_depend_on_both_seeds(task):
-    made = task()
+@every_random_one
+def test_demonstrations_depend_on_both_seeds(environment):
+    made = environment()
     assert made.demonstrations(20, seed=0) == made.demonstrations(20, seed=0)
     assert made.demonstrations(20, seed=0) != made.demonstrations(20, seed=1)
     assert made.demonstrations(20, seed=0) == made.demonstrations(40, seed=0)[:20]
 
 
-@every_task
-def test_held_out_preferences_are_of_the_test_prompts(task):
-    made = task(test_size=20)
+@every_random_one
+def test_held_out_preferences_are_of_the_test_prompts(environment):
+    made = environment(test_size=20)
     triples = made.held_out_preferences()
     assert [prompt for prompt, _, _ in triples] == prompts(made.rows("test"))
     assert all(right != wrong for _, right, wrong in triples)
-    assert triples == task(test_size=20, train_size=1).held_out_preferences()
+    assert triples == environment(test_size=20, train_size=1).held_out_preferences()
 
 
-@every_task
-def test_preferences_depend_on_both_seeds(task):
-    made = task()
+@every_random_one
+def test_preferences_depend_on_both_seeds(environment):
+    made = environment()
     assert made.preferences(20, seed=0) == made.preferences(40, seed=0)[:20]
     assert made.preferences(20, seed=0) != made.preferences(20, seed=1)
 
 
-@pytest.mark.parametrize(("task", "reward"), [(Sort, ExactMatch()), (Countdown, CountdownReward())])
-def test_the_reward_agrees_with_the_preferences(task, reward):
-    """Every right response earns 1 and no wrong one does, for the prompt as the task asks it."""
-    made = task()
+@pytest.mark.parametrize(("environment", "reward"), [(Sort, ExactMatch()), (Countdown, CountdownReward())])
+def test_the_reward_agrees_with_the_preferences(environment, reward):
+    """Every right response earns 1 and no wrong one does, for the prompt as the environment asks it."""
+    made = environment()
     rows = {row["prompt"]: row for row in made._drawn("preferences", 300, 0)}
 
     def earned(prompt, text):
@@ -84,12 +120,12 @@ def test_the_reward_agrees_with_the_preferences(task, reward):
         assert earned(prompt, wrong) < 1
 
 
-@every_task
-def test_a_test_set_larger_than_the_task_has_room_for_is_refused(task):
+@every_random_one
+def test_a_test_set_larger_than_the_environment_has_room_for_is_refused(environment):
     with pytest.raises(ConfigError, match=r"test_size=100000: .*Use test_size=\d+"):
-        task(test_size=100_000)
+        environment(test_size=100_000)
     with pytest.raises(ConfigError, match="train_size=0"):
-        task(train_size=0)
+        environment(train_size=0)
 
 
 def test_sort_asks_for_3_to_6_digits_in_order():

@@ -14,18 +14,23 @@ from rlmodule.algorithm.rollout_correction import RolloutCorrection, correction_
 from rlmodule.algorithm.shaping import FilterGroups, KLController, KLInReward, OverlongBuffer
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
+from rlmodule.core.episodes import Completion
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.layout import Layout
-from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
+from rlmodule.core.types import Prompt, RewardResult, ScoredSample
+from rlmodule.data.chat import ChatFormat
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
+from rlmodule.environments.parts.single_turn import SingleTurnEpisode
 from rlmodule.experience.advantage_stage import AdvantageStage
+from rlmodule.experience.episodes import EpisodeRunner
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.sources import RolloutSource, RowSampler
 from rlmodule.experience.timer import Timer
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.reinforce import Reinforce
+from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.ops.kl import kl_per_token
 from strategies.parts.mesh import current_layout
 from tests.helpers.ranks import run_on_ranks
@@ -242,13 +247,11 @@ def test_the_price_of_kl_is_saved_with_the_position_in_the_prompts():
 class Scripted:
     """An engine whose greedy answer is token 7 and whose drawn answers are token 8."""
 
-    def generate(self, prompts, requests):
-        return [
-            Sample(
-                r.sample_id, r.group_id, prompts[r.prompt], torch.tensor([7 if r.greedy else 8]), torch.tensor([True])
-            )
-            for r in requests
-        ]
+    version = 0
+
+    def generate(self, requests):
+        for r in requests:
+            yield Completion(r.sample_id, torch.tensor([7 if r.greedy else 8]), torch.zeros(1), "stop", 0, "")
 
 
 def test_every_prompt_is_answered_greedily_once_more():
@@ -258,9 +261,9 @@ def test_every_prompt_is_answered_greedily_once_more():
     def reward(samples):
         return [RewardResult(s.prompt.row + (0.5 if int(s.response_ids[0]) == 7 else 0.0)) for s in samples]
 
-    source = RolloutSource(
-        prompts, RowSampler(PromptStream(3, seed=0), 3, Layout), 2, Scripted, reward, seed=0, greedy_baseline=True
-    )
+    draw = RowSampler(PromptStream(3, seed=0), 3, Layout)
+    episodes = EpisodeRunner(SingleTurnEpisode, ChatFormat(byte_tokenizer()), 4, 4)
+    source = RolloutSource(prompts, draw, 2, episodes, Scripted, reward, seed=0, greedy_baseline=True)
     collected = source.collect(0, Timer())
     assert [s.sample.sample_id for s in collected] == list(range(6))
     assert all(int(s.sample.response_ids[0]) == 8 for s in collected)

@@ -24,8 +24,8 @@ SMALL = (
     "algorithm.train_batch_size=4",
     "rollout.n=4",
     "batching.mini_batch_size=8",
-    "data.task_args.train_size=32",
-    "data.task_args.test_size=4",
+    "environment.train_size=32",
+    "environment.test_size=4",
     # A random model ends by itself in one of five responses: cut ones score 1, so that rewards differ within groups.
     "data.max_response_length=48",
     "reward.truncated=1.0",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlmodule.core.types import Prompt, Sample
-from rlmodule.environments.countdown import Countdown as CountdownTask
+from rlmodule.environments.countdown import Countdown as CountdownEnvironment
 from rlmodule.rewards.countdown import Countdown
 
 
@@ -54,8 +54,8 @@ def test_a_number_given_twice_is_used_twice():
     assert [verdict.value for verdict in Countdown()([sample("4+4-1", "7", meta), sample("4-1", "3", meta)])] == [1, 0]
 
 
-def test_every_solution_of_the_task_scores():
-    rows = CountdownTask(train_size=300).rows("train")
+def test_every_solution_of_the_environment_scores():
+    rows = CountdownEnvironment(train_size=300).rows("train")
     samples = [sample(row["solution"], row["answer"], {"numbers": row["numbers"]}) for row in rows]
     assert {verdict.value for verdict in Countdown()(samples)} == {1.0}
 
@@ -72,8 +72,8 @@ def test_a_row_without_numbers_or_target_lacks_them(answer, meta):
     assert f"found answer={answer!r}" in (Countdown().missing_fields(prompt.answer, prompt.meta) or "")
 
 
-def test_a_row_of_the_task_lacks_nothing():
-    for row in CountdownTask(train_size=30).rows("train"):
+def test_a_row_of_the_environment_lacks_nothing():
+    for row in CountdownEnvironment(train_size=30).rows("train"):
         assert Countdown().missing_fields(row["answer"], row) is None
 
 

@@ -1,30 +1,19 @@
 """The in-process engine draws what the model says, whoever draws it and beside whom, and records how likely it was."""
 
+import itertools
 from contextlib import contextmanager
 
 import pytest
 import torch
 
 from rlmodule.batching.collate import pack_rows
-from rlmodule.core.contract import SampleRequest
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import Prompt, StepTotals, TrainingSample
-from rlmodule.models.byte_tokenizer import byte_tokenizer
-from rlmodule.rollout.hf import HFRolloutConfig, stop_ids
+from rlmodule.data.end_tokens import EndTokens
+from rlmodule.rollout.hf import HFEngine, HFRolloutConfig
+from rlmodule.rollout.parts.sampling import Truncation
 from tests.helpers.tiny import FAMILIES, single, stock, tiny_policy, tokens
-
-END = 1  # what the tiny vocabulary ends a response with
-LIMIT = 10
-
-
-class TinyTokenizer:
-    """The two things an engine asks of a tokenizer, for a vocabulary of 64 numbers."""
-
-    eos_token_id = END
-    name_or_path = "tiny"
-
-    def decode(self, ids, skip_special_tokens=False):
-        return " ".join(str(int(i)) for i in ids if not (skip_special_tokens and int(i) == END))
+from tests.rollout.engines import END, LIMIT, TinyTokenizer, as_sample, ask, engine_of, generate
 
 
 def prompts_of(*lengths, seed=0):
@@ -34,31 +23,33 @@ def prompts_of(*lengths, seed=0):
 
 PROMPTS = prompts_of(3, 7, 1, 5)
 # Two prompts have two requests, and the order is no order at all.
-REQUESTS = [
-    SampleRequest(prompt=p, sample_id=i, group_id=p, seed=5)
-    for p, i in ((2, 11), (0, 3), (1, 7), (0, 4), (3, 0), (2, 12))
-]
+REQUESTS = [ask(PROMPTS[p], i, seed=5) for p, i in ((2, 11), (0, 3), (1, 7), (0, 4), (3, 0), (2, 12))]
 
 
-def engine_of(policy, **config):
-    strategy = single({"policy": policy})
-    config = HFRolloutConfig(**{"max_response_length": LIMIT, **config})
-    return config.connect(
-        lambda: strategy.wrapped("policy"), lambda: strategy.eval_mode("policy"), TinyTokenizer(), torch.device("cpu")
-    )
+def ids_of(completions):
+    return {c.sample_id: c.token_ids.tolist() for c in completions}
 
 
-def ids_of(samples):
-    return {s.sample_id: s.response_ids.tolist() for s in samples}
+def scored(policy, requests, completions):
+    """[N] log-probabilities of the sampled tokens in the training pass."""
+    rows = [TrainingSample(as_sample(r, c)) for r, c in zip(requests, completions, strict=True)]
+    with torch.no_grad():
+        return policy(pack_rows(rows, StepTotals(1000, len(rows)))).logprob
 
 
-def test_responses_come_in_the_order_of_the_requests():
-    samples = engine_of(tiny_policy()).generate(PROMPTS, REQUESTS)
-    assert [(s.sample_id, s.group_id) for s in samples] == [(r.sample_id, r.group_id) for r in REQUESTS]
-    assert [s.prompt.row for s in samples] == [r.prompt for r in REQUESTS]
-    for s in samples:
-        assert s.loss_mask.all()
-        assert len(s.response_ids) == len(s.rollout_logprob) <= LIMIT
+def bent_policy():
+    """A policy bent towards the end token, so that responses end by themselves and are cut."""
+    policy = tiny_policy(tie_word_embeddings=False)
+    with torch.no_grad():
+        policy.lm.get_output_embeddings().weight[END] *= 4
+    return policy
+
+
+def test_every_request_gets_one_response():
+    completions = generate(engine_of(tiny_policy()), REQUESTS)
+    for completion in completions:
+        assert completion.logprobs.shape == completion.token_ids.shape
+        assert len(completion.token_ids) <= LIMIT
 
 
 @pytest.mark.parametrize(
@@ -67,26 +58,88 @@ def test_responses_come_in_the_order_of_the_requests():
 def test_a_response_does_not_depend_on_who_is_drawn_beside_it(cut):
     """Keyed by sample id: any split over ranks and any order give the same tokens."""
     engine = engine_of(tiny_policy())
-    together = engine.generate(PROMPTS, REQUESTS)
-    apart = [s for part in cut for s in engine.generate(PROMPTS, [REQUESTS[i] for i in part])]
+    together = generate(engine, REQUESTS)
+    apart = [c for part in cut for c in generate(engine, [REQUESTS[i] for i in part])]
     assert ids_of(apart) == ids_of(together)
-    logprob = {s.sample_id: s.rollout_logprob for s in apart}
-    for s in together:
-        torch.testing.assert_close(logprob[s.sample_id], s.rollout_logprob, rtol=0, atol=1e-5)
+    logprob = {c.sample_id: c.logprobs for c in apart}
+    for c in together:
+        torch.testing.assert_close(logprob[c.sample_id], c.logprobs, rtol=0, atol=1e-5)
 
 
-def test_the_size_of_a_wave_changes_nothing():
+def test_the_size_of_a_batch_changes_nothing():
     policy = tiny_policy()
-    expected = ids_of(engine_of(policy).generate(PROMPTS, REQUESTS))
+    expected = ids_of(generate(engine_of(policy), REQUESTS))
     for size in (1, 4):
-        assert ids_of(engine_of(policy, max_batch_size=size).generate(PROMPTS, REQUESTS)) == expected
+        assert ids_of(generate(engine_of(policy, max_batch_size=size), REQUESTS)) == expected
 
 
 def test_seed_and_sample_id_give_other_responses():
     engine = engine_of(tiny_policy())
-    requests = [SampleRequest(prompt=1, sample_id=i, group_id=0, seed=s) for i in range(4) for s in range(2)]
-    drawn = {tuple(s.response_ids.tolist()) for s in engine.generate(PROMPTS, requests)}
+    drawn = set()
+    for seed in range(2):
+        requests = [ask(PROMPTS[1], i, seed=seed) for i in range(4)]
+        drawn |= {tuple(c.token_ids.tolist()) for c in generate(engine, requests)}
     assert len(drawn) == 8
+
+
+def test_a_later_turn_draws_the_numbers_of_its_own_positions():
+    """A response cut in two, the second half asked for with the first one as prompt, is the response in one piece."""
+    engine = engine_of(tiny_policy())
+    requests = [ask(prompt, i, seed=3) for i, prompt in enumerate(PROMPTS)]
+    whole = generate(engine, requests)
+    long = [(r, c) for r, c in zip(requests, whole, strict=True) if len(c.token_ids) == LIMIT]
+    assert len(long) >= 2
+    for first in (1, 4):
+        heads = [Prompt(r.group_id, (*r.prompt_ids, *c.token_ids[:first].tolist()), "") for r, c in long]
+        rest = [
+            ask(head, r.sample_id, max_tokens=LIMIT - first, seed=3, first_position=first)
+            for head, (r, _) in zip(heads, long, strict=True)
+        ]
+        assert ids_of(generate(engine, rest)) == {r.sample_id: c.token_ids[first:].tolist() for r, c in long}
+        again = [
+            ask(head, r.sample_id, max_tokens=LIMIT - first, seed=3) for head, (r, _) in zip(heads, long, strict=True)
+        ]
+        assert ids_of(generate(engine, again)) != ids_of(generate(engine, rest)), "numbers of the first turn"
+
+
+def test_requests_of_different_lengths_and_positions_share_a_batch():
+    """As if each were alone: limits and positions are those of the request."""
+    engine = engine_of(tiny_policy())
+    requests = [
+        ask(prompt, i, max_tokens=2 + 3 * i, first_position=5 * (i % 2), seed=1) for i, prompt in enumerate(PROMPTS)
+    ]
+    together = generate(engine, requests)
+    assert ids_of(together) == {c.sample_id: c.token_ids.tolist() for r in requests for c in generate(engine, [r])}
+    assert all(len(c.token_ids) <= r.max_tokens for r, c in zip(requests, together, strict=True))
+    assert any(c.finish_reason == "length" and len(c.token_ids) == 2 for c in together)
+
+
+def test_responses_come_as_they_end():
+    """The shortest is there before the longest, and they come whole."""
+    completions = list(engine_of(bent_policy()).generate([ask(PROMPTS[1], i) for i in range(64)]))
+    lengths = [len(c.token_ids) for c in completions]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1]
+
+
+def test_requests_are_read_a_batch_at_a_time_and_again_after_none():
+    """What comes up while a batch is drawn is in the next one; None ends a batch early."""
+    read, seen = [], []
+
+    def requests():
+        for request in REQUESTS[:4]:
+            read.append(request.sample_id)
+            yield request
+        yield None
+        for request in REQUESTS[4:]:
+            read.append(request.sample_id)
+            yield request
+
+    for completion in engine_of(tiny_policy(), max_batch_size=3).generate(requests()):
+        seen.append((len(read), completion.sample_id))
+    ids = [r.sample_id for r in REQUESTS]
+    assert [n for n, _ in seen] == [3, 3, 3, 4, 6, 6]
+    assert [{i for n, i in seen if n == count} for count in (3, 4, 6)] == [{*ids[:3]}, {ids[3]}, {*ids[4:]}]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,133 +147,161 @@ def test_seed_and_sample_id_give_other_responses():
 def test_greedy_takes_the_likeliest_token_of_the_stock_model(family):
     """Read whole again for every token, by transformers' own model without a cache."""
     policy = tiny_policy(family)
-    requests = [SampleRequest(prompt=p, sample_id=p, group_id=p, greedy=True) for p in range(len(PROMPTS))]
-    samples = engine_of(policy).generate(PROMPTS, requests)
+    requests = [ask(prompt, prompt.row, greedy=True) for prompt in PROMPTS]
     model = stock(policy)
-    for s in samples:
-        ids = list(s.prompt.ids)
-        for token in s.response_ids.tolist():
+    for request, completion in zip(requests, generate(engine_of(policy), requests), strict=True):
+        ids = list(request.prompt_ids)
+        for token in completion.token_ids.tolist():
             assert int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()) == token
             ids.append(token)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@torch.no_grad()
-def test_sampler_log_probabilities_equal_the_scored_ones(family, temperature):
+def test_rollout_log_probabilities_equal_the_scored_ones(family, temperature):
     """What was recorded while drawing, against the training pass over the same tokens."""
     policy = tiny_policy(family, temperature=temperature)
-    samples = engine_of(policy, temperature=temperature).generate(PROMPTS, REQUESTS)
-    scored = policy(pack_rows([TrainingSample(s) for s in samples], StepTotals(1000, 6))).logprob
-    torch.testing.assert_close(scored, torch.cat([s.rollout_logprob for s in samples]), rtol=0, atol=1e-5)
+    completions = generate(engine_of(policy, temperature=temperature), REQUESTS)
+    recorded = torch.cat([c.logprobs for c in completions])
+    torch.testing.assert_close(scored(policy, REQUESTS, completions), recorded, rtol=0, atol=1e-5)
 
 
 def test_with_top_p_the_recorded_probability_is_the_one_drawn_with():
     """Larger than the policy's own; which is why it is never taken for an old log-probability."""
     policy = tiny_policy()
-    config = HFRolloutConfig(top_p=0.6)
-    assert HFRolloutConfig().draws_from_policy
-    assert not config.draws_from_policy
-    samples = engine_of(policy, top_p=0.6).generate(PROMPTS, REQUESTS)
-    with torch.no_grad():
-        scored = policy(pack_rows([TrainingSample(s) for s in samples], StepTotals(1000, 6))).logprob
-    recorded = torch.cat([s.rollout_logprob for s in samples])
-    assert bool((recorded >= scored - 1e-5).all())
-    assert bool((recorded > scored + 0.1).any())
+    completions = generate(engine_of(policy, top_p=0.6), REQUESTS)
+    recorded, of_policy = torch.cat([c.logprobs for c in completions]), scored(policy, REQUESTS, completions)
+    assert bool((recorded >= of_policy - 1e-5).all())
+    assert bool((recorded > of_policy + 0.1).any())
 
 
 def test_a_response_ends_with_its_end_token_or_is_cut():
-    """The policy is bent towards the end token, so that both happen."""
-    policy = tiny_policy(tie_word_embeddings=False)
-    with torch.no_grad():
-        policy.lm.get_output_embeddings().weight[END] *= 4
-    requests = [SampleRequest(prompt=1, sample_id=i, group_id=0) for i in range(64)]
-    samples = engine_of(policy).generate(PROMPTS, requests)
-    assert {s.finish_reason for s in samples} == {"stop", "length"}
-    for s in samples:
-        ids = s.response_ids.tolist()
+    completions = generate(engine_of(bent_policy()), [ask(PROMPTS[1], i) for i in range(64)])
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    for c in completions:
+        ids = c.token_ids.tolist()
         assert END not in ids[:-1]
-        if s.finish_reason == "stop":
+        if c.finish_reason == "stop":
             assert ids[-1] == END, "the model is trained on the token that ended its response"
         else:
             assert len(ids) == LIMIT
             assert ids[-1] != END
-        assert s.text == " ".join(str(i) for i in ids if i != END)
+        assert c.text == " ".join(str(i) for i in ids if i != END)
 
 
 def test_an_end_token_in_the_last_place_counts_as_stopped():
-    policy = tiny_policy(tie_word_embeddings=False)
-    with torch.no_grad():
-        policy.lm.get_output_embeddings().weight[END] *= 4
-    samples = engine_of(policy).generate(PROMPTS, [SampleRequest(prompt=1, sample_id=i, group_id=0) for i in range(64)])
-    stopped = next(s for s in samples if s.finish_reason == "stop" and len(s.response_ids) > 1)
-    ids = stopped.response_ids.tolist()
-    request = SampleRequest(prompt=1, sample_id=stopped.sample_id, group_id=0)
-    [again] = engine_of(policy, max_response_length=len(ids)).generate(PROMPTS, [request])
-    assert (again.finish_reason, again.response_ids.tolist()) == ("stop", ids)
-    [cut] = engine_of(policy, max_response_length=len(ids) - 1).generate(PROMPTS, [request])
-    assert (cut.finish_reason, cut.response_ids.tolist()) == ("length", ids[:-1])
+    engine = engine_of(bent_policy())
+    completions = generate(engine, [ask(PROMPTS[1], i) for i in range(64)])
+    stopped = next(c for c in completions if c.finish_reason == "stop" and len(c.token_ids) > 1)
+    ids = stopped.token_ids.tolist()
+    [again] = generate(engine, [ask(PROMPTS[1], stopped.sample_id, max_tokens=len(ids))])
+    assert (again.finish_reason, again.token_ids.tolist()) == ("stop", ids)
+    [cut] = generate(engine, [ask(PROMPTS[1], stopped.sample_id, max_tokens=len(ids) - 1)])
+    assert (cut.finish_reason, cut.token_ids.tolist()) == ("length", ids[:-1])
+
+
+def test_any_of_several_end_tokens_ends_a_response():
+    """The same draws, cut at the first token of the set."""
+    requests, more = [ask(PROMPTS[1], i) for i in range(64)], {END, 5, 9}
+    policy = tiny_policy()
+    without = ids_of(generate(engine_of(policy, ends=EndTokens((63,))), requests))
+    for c in generate(engine_of(policy, ends=EndTokens((END, 5, 9))), requests):
+        ids = [i for i in without[c.sample_id] if i != 63]
+        end = next((n for n, i in enumerate(ids) if i in more), None)
+        assert c.token_ids.tolist()[: len(ids)] == (ids if end is None else ids[: end + 1])
+        if end is not None:
+            assert c.finish_reason == "stop"
+
+
+def test_a_text_ends_a_response_once_its_tokens_spell_it():
+    """The tiny tokenizer writes ids as numbers; the text reaches over two of them, and stays in the response."""
+    policy, requests = tiny_policy(), [ask(PROMPTS[1], i, max_tokens=30) for i in range(64)]
+    without = ids_of(generate(engine_of(policy), requests))
+    pairs = [f"{a} {b}" for ids in without.values() for a, b in itertools.pairwise(ids[:-1])]
+    text = max(set(pairs), key=pairs.count)
+    ended = 0
+    for c in generate(engine_of(policy, ends=EndTokens((END,), (text,))), requests):
+        ids = without[c.sample_id]
+        end = next((n for n in range(1, len(ids) + 1) if text in TinyTokenizer().decode(ids[:n])), None)
+        assert c.token_ids.tolist() == ids[:end]
+        if end is not None and end < len(ids):
+            ended += 1
+            assert c.finish_reason == "stop"
+            assert c.text.endswith(text)
+    assert ended
 
 
 def test_drawing_leaves_the_policy_as_it_was():
+    """And the caller of the generator, between two responses."""
     policy = tiny_policy()
-    seen = []
+    seen, between = [], []
 
     @contextmanager
     def watched():
-        with strategy.eval_mode("policy"):
+        with strategy.generation_mode("policy"):
             seen.append((policy.training, torch.is_grad_enabled()))
             yield
 
     strategy = single({"policy": policy})
     policy.train()
-    engine = HFRolloutConfig(max_response_length=3).connect(
-        lambda: strategy.wrapped("policy"), watched, TinyTokenizer(), torch.device("cpu")
+    engine = HFEngine(
+        lambda: policy, watched, TinyTokenizer(), torch.device("cpu"), EndTokens((END,)), Truncation(), 1024
     )
-    engine.generate(PROMPTS, REQUESTS)
+    for _ in engine.generate(REQUESTS):
+        between.append(torch.is_grad_enabled())
     assert seen == [(False, False)]
+    assert between == [True] * len(REQUESTS)
     assert policy.training
     assert all(p.grad is None for p in policy.parameters())
 
 
-def test_no_request_gives_no_response():
-    assert engine_of(tiny_policy()).generate(PROMPTS, []) == []
+def test_a_generator_that_is_closed_early_leaves_the_policy_as_it_was():
+    policy = tiny_policy()
+    policy.train()
+    completions = engine_of(policy).generate(REQUESTS)
+    next(completions)
+    completions.close()
+    assert policy.training
+
+
+def test_no_request_gives_no_response_but_enters_the_generation_mode():
+    """Where a sharded model is gathered every rank has to come along."""
+    entered = []
+
+    @contextmanager
+    def watched():
+        entered.append(True)
+        yield
+
+    policy = tiny_policy()
+    parts = (TinyTokenizer(), torch.device("cpu"), EndTokens((END,)), Truncation(), 1024)
+    assert list(HFEngine(lambda: policy, watched, *parts).generate([])) == []
+    assert entered == [True]
+
+
+def test_a_completion_says_which_weights_drew_it_and_newer_ones_are_refused():
+    engine = engine_of(tiny_policy())
+    assert not engine.takes_weights
+    engine.start()
+    engine.update_weights(iter(()), version=7)
+    assert {c.version for c in generate(engine, [ask(PROMPTS[0], 0, version=6)])} == {7}
+    with pytest.raises(AssertionError, match="newer weights"):
+        generate(engine, [ask(PROMPTS[0], 0, version=8)])
+    engine.close()
 
 
 def test_responses_follow_the_model_s_distribution():
     """First tokens of 4,000 responses to one prompt: every token's share within five sigma of its probability."""
     policy = tiny_policy()
     count = 4000
-    requests = [SampleRequest(prompt=1, sample_id=i, group_id=0) for i in range(count)]
-    samples = engine_of(policy, max_response_length=1).generate(PROMPTS, requests)
+    completions = generate(engine_of(policy), [ask(PROMPTS[1], i, max_tokens=1) for i in range(count)])
     with torch.no_grad():
         logits = stock(policy)(input_ids=torch.tensor([PROMPTS[1].ids])).logits[0, -1]
     probability = logits.softmax(-1)
-    share = torch.bincount(torch.cat([s.response_ids for s in samples]), minlength=64) / count
+    share = torch.bincount(torch.cat([c.token_ids for c in completions]), minlength=64) / count
     assert bool(((share - probability).abs() <= 5 * (probability * (1 - probability) / count).sqrt()).all())
 
 
-@pytest.mark.parametrize(
-    ("config", "key"),
-    [
-        ({"n": 0}, "n"),
-        ({"top_k": -1}, "top_k"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"max_response_length": 0}, "max_response_length"),
-        ({"max_batch_size": 0}, "max_batch_size"),
-        ({"temperature": 0.0}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-    ],
-)
-def test_settings_that_cannot_work_are_refused(config, key):
-    with pytest.raises(ConfigError) as caught:
-        HFRolloutConfig(**config)
-    assert caught.value.key == key
-
-
-def test_a_tokenizer_without_an_end_token_is_refused():
-    tokenizer = byte_tokenizer()
-    assert stop_ids(tokenizer) == [257]
-    tokenizer.eos_token = None
-    with pytest.raises(ConfigError, match="no response could ever end"):
-        stop_ids(tokenizer)
+def test_a_batch_of_no_response_is_refused():
+    with pytest.raises(ConfigError, match="max_batch_size=0"):
+        HFRolloutConfig(max_batch_size=0)

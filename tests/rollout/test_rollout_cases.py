@@ -9,16 +9,16 @@ import pytest
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from rlmodule.advantages.grpo import GRPO
 from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
-from rlmodule.core.contract import SampleRequest
 from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample, StepTotals, TrainingSample
+from rlmodule.data.end_tokens import EndTokens
 from rlmodule.data.prompts import DataConfig
 from rlmodule.data.rollouts import load_rollouts
 from rlmodule.experience.advantage_stage import AdvantageStage
@@ -28,11 +28,18 @@ from rlmodule.experience.sample_info import gather_sample_info
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.timer import Timer
 from rlmodule.losses.ppo_clip import PPOClip
+from rlmodule.models.building import save_pretrained
+from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.policy import PolicyModel
+from rlmodule.records.run_directory import RunDirectory
 from rlmodule.rewards.exact_match import ExactMatch
-from rlmodule.rollout.hf import HFRolloutConfig
-from tests.helpers.runs import rollouts, run_small, small_run
+from rlmodule.rollout.parts.sampling import SamplingConfig
+from rlmodule.run.run import Run
+from strategies.registry import STRATEGIES
+from tests.data.test_end_tokens import word_tokenizer
+from tests.helpers.runs import SMALL, compose, rollouts, run_small, small_run
 from tests.helpers.tiny import Stepper, frozen_copy, sample, single, stock, tiny_policy
+from tests.rollout.engines import as_sample, ask, engine_of, generate
 
 TOTALS = StepTotals(tokens=1000, sequences=8)
 END, LIMIT = 3, 6
@@ -49,14 +56,11 @@ def ab_policy():
     return tiny_policy(vocab_size=4, eos_token_id=END, pad_token_id=END)
 
 
-def answers(count, **config):
+def answers(count):
     """Responses of the model over a, b, ab and end."""
-    strategy = single({"policy": ab_policy()})
-    engine = HFRolloutConfig(max_response_length=LIMIT, **config).connect(
-        lambda: strategy.wrapped("policy"), lambda: strategy.eval_mode("policy"), ab_tokenizer(), torch.device("cpu")
-    )
-    requests = [SampleRequest(prompt=0, sample_id=i, group_id=i) for i in range(count)]
-    return engine.generate([Prompt(row=0, ids=(1, 0), text="", answer="ab")], requests)
+    engine = engine_of(ab_policy(), tokenizer=ab_tokenizer(), ends=EndTokens((END,)))
+    requests = [ask(Prompt(row=0, ids=(1, 0), text=""), i, max_tokens=LIMIT, group=i) for i in range(count)]
+    return [as_sample(r, c, answer="ab") for r, c in zip(requests, generate(engine, requests), strict=True)]
 
 
 # ---- ROLL-01
@@ -87,11 +91,9 @@ def test_roll_01_sampler_old_reference_and_update_agree(temperature):
     """Four passes over the same tokens: drawn, scored as old, scored as reference, and the first update's ratio."""
     policy = tiny_policy(temperature=temperature)
     strategy = single({"policy": policy, "reference": frozen_copy(policy)})
-    engine = HFRolloutConfig(max_response_length=8, temperature=temperature).connect(
-        lambda: strategy.wrapped("policy"), lambda: strategy.eval_mode("policy"), TinyWords(), torch.device("cpu")
-    )
-    prompts = [sample(i, 3, 1).prompt for i in range(4)]
-    drawn = engine.generate(prompts, [SampleRequest(prompt=i // 3, sample_id=i, group_id=i // 3) for i in range(12)])
+    engine = engine_of(policy, strategy=strategy, temperature=temperature)
+    requests = [ask(sample(i // 3, 3, 1).prompt, i, max_tokens=8) for i in range(12)]
+    drawn = [as_sample(r, c) for r, c in zip(requests, generate(engine, requests), strict=True)]
     algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
     objective = Objective(PPOClip(), algorithm)
     maker = ExperienceMaker(
@@ -118,19 +120,9 @@ def test_roll_01_sampler_old_reference_and_update_agree(temperature):
     assert metrics["actor/kl_loss"].result == 0
 
 
-class TinyWords:
-    """Just enough of a tokenizer for the tiny vocabulary."""
-
-    eos_token_id = 1
-    name_or_path = "tiny"
-
-    def decode(self, ids, skip_special_tokens=False):
-        return " ".join(str(int(i)) for i in ids)
-
-
 def test_roll_01_a_temperature_of_0_is_refused():
     with pytest.raises(ConfigError) as caught:
-        HFRolloutConfig(temperature=0.0)
+        SamplingConfig(temperature=0.0)
     assert caught.value.key == "temperature"
     assert "divided by it in every pass" in str(caught.value)
 
@@ -179,7 +171,7 @@ def test_roll_03_ids_survive_the_whole_way_into_the_rollouts_file(tmp_path):
 def stored(tmp_path, tokenizer, **row):
     """One stored response, read."""
     (tmp_path / "rows.jsonl").write_text("\n" + json.dumps({"prompt_ids": [1], "reward": 1.0, **row}) + "\n")
-    table = load_rollouts(str(tmp_path / "rows.jsonl"), DataConfig(task="sort"), tokenizer, vocab_size=64)
+    table = load_rollouts(str(tmp_path / "rows.jsonl"), DataConfig(), tokenizer, vocab_size=64)
     return table.read([0])[0].scored(0, 0).sample
 
 
@@ -252,3 +244,46 @@ def test_roll_06_the_file_says_which_answers_were_cut(tmp_path):
     for row in rows:
         assert row["finish_reason"] == ("stop" if row["response_ids"][-1] == end else "length")
         assert len(row["response_ids"]) <= 3
+
+
+# ---- T2A-26, T2B-01
+
+
+def model_that_says(folder, token, tokenizer, eos):
+    """A model folder of constant weights, so that every response is this token again and again until it is an end."""
+    policy = tiny_policy("llama", vocab_size=len(tokenizer), tie_word_embeddings=False, bos_token_id=None)
+    with torch.no_grad():
+        for parameter in policy.lm.parameters():
+            parameter.zero_()
+        policy.lm.get_input_embeddings().weight.fill_(1.0)
+        policy.lm.model.norm.weight.fill_(1.0)
+        policy.lm.get_output_embeddings().weight[token] = 1.0  # 32 ahead of all others
+    policy.lm.generation_config = GenerationConfig(eos_token_id=eos)
+    save_pretrained(folder, policy.lm, tokenizer)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("token", "make_tokenizer", "eos"),
+    [
+        pytest.param(4, word_tokenizer, [1, 4], id="t2b_01"),
+        pytest.param(4, word_tokenizer, 1, id="t2b_01, which the template alone says"),
+        pytest.param(48, byte_tokenizer, [257, 48], id="t2a_26"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_t2a_26_t2b_01_a_response_ends_where_a_turn_of_the_model_ends(tmp_path, token, make_tokenizer, eos):
+    """A run of GRPO with a limit of 4: one token and stop, as transformers.generate has it, not four and length."""
+    folder = model_that_says(tmp_path / "model", token, make_tokenizer(), eos)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "answer": "yes"}\n' * 4)
+    limits = ("data.max_prompt_length=8", "data.max_response_length=4")
+    files = ("data=files", f"data.train_files=[{tmp_path / 'rows.jsonl'}]", *limits)
+    model = ("model=local", f"model.path={folder}")
+    keys = [key for key in SMALL if not key.startswith(("data.", "environment.", "model."))]
+    node = compose(*keys, *files, *model, "trainer.max_epochs=1", f"run_dir={tmp_path / 'run'}")
+    run = Run.read(node, RunDirectory(tmp_path / "run"), STRATEGIES)
+    run.check()
+    assert f"({token})" in run.dataset.describe_sampling(), "the plan says what ends a response"
+    run.fit()
+    [rows] = rollouts(tmp_path / "run").values()
+    assert {(tuple(row["response_ids"]), row["finish_reason"]) for row in rows} == {((token,), "stop")}

@@ -79,7 +79,7 @@ def test_a_warm_start_on_pairs_imitates_what_was_chosen(source, column):
 def test_a_run_starts_at_its_reference_and_learns_to_tell_pairs_apart(tmp_path):
     """Policy and reference are alike at first: no margin, and log 2 to lose."""
     records = run_small(
-        tmp_path, *SMALL, "loss.beta=0.5", "data.task_args.test_size=32", "trainer.max_epochs=6", "optimizer.lr=3e-3"
+        tmp_path, *SMALL, "loss.beta=0.5", "environment.test_size=32", "trainer.max_epochs=6", "optimizer.lr=3e-3"
     )
     losses, accuracies = steps(records, "actor/loss"), steps(records, "actor/pair_accuracy")
     assert losses[0] == pytest.approx(math.log(2), rel=1e-6)

@@ -14,7 +14,11 @@ from rlmodule.experience.sources import RowSampler, StoredSource
 from rlmodule.experience.timer import Timer
 from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
-from tests.helpers.runs import numbers, run_small, small_run
+from rlmodule.records.metrics_log import read_records
+from rlmodule.records.run_directory import RunDirectory
+from rlmodule.run.run import Run
+from strategies.registry import STRATEGIES
+from tests.helpers.runs import SMALL, compose, numbers, run_small, small_run
 
 GROUPS = 4
 
@@ -117,9 +121,13 @@ def test_nothing_is_written_that_was_not_drawn(earlier, tmp_path):
 
 
 def test_stored_rollouts_need_no_prompts(earlier, tmp_path):
-    """Without a task and without files to validate on."""
-    records = run_small(tmp_path / "run", "data.task=null", f"data.rollouts={earlier}", "trainer.max_epochs=1")
-    assert "validation" not in {r.kind for r in records}
+    """Without an environment and without files to validate on."""
+    keys = [key for key in SMALL if not key.startswith("environment.")]
+    words = ("environment=none", "data.max_prompt_length=32", f"data.rollouts={earlier}", "trainer.max_epochs=1")
+    run = Run.read(compose(*keys, f"run_dir={tmp_path / 'run'}", *words), RunDirectory(tmp_path / "run"), STRATEGIES)
+    run.check()
+    run.fit()
+    assert "validation" not in {r.kind for r in read_records(tmp_path / "run" / "metrics.jsonl")}
 
 
 LONG = {"logprobs": None, "loss_mask": None}

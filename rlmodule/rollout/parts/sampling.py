@@ -1,35 +1,61 @@
-"""Drawing tokens: random numbers keyed by (seed, sample, position), so who draws what, and beside whom, is no matter.
+"""How tokens are drawn: the settings that every engine obeys, and the draw itself for engines that have the logits.
 
-Leaves out models and caches (``rollout/``).
+Random numbers are keyed by (seed, sample id, position), so neither the process that draws a token nor the samples
+beside it change it. Leaves out models and caches (``rollout/``) and where a response ends (``data/end_tokens.py``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_STEP = np.uint64(0x9E3779B97F4A7C15)
+from rlmodule.core.config import at_least, more_than
+from rlmodule.core.errors import ConfigError
+from rlmodule.ops.random import STEP, mixed, to_unit_interval
 
 
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """Finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * _MIX[0]
-        x = (x ^ (x >> np.uint64(27))) * _MIX[1]
-    return x ^ (x >> np.uint64(31))
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How responses are sampled, whatever the engine; the keys stand in the ``rollout`` section beside the engine's."""
 
+    n: int = 8  # responses per prompt
+    temperature: float = 1.0  # divides the logits of every pass, also of training
+    top_k: int = 0  # draw from the k likeliest tokens; 0 for all
+    top_p: float = 1.0  # draw from the smallest set of tokens with this mass
+    max_response_length: int = 16  # tokens of a response, all its turns together; longer ones are cut
+    stop: list[str] = field(default_factory=list)  # texts that end a response, beside its end tokens; they stay in it
+    stop_token_ids: list[int] = field(default_factory=list)  # token ids that end a response, beside its end tokens
 
-def uniforms(seeds: np.ndarray, sample_ids: np.ndarray, position: int) -> np.ndarray:
-    """[B] float64 in [0, 1): a function of (seed, sample id, position) and nothing else."""
-    with np.errstate(over="ignore"):
-        key = _mixed(seeds.astype(np.uint64) * _STEP + np.uint64(1))
-        key = _mixed(key ^ (sample_ids.astype(np.int64).view(np.uint64) * _STEP))
-        key = _mixed(key + np.uint64(position + 1) * _STEP)
-    return (key >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    def __post_init__(self) -> None:
+        at_least("n", self.n, 1)
+        at_least("top_k", self.top_k, 0)
+        at_least("max_response_length", self.max_response_length, 1)
+        more_than("top_p", self.top_p, 0)
+        if not self.temperature > 0:
+            raise ConfigError(
+                key="temperature",
+                got=self.temperature,
+                because="log-probabilities are divided by it in every pass",
+                fix="Use rollout.temperature=1.0 to sample; validation is greedy anyway",
+            )
+        if "" in self.stop:
+            raise ConfigError(
+                key="stop", got=self.stop, because="an empty text would end every response", fix="Leave it out"
+            )
+        for token in self.stop_token_ids:
+            at_least("stop_token_ids", token, 0)
+
+    @property
+    def draws_from_policy(self) -> bool:
+        """Whether rollout log-probabilities are those of the policy itself (no top-k, no top-p)."""
+        return self.truncation.keeps_all
+
+    @property
+    def truncation(self) -> Truncation:
+        """Which tokens may be drawn."""
+        return Truncation(self.top_k, self.top_p)
 
 
 @dataclass(frozen=True)
@@ -58,16 +84,23 @@ class Truncation:
         return logits
 
 
+def uniforms(seeds: Tensor, sample_ids: Tensor, positions: Tensor) -> Tensor:
+    """[B] int64 each -> [B] float64 in [0, 1), a function of the three numbers of a row and nothing else."""
+    key = mixed(seeds * STEP + 1)
+    key = mixed(key ^ (sample_ids * STEP))
+    return to_unit_interval(mixed(key + (positions + 1) * STEP))
+
+
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:
     """[B, V] logits and [B] numbers in [0, 1) -> [B] int64 tokens by inverting the cumulative distribution.
 
     A token of probability 0 is never drawn.
     """
     cumulative = logits.softmax(dim=-1).double().cumsum(dim=-1)  # [B, V]
-    target = uniform.to(cumulative.device)[:, None] * cumulative[:, -1:]
+    target = uniform[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
 
 
 def logprob_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """[B] fp32 log-probability of each row's token."""
+    """[B] float32 log-probability of each row's token."""
     return logits.log_softmax(dim=-1).gather(-1, tokens[:, None]).squeeze(-1)

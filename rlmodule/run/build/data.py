@@ -17,12 +17,14 @@ from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.evaluation import Evaluator, PairEvaluator, PromptEvaluator
 from rlmodule.experience.advantage_stage import AdvantageStage
+from rlmodule.experience.live_engine import LiveEngine
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.reference_cache import ReferenceLogprobCache
 from rlmodule.experience.replay import ReplayMemory
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.sources import OfflineSource, RowSampler
 from rlmodule.models.description import shape_of
+from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.run.config import RunConfig
 from rlmodule.run.datasets import Preferences, TrainingDataset
 
@@ -47,25 +49,25 @@ def build_datamodule(
     stream = PromptStream(len(dataset), s.general.seed, s.data.shuffle)
     layout = lambda: strategy.layout  # noqa: E731  known once the strategy is set up
 
-    def engine() -> RolloutEngine:
+    def connect() -> RolloutEngine:
         return s.rollout.connect(
-            partial(strategy.generator, POLICY),
-            partial(strategy.generation_mode, POLICY),
-            dataset.tokenizer,
-            strategy.root_device,
+            EngineContext(s.sampling, dataset.end_tokens, dataset.tokenizer, strategy, strategy.root_device)
         )
 
+    engine = LiveEngine(connect, partial(strategy.full_weights, POLICY), lambda: made.policy_version)
     controller = KLController(s.algorithm.kl_in_reward) if s.algorithm.use_kl_in_reward else None
     kept = None if s.algorithm.is_sampled else ReferenceLogprobCache()
-    return RLDataModule(
+    made = RLDataModule(
         dataset.source(RowSampler(stream, s.algorithm.train_batch_size, layout), engine),
         stream,
         partial(build_maker, s, dataset, objective, strategy, kl_controller=controller, reference_cache=kept),
         evaluators=build_evaluators(s, dataset, objective, strategy, engine),
         kl_controller=controller,
         replay=ReplayMemory(s.replayed),
+        engine=engine,
         start=start,
     )
+    return made
 
 
 def build_evaluators(
@@ -78,8 +80,8 @@ def build_evaluators(
     """Of what is held out, prompts first; what it is given is that of ``build_datamodule``."""
     s, made = config, list[Evaluator]()
     if dataset.val_prompts:
-        assert s.reward is not None, "answers are judged"
-        made.append(PromptEvaluator(dataset.val_prompts, engine, s.reward, strategy))
+        assert s.reward is not None, "responses that are sampled get rewards"
+        made.append(PromptEvaluator(dataset.val_prompts, dataset.episodes, engine, s.reward, strategy))
     if pairs := dataset.val_pairs:
         draw = RowSampler(PromptStream(len(pairs), s.general.seed, shuffle=False), len(pairs), lambda: strategy.layout)
         source = OfflineSource([pair.samples for pair in pairs], Preferences.rewards, draw)

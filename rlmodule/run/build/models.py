@@ -79,7 +79,7 @@ def _minimised(config: RunConfig, objective: Objective) -> Minimised:
 
 def _policy_spec(config: RunConfig, model: ModelConfig, *, is_trained: bool) -> ModelSpec:
     """A policy, with a value head where ``model.value`` says so."""
-    temperature, has_head = config.rollout.temperature, model.value == SHARED
+    temperature, has_head = config.sampling.temperature, model.value == SHARED
 
     def build_default() -> PolicyModel:
         policy = build_policy_on_meta(model, seed=config.general.seed, temperature=temperature)

@@ -10,7 +10,7 @@ def check_groups(config: RunConfig) -> None:
     """An estimator that compares a response finds what it compares with."""
     if config.dataset == STORED:
         return  # the size of groups is in the file, see check_rollouts
-    if config.algorithm.filter_groups.enable and config.rollout.n == 1:
+    if config.algorithm.filter_groups.enable and config.sampling.n == 1:
         raise ConfigError(
             key="rollout.n",
             got=1,

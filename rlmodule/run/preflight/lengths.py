@@ -24,13 +24,13 @@ def check_budget(config: RunConfig, layout: Layout) -> None:
     if batching.share_prompts:
         of_prompts = max(data.max_prompt_length, together)  # a prompt of one token is not shared
         behind = " behind one prompt"
-    needed = of_prompts + together * config.rollout.max_response_length
+    needed = of_prompts + together * config.sampling.max_response_length
     if needed > budget:
         raise ConfigError(
             key="batching.max_token_len_per_gpu",
             got=batching.max_token_len_per_gpu,
             because=f"a sample can have data.max_prompt_length={data.max_prompt_length} + rollout.max_response_length="
-            f"{config.rollout.max_response_length} = {config.longest_sample} tokens, "
+            f"{config.sampling.max_response_length} = {config.longest_sample} tokens, "
             + (f"batching.keep_groups keeps {together} of them together{behind}, " if together > 1 else "")
             + f"and one micro-batch holds {budget}",
             fix=f"Use batching.max_token_len_per_gpu={-(-needed // layout.sp_size)} or more, or lower either length",
@@ -69,7 +69,7 @@ def check_positions(config: RunConfig, hf_config: PreTrainedConfig) -> None:
     if limit is not None and config.longest_sample > limit:
         raise ConfigError(
             key="rollout.max_response_length",
-            got=config.rollout.max_response_length,
+            got=config.sampling.max_response_length,
             because=f"with data.max_prompt_length={config.data.max_prompt_length} a sample can have "
             f"{config.longest_sample} tokens, and the model has {limit} positions",
             fix=f"Lower one of the two so that they add up to {limit} at most",

@@ -4,40 +4,43 @@ from __future__ import annotations
 
 from rlmodule.algorithm.config import ROLLOUTS
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.registry import name_of
 from rlmodule.run.config import RunConfig
 
 
 def check_temperature(config: RunConfig) -> None:
     """Only what is sampled has a temperature."""
-    if config.rollout.temperature != 1.0 and not config.algorithm.is_sampled:
+    if config.sampling.temperature != 1.0 and not config.algorithm.is_sampled:
         raise ConfigError(
             key="rollout.temperature",
-            got=config.rollout.temperature,
+            got=config.sampling.temperature,
             because=f"{config.algorithm.source} are learned from at temperature 1",
             fix="Use 1.0",
         )
 
 
 def check_reward(config: RunConfig) -> None:
-    """A reward that knows one right response is not for tasks that have many."""
-    task, reward = config.task, config.reward
-    if task is not None and reward is not None and task.has_many_answers and reward.knows_one_response:
+    """A reward function that knows one right response is not for environments that have many."""
+    environment, reward, name = config.environment, config.reward, config.environment_name
+    if environment is None or reward is None or environment.gives_rewards:
+        return
+    if environment.has_many_answers and reward.knows_one_response:
         raise ConfigError(
-            key="data.task",
-            got=config.data.task,
-            because=f"many responses to its prompts are right, and the reward {type(reward).__name__} takes one only",
-            fix=f"Use data={config.data.task}, which chooses its reward too",
+            key="reward",
+            got=name_of(type(reward)),
+            because=f"many responses to the prompts of environment={name} are right, and this reward takes one only",
+            fix=f"Leave reward= out: environment={name} chooses its own",
         )
 
 
 def check_old_logprob(config: RunConfig) -> None:
     """A sampler's log-probabilities stand for the policy's only where it draws from the whole of it."""
-    if config.algorithm.uses_rollout_logprob and not config.rollout.draws_from_policy:
-        rollout = config.rollout
+    if config.algorithm.uses_rollout_logprob and not config.sampling.draws_from_policy:
+        sampling = config.sampling
         raise ConfigError(
             key="algorithm.old_logprob",
             got=config.algorithm.old_logprob,
-            because=f"with rollout.top_k={rollout.top_k} and rollout.top_p={rollout.top_p} the sampler draws from a "
+            because=f"with rollout.top_k={sampling.top_k} and rollout.top_p={sampling.top_p} the sampler draws from a "
             "part of the policy's distribution, so its log-probabilities are not the policy's",
             fix="Use algorithm.old_logprob=recompute, or rollout.top_k=0 rollout.top_p=1",
         )
@@ -45,7 +48,7 @@ def check_old_logprob(config: RunConfig) -> None:
 
 def check_staleness(config: RunConfig) -> None:
     """Old responses are trained on again where somebody draws new ones, and weights make up for their age."""
-    staleness, algorithm = config.rollout.staleness, config.algorithm
+    staleness, algorithm = config.replay.staleness, config.algorithm
     if staleness == 0:
         return
     mode = algorithm.rollout_correction.mode

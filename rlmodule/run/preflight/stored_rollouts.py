@@ -82,10 +82,10 @@ def _check_logprobs(table: RolloutTable, config: RunConfig) -> None:
     if not algorithm.uses_rollout_logprob:
         return
     for sampling, row in table.samplings.items():
-        if sampling is not None and not sampling.is_policy_at(config.rollout.temperature):
+        if sampling is not None and not sampling.is_policy_at(config.sampling.temperature):
             raise DataError(
                 location=table.location(row),
                 because=f"it was drawn with {sampling}, so its log-probabilities are not those of a whole policy at "
-                f"rollout.temperature={config.rollout.temperature}",
+                f"rollout.temperature={config.sampling.temperature}",
                 fix="Use algorithm.old_logprob=recompute",
             )

@@ -1,4 +1,7 @@
-"""Random numbers are a function of (seed, sample, position), and draws follow the distribution they are given."""
+"""Random numbers are a function of (seed, sample, position), and draws follow the distribution they are given.
+
+Settings that no engine could obey are refused.
+"""
 
 import math
 
@@ -8,18 +11,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmodule.rollout.parts.sampling import Truncation, draw, logprob_of, uniforms
+from rlmodule.core.errors import ConfigError
+from rlmodule.rollout.parts.sampling import SamplingConfig, Truncation, draw, logprob_of, uniforms
 
 LARGEST = 1 - 2.0**-53  # the largest number below 1
 
 
 def numbers(seed, samples, position):
-    samples = np.asarray(samples)
-    return uniforms(np.full(len(samples), seed), samples, position)
+    samples = torch.tensor(samples)
+    return uniforms(torch.full_like(samples, seed), samples, torch.full_like(samples, position))
 
 
 def test_a_number_depends_on_its_key_alone_and_not_on_its_neighbours():
-    together = numbers(3, range(100), 5)
+    together = numbers(3, list(range(100)), 5)
     alone = [numbers(3, [i], 5)[0] for i in range(100)]
     assert together.tolist() == alone
     assert numbers(3, list(range(100))[::-1], 5).tolist() == alone[::-1]
@@ -64,7 +68,7 @@ def test_numbers_lie_between_0_and_1(seed, sample, position):
 
 def test_numbers_are_spread_evenly_and_unrelated():
     """Over 200,000 numbers: moments, ten equal bins, and neighbours in sample id and in position; five sigma."""
-    grid = np.stack([numbers(0, range(20_000), position) for position in range(10)])
+    grid = np.stack([numbers(0, list(range(20_000)), position).numpy() for position in range(10)])
     flat = grid.ravel()
     sigma = 1 / math.sqrt(12 * flat.size)
     assert abs(flat.mean() - 0.5) < 5 * sigma
@@ -96,7 +100,7 @@ def test_draws_follow_the_distribution():
     """Over 20,000 samples every token's share is within five sigma of its probability."""
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, -3.0])
     count = 20_000
-    drawn = draw(logits.expand(count, 5), torch.from_numpy(numbers(7, range(count), 0)))
+    drawn = draw(logits.expand(count, 5), numbers(7, list(range(count)), 0))
     share = torch.bincount(drawn, minlength=5) / count
     probability = logits.softmax(-1)
     sigma = (probability * (1 - probability) / count).sqrt()
@@ -138,3 +142,28 @@ def test_log_probability_of_a_draw():
     assert logprob_of(LOGITS, torch.tensor([1])).item() == pytest.approx(math.log(0.5), abs=1e-6)
     cut = Truncation(top_k=2)(LOGITS)
     assert logprob_of(cut, torch.tensor([3])).item() == pytest.approx(math.log(0.25 / 0.75), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        ({"n": 0}, "n"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"max_response_length": 0}, "max_response_length"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop_token_ids": [3, -1]}, "stop_token_ids"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(config, key):
+    with pytest.raises(ConfigError) as caught:
+        SamplingConfig(**config)
+    assert caught.value.key == key
+
+
+def test_with_truncation_the_sampler_draws_from_a_part_of_the_policy():
+    assert SamplingConfig().draws_from_policy
+    assert not SamplingConfig(top_p=0.6).draws_from_policy
+    assert not SamplingConfig(top_k=3).draws_from_policy

@@ -1,0 +1,89 @@
+"""What an environment, a rollout engine and the source that runs episodes hand to each other.
+
+An episode is a prompt and one or more turns: the policy responds, the environment answers with an observation or ends
+the episode. Leaves out who implements what (``contract.py``) and what becomes of a finished episode (``types.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from rlmodule.core.types import RewardResult
+
+STOP, LENGTH = "stop", "length"  # why a response ends: by itself, or cut at a limit
+
+Message = Mapping[str, Any]  # role, content, and what else the chat template knows
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One response to sample.
+
+    Args:
+        prompt_ids: every token before the response: the prompt, and in later turns all of the episode so far.
+        sample_id: names the request; unique among those in flight. With ``seed`` and the position of a token in the
+            sample it keys the random number that draws the token.
+        group_id: responses to one row share it, so an engine can read what they have in common once.
+        max_tokens: length of the response at most, at least 1.
+        seed: of the run.
+        first_position: response tokens of the sample that came before, observations included. The first token drawn
+            has this position, so a second turn draws other random numbers than the first.
+        greedy: take the likeliest token instead of drawing.
+        version: weights that may draw the response, and any newer ones; see ``Completion.version``.
+    """
+
+    prompt_ids: tuple[int, ...]
+    sample_id: int
+    group_id: int
+    max_tokens: int
+    seed: int = 0
+    first_position: int = 0
+    greedy: bool = False
+    version: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Completion:
+    """A response as it was sampled.
+
+    Args:
+        sample_id: of the request.
+        token_ids: [R] int64, the end token included where one was sampled.
+        logprobs: [R] float32, in nats, under the distribution that each token was drawn from.
+        finish_reason: ``stop`` (ended by itself) or ``length`` (cut after ``max_tokens``; nothing is appended).
+        version: iterations of training behind the weights that drew it; the oldest where weights changed in between.
+        text: the tokens decoded, without special tokens.
+    """
+
+    sample_id: int
+    token_ids: Tensor
+    logprobs: Tensor
+    finish_reason: str
+    version: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment shows the policy: messages for the chat template, or token ids. Exactly one of the two.
+
+    As the prompt of an episode it holds everything up to where the policy speaks. As the answer to a response it holds
+    everything between that response and the next one.
+    """
+
+    messages: Sequence[Message] | None = None
+    ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.messages is None) != (self.ids is None), "an observation is messages or ids"
+
+
+@dataclass(frozen=True)
+class Done:
+    """The end of an episode, with the environment's own reward, or None where the run's reward function gives it."""
+
+    reward: RewardResult | None = None
