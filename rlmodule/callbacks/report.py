@@ -124,6 +124,7 @@ def output_paths(directory: RunDirectory) -> dict[str, str]:
     found = {
         "run": root,
         "metrics": root / "metrics.jsonl",
+        "table": root / "metrics.csv",
         "curves": root / CURVES,
         "log": root / "train.log",
         "rollouts": root / "rollouts",

@@ -2,7 +2,7 @@
 
 outputs/2026-11-29/15-04-05/
     config.yaml command.txt            what was run
-    metrics.jsonl summary.json curves.png train.log tensorboard/ rollouts/
+    metrics.jsonl metrics.csv summary.json curves.png train.log tensorboard/ rollouts/
     checkpoints/iteration_000010/      what resumes it
     warm_start/policy/  policy/         Hugging Face folders
 """
