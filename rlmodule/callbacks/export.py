@@ -104,7 +104,7 @@ class ExportPolicy(L.Callback):
         if policy.lora is None:
             return dict(without_head(strategy.full_weights(POLICY, self.dtype), head)), head
         whole = without_head(strategy.full_weights(POLICY), head)  # merged in full precision, rounded once
-        stream = merged(whole, policy.lora.scaling) if self.lora == MERGED else adapter_only(whole)
+        stream = merged(whole, policy.adapted) if self.lora == MERGED else adapter_only(whole)
         return {name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor for name, tensor in stream}, head
 
 

@@ -204,6 +204,18 @@ def positions_of(config: PreTrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
+def longest_sample(config):
+    limit = positions_of(config)
+    return limit
+
+
+def source_of(config: ModelConfig, section: str = "model") -> dict[str, Any]:
+    """``key`` and ``got`` of an error about the model itself; ``section`` of the configuration names it."""
+    if config.path is not None:
+        return {"key": f"{section}.path", "got": config.path}
+    return {"key": f"{section}.architecture.model_type", "got": config.architecture.get("model_type")}
+
+
 def first_line(error: Exception) -> str:
     """What an error says, in one line."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,385 @@
+"""Before a model is trained, a small random one of its kind is: what we compute has to be what its own forward computes.
+
+The policy never calls the ``forward`` of a transformers model: it runs the trunk on samples laid end to end, makes
+logits from the head's weight and decodes against a cache of its own. In some families one of these goes wrong without
+an error. So a small copy of the configuration (``shrink.py``) gets random weights and is run both ways: as transformers
+does, one sample at a time under eager attention, and as we do. Log-probabilities, gradients, decoding and, with
+adapters, the merged model must agree. It takes a fraction of a second on a CPU, whatever the size of the real model.
+
+Leaves out the real weights; ``loading.py`` says which of them a folder lacks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlmodule.batching.collate import pack_rows
+from rlmodule.core.errors import ConfigError, RLModuleError
+from rlmodule.core.types import MicroBatch, Prompt, Sample, StepTotals, TrainingSample
+from rlmodule.models.attention import RaggedCache
+from rlmodule.models.description import ModelConfig, longest_sample, source_of
+from rlmodule.models.policy import DecodeBatch, PolicyModel, PrefillBatch
+from rlmodule.models.shrink import FIRST_TOKEN, small_copies
+
+LENGTHS = ((5, 7), (2, 1), (3, 5))  # prompt and response tokens of the samples; windows of the small copy are shorter
+DECODED = 2  # tokens of each sample that are decoded one by one
+SPREAD = 1.5  # standard deviation of a matrix times unit inputs, so that distributions are far from flat
+OFF = 1e-3  # nats, or shares of the largest gradient, from which on results differ; rounding stays below 1e-5
+
+
+Wrapped = TypeVar("Wrapped", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class SmallModels(Generic[Wrapped]):
+    """How the models that are compared are made of a small configuration.
+
+    Args:
+        stock: transformers' own model, eager attention.
+        ours: the same model with the project's attention, in what trains it; it is at ``lm``.
+        adapt: puts adapters into a transformers model, in place; None where every weight trains.
+        merged: stream of the plain model's weights that a model with adapters stands for.
+    """
+
+    stock: Callable[[PreTrainedConfig], PreTrainedModel]
+    ours: Callable[[PreTrainedConfig], Wrapped]
+    adapt: Callable[[PreTrainedModel], None] | None = None
+    merged: Callable[[PreTrainedModel], Iterator[tuple[str, Tensor]]] | None = None
+
+
+@dataclass(frozen=True)
+class Reading(Generic[Wrapped]):
+    """The numbers that are compared, one for each response token, and how both models give them.
+
+    Args:
+        name: what they are.
+        of_stock: [N] of samples, one sample per pass of the model's own forward; differentiable.
+        of_ours: [N] of a packed micro-batch, without gradients.
+        loss: the sum of these numbers, each times one of the [N] weights, by the way that training goes.
+        decodes: whether the model also decodes.
+    """
+
+    name: str
+    of_stock: Callable[[PreTrainedModel, Sequence[Sample]], Tensor]
+    of_ours: Callable[[Wrapped, MicroBatch], Tensor]
+    loss: Callable[[Wrapped, MicroBatch, Tensor], Tensor]
+    decodes: bool = False
+
+
+@dataclass
+class Agreement:
+    """What was compared.
+
+    Attributes:
+        worst: largest difference by what was compared: nats, or shares of the largest gradient.
+        failures: what could not be run -> why.
+        unreached: modules and parameters that no text reaches (a vision tower), by their names.
+    """
+
+    worst: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    unreached: tuple[str, ...] = ()
+
+    @property
+    def problem(self) -> str | None:
+        """In what the two differ, in words; None where they agree."""
+        for what, why in self.failures.items():
+            return f"{what} cannot be computed ({why})"
+        for what, difference in self.worst.items():
+            if not difference < OFF:
+                return f"{what} differ from those of its own forward by {difference:.2g}"
+        return None
+
+    def note(self, what: str, difference: Callable[[], float]) -> None:
+        """Add one comparison, whatever becomes of it."""
+        try:
+            self.worst[what] = difference()
+        except RLModuleError:
+            raise
+        except Exception as error:  # any family, for any reason
+            self.failures[what] = _in_a_line(error)
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {next((line.strip() for line in str(error).splitlines() if line.strip()), '')}"
+
+
+def check_agreement(
+    hf_config: PreTrainedConfig,
+    config: ModelConfig,
+    section: str,
+    models: SmallModels[Wrapped],
+    reading: Reading[Wrapped],
+) -> Agreement:
+    """Refuse a model whose numbers would not be those of its own forward. One comparison per configuration and process.
+
+    Raises:
+        ConfigError: names the kind of model and the reason.
+    """
+    text = f"{reading.name} {config.lora} {hf_config.to_json_string(use_diff=False)}"
+    found = _compare_once(_Question(text, lambda: compare(hf_config, models, reading)))
+    if found.problem is not None:
+        raise ConfigError(
+            **source_of(config, section),
+            because=f"{hf_config.model_type} would not be computed right: of a small random model of its kind, "
+            f"{found.problem}",
+            fix="Choose another model; docs/models.md lists the families that are computed exactly",
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A comparison, and as text all that its answer depends on."""
+
+    text: str
+    answer: Callable[[], Agreement] = field(compare=False)
+
+
+@lru_cache(maxsize=16)
+def _compare_once(question: _Question) -> Agreement:
+    return question.answer()
+
+
+def compare(config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Reading[Wrapped]) -> Agreement:
+    """Run a small model of this configuration both ways.
+
+    Raises:
+        RLModuleError: the model cannot be made ours, or an adapter in it cannot be merged.
+    """
+    found = Agreement()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        try:
+            small, stock, ours = _small_pair(config, models, reading)
+        except RLModuleError:
+            raise
+        except Exception as error:  # any family, for any reason
+            found.failures["a forward pass"] = _in_a_line(error)
+            return found
+        samples = _samples(small)
+        _compare_pair(found, reading, stock, ours, samples)
+        found.unreached = tuple(_unreached(stock))
+        if models.adapt is not None and models.merged is not None and _adapted(models.adapt, stock, ours):
+            _compare_pair(found, reading, stock, ours, samples, " with adapters")
+            plain = models.stock(copy.deepcopy(small))
+            found.note(f"merged {reading.name}", lambda: _merge_difference(stock, plain, models, reading, samples))
+    return found
+
+
+def _small_pair(
+    config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Reading[Wrapped]
+) -> tuple[PreTrainedConfig, PreTrainedModel, Wrapped]:
+    """The first small copy that transformers' own forward can run, as its own model and ours, with equal weights."""
+    problem: Exception | None = None
+    for small in small_copies(config):
+        try:
+            stock = models.stock(copy.deepcopy(small)).eval()
+            ours = models.ours(copy.deepcopy(small))
+            _randomise(stock)
+            _share_weights(stock, ours)
+            reading.of_stock(stock, _samples(small))
+        except RLModuleError:
+            raise
+        except Exception as error:  # the next copy is closer to the real one
+            problem = problem or error
+            continue
+        return small, stock, ours
+    assert problem is not None, "there is a small copy of every configuration"
+    raise problem
+
+
+def _share_weights(stock: PreTrainedModel, ours: nn.Module) -> None:
+    lm = ours.get_submodule("lm")
+    lm.load_state_dict({**lm.state_dict(), **stock.state_dict()})  # a value head may have a bias of its own
+
+
+def _adapted(adapt: Callable[[PreTrainedModel], None], stock: PreTrainedModel, ours: nn.Module) -> bool:
+    """Put adapters into both, unlike zero; False where they are for layers that only the real model has."""
+    try:
+        for lm in (stock, ours.get_submodule("lm")):
+            adapt(lm)  # type: ignore[arg-type]
+    except ConfigError:
+        return False
+    _randomise(stock)
+    _share_weights(stock, ours)
+    return True
+
+
+@torch.no_grad()
+def _randomise(model: nn.Module) -> None:
+    """Random matrices; vectors (norms, biases) a tenth off what the family starts them with."""
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.normal_(0, SPREAD / parameter.shape[-1] ** 0.5)
+        else:
+            size = float(parameter.square().mean().sqrt()) or 1.0
+            parameter.add_(torch.randn(parameter.shape) * 0.1 * size)
+
+
+def _samples(config: PreTrainedConfig) -> list[Sample]:
+    size, limit = config.get_text_config().vocab_size, longest_sample(config)
+    samples = []
+    for number, (prompt, response) in enumerate(LENGTHS):
+        count = min(prompt + response, limit or prompt + response)
+        ids = torch.randint(min(FIRST_TOKEN, size - 1), size, (count,))
+        cut = min(prompt, count - 1)
+        asked = Prompt(row=number, ids=tuple(ids[:cut].tolist()), text="")
+        samples.append(Sample(number, number, asked, ids[cut:], torch.ones(count - cut, dtype=torch.bool)))
+    return samples
+
+
+def _ids(sample: Sample) -> Tensor:
+    return torch.cat([torch.tensor(sample.prompt.ids), sample.response_ids])
+
+
+# ---- the two ways to run it
+
+
+def _own_logits(lm: PreTrainedModel, ids: Tensor) -> Tensor:
+    """[T] ids -> [T, V] logits of the model's own forward."""
+    return lm(input_ids=ids[None], use_cache=False).logits[0].float()  # type: ignore[no-any-return]
+
+
+def _own_logprobs(lm: PreTrainedModel, samples: Sequence[Sample]) -> Tensor:
+    """[N] log-probabilities of all response tokens, one sample per pass."""
+    parts = []
+    for sample in samples:
+        scores = _own_logits(lm, _ids(sample)).log_softmax(-1)[len(sample.prompt.ids) - 1 : -1]
+        parts.append(scores.gather(-1, sample.response_ids[:, None])[:, 0])
+    return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class _Weighted:
+    """Objective: the sum of log-probabilities, each times a number of its own."""
+
+    weights: Tensor
+    needs_entropy: bool = False
+    whole_sequences: bool = False
+
+    def __call__(self, logprob: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
+        return (logprob * self.weights[part]).sum()
+
+
+LOGPROBS: Reading[PolicyModel] = Reading(
+    "log-probabilities",
+    _own_logprobs,
+    lambda policy, batch: policy(batch).logprob,
+    lambda policy, batch, weights: policy(batch, objective=_Weighted(weights)),
+    decodes=True,
+)
+
+
+# ---- what is compared
+
+
+def _compare_pair(
+    found: Agreement,
+    reading: Reading[Wrapped],
+    stock: PreTrainedModel,
+    ours: Wrapped,
+    samples: Sequence[Sample],
+    kind: str = "",
+) -> None:
+    own = reading.of_stock(stock, samples)
+    weights = torch.rand(len(own)) + 0.5
+    stock.zero_grad()
+    (own * weights).sum().backward()  # type: ignore[no-untyped-call]
+    batch = pack_rows([TrainingSample(sample) for sample in samples], StepTotals(tokens=1, sequences=1))
+
+    def difference() -> float:
+        with torch.no_grad():
+            return _largest(reading.of_ours(ours, batch) - own)
+
+    ours.eval()
+    found.note(f"{reading.name} of samples laid end to end{kind}", difference)
+    ours.train()
+    found.note(f"{reading.name} in training{kind}", difference)
+    found.note(f"gradients{kind}", lambda: _gradient_difference(reading.loss(ours, batch, weights), ours, stock))
+    ours.eval()
+    if reading.decodes:
+        found.note(f"{reading.name} of decoded tokens{kind}", lambda: _decode_difference(ours, stock, samples))
+
+
+def _gradient_difference(loss: Tensor, ours: nn.Module, stock: PreTrainedModel) -> float:
+    """Largest difference of a gradient, as a share of the largest gradient of all."""
+    ours.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    wanted = {name: _gradient(p) for name, p in stock.named_parameters() if p.requires_grad}
+    found = {name: _gradient(p) for name, p in ours.get_submodule("lm").named_parameters() if name in wanted}
+    return max(_largest(found[name] - wanted[name]) for name in wanted) / max(map(_largest, wanted.values()))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+@torch.no_grad()
+def _decode_difference(policy: nn.Module, stock: PreTrainedModel, samples: Sequence[Sample]) -> float:
+    """Largest difference of a log-probability when the last tokens of each sample come one by one."""
+    ids = [_ids(sample) for sample in samples]
+    own = [_own_logits(stock, one).log_softmax(-1) for one in ids]
+    steps = min(DECODED, *(len(one) - 1 for one in ids))
+    read = torch.tensor([len(one) - steps for one in ids])
+    cache = RaggedCache(read, int(read.max()) + steps)
+    ends = read.cumsum(0)
+    logits = policy(
+        PrefillBatch(
+            input_ids=torch.cat([one[:n] for one, n in zip(ids, read.tolist(), strict=True)]),
+            position_ids=torch.cat([torch.arange(n) for n in read.tolist()]),
+            cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
+            last=ends - 1,
+            cache=cache,
+        )
+    )
+    worst = 0.0
+    for step in range(steps + 1):
+        at = (read + step).tolist()
+        expected = torch.stack([scores[n - 1] for scores, n in zip(own, at, strict=True)])
+        worst = max(worst, _largest(logits.log_softmax(-1) - expected))
+        if step < steps:
+            logits = policy(DecodeBatch(torch.stack([one[n] for one, n in zip(ids, at, strict=True)]), cache))
+    return worst
+
+
+@torch.no_grad()
+def _merge_difference(
+    adapted: PreTrainedModel,
+    plain: PreTrainedModel,
+    models: SmallModels[Wrapped],
+    reading: Reading[Wrapped],
+    samples: Sequence[Sample],
+) -> float:
+    assert models.merged is not None, "adapters come with a way to merge them"
+    plain.load_state_dict(dict(models.merged(adapted)))
+    return _largest(reading.of_stock(plain.eval(), samples) - reading.of_stock(adapted, samples))
+
+
+def _largest(x: Tensor) -> float:
+    """Largest absolute value; NaN counts as infinite, and of nothing it is 0."""
+    return float(x.abs().nan_to_num(nan=torch.inf).max()) if x.numel() else 0.0
+
+
+def _unreached(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Outermost modules, and single parameters, that have no gradient; members of lists are left out.
+
+    (An expert to which no token went has none either, and blocks of the real model have other numbers.)
+    """
+    for name, parameter in model.named_parameters(recurse=False):
+        if parameter.grad is None:
+            yield prefix + name
+    for name, child in model.named_children():
+        parameters = list(child.parameters())
+        if parameters and all(parameter.grad is None for parameter in parameters):
+            yield prefix + name
+        elif not isinstance(child, nn.ModuleList):
+            yield from _unreached(child, f"{prefix}{name}.")
