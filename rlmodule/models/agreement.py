@@ -12,7 +12,7 @@ Leaves out the real weights; ``loading.py`` says which of them a folder lacks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Generic, TypeVar
@@ -25,14 +25,17 @@ from rlmodule.batching.collate import pack_rows
 from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.core.types import MicroBatch, Prompt, Sample, StepTotals, TrainingSample
 from rlmodule.models.attention import RaggedCache
-from rlmodule.models.description import ModelConfig, longest_sample, source_of
+from rlmodule.models.description import ModelConfig, first_line, longest_sample, source_of
+from rlmodule.models.lora import AdaptedWeight, adapted_weights, merged, plain_name
 from rlmodule.models.policy import DecodeBatch, PolicyModel, PrefillBatch
 from rlmodule.models.shrink import FIRST_TOKEN, small_copies
 
 LENGTHS = ((5, 7), (2, 1), (3, 5))  # prompt and response tokens of the samples; windows of the small copy are shorter
 DECODED = 2  # tokens of each sample that are decoded one by one
 SPREAD = 1.5  # standard deviation of a matrix times unit inputs, so that distributions are far from flat
-OFF = 1e-3  # nats, or shares of the largest gradient, from which on results differ; rounding stays below 1e-5
+ADAPTER_SPREAD = 0.3  # the same of an adapter's matrices, whose product is multiplied by alpha / r
+ADAPTED = " with adapters"  # at the end of what was compared
+OFF = 3e-3  # nats, or shares of the largest gradient, from which on results differ; rounding stays below 1e-3
 
 
 Wrapped = TypeVar("Wrapped", bound=nn.Module)
@@ -46,13 +49,11 @@ class SmallModels(Generic[Wrapped]):
         stock: transformers' own model, eager attention.
         ours: the same model with the project's attention, in what trains it; it is at ``lm``.
         adapt: puts adapters into a transformers model, in place; None where every weight trains.
-        merged: stream of the plain model's weights that a model with adapters stands for.
     """
 
     stock: Callable[[PreTrainedConfig], PreTrainedModel]
     ours: Callable[[PreTrainedConfig], Wrapped]
     adapt: Callable[[PreTrainedModel], None] | None = None
-    merged: Callable[[PreTrainedModel], Iterator[tuple[str, Tensor]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,21 +83,32 @@ class Agreement:
         worst: largest difference by what was compared: nats, or shares of the largest gradient.
         failures: what could not be run -> why.
         unreached: modules and parameters that no text reaches (a vision tower), by their names.
+        bypassed: adapted modules whose weight the model reads itself, past the adapter, so that this one never trains;
+            by their names, * for the number of a layer.
     """
 
     worst: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     unreached: tuple[str, ...] = ()
+    bypassed: tuple[str, ...] = ()
 
     @property
     def problem(self) -> str | None:
         """In what the two differ, in words; None where they agree."""
+        return next((text for of_adapters in (False, True) for text in self._problems(of_adapters)), None)
+
+    @property
+    def is_about_adapters(self) -> bool:
+        """Whether all is well without adapters."""
+        return next(self._problems(of_adapters=False), None) is None
+
+    def _problems(self, of_adapters: bool) -> Iterator[str]:
         for what, why in self.failures.items():
-            return f"{what} cannot be computed ({why})"
+            if what.endswith(ADAPTED) == of_adapters:
+                yield f"{what} cannot be computed ({why})"
         for what, difference in self.worst.items():
-            if not difference < OFF:
-                return f"{what} differ from those of its own forward by {difference:.2g}"
-        return None
+            if what.endswith(ADAPTED) == of_adapters and not difference < OFF:
+                yield f"{what} differ from those of its own forward by {difference:.2g}"
 
     def note(self, what: str, difference: Callable[[], float]) -> None:
         """Add one comparison, whatever becomes of it."""
@@ -109,7 +121,8 @@ class Agreement:
 
 
 def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {next((line.strip() for line in str(error).splitlines() if line.strip()), '')}"
+    """Our own assertions say what is wrong with the family; errors of model code also need their kind."""
+    return first_line(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {first_line(error)}"
 
 
 def check_agreement(
@@ -126,14 +139,23 @@ def check_agreement(
     """
     text = f"{reading.name} {config.lora} {hf_config.to_json_string(use_diff=False)}"
     found = _compare_once(_Question(text, lambda: compare(hf_config, models, reading)))
-    if found.problem is not None:
+    if found.problem is None:
+        return found
+    because = (
+        f"{hf_config.model_type} would not be computed right: of a small random model of its kind, {found.problem}"
+    )
+    if found.is_about_adapters:
         raise ConfigError(
-            **source_of(config, section),
-            because=f"{hf_config.model_type} would not be computed right: of a small random model of its kind, "
-            f"{found.problem}",
-            fix="Choose another model; docs/models.md lists the families that are computed exactly",
+            key=f"{section}.lora.target_modules",
+            got=config.lora.target_modules,
+            because=because,
+            fix=f"List layers whose weights nothing else reads, such as {section}.lora.target_modules=[q_proj,v_proj]",
         )
-    return found
+    raise ConfigError(
+        **source_of(config, section),
+        because=because,
+        fix="Choose another model; docs/models.md lists the families that are computed exactly",
+    )
 
 
 @dataclass(frozen=True)
@@ -168,11 +190,32 @@ def compare(config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Rea
         samples = _samples(small)
         _compare_pair(found, reading, stock, ours, samples)
         found.unreached = tuple(_unreached(stock))
-        if models.adapt is not None and models.merged is not None and _adapted(models.adapt, stock, ours):
-            _compare_pair(found, reading, stock, ours, samples, " with adapters")
-            plain = models.stock(copy.deepcopy(small))
-            found.note(f"merged {reading.name}", lambda: _merge_difference(stock, plain, models, reading, samples))
+        reached = {name for name, p in stock.named_parameters() if p.grad is not None}
+        if found.problem is not None or models.adapt is None or not _adapt(models.adapt, stock, ours):
+            return found
+        try:
+            bypassed = _bypassed(reading, ours, samples, reached)
+        except RLModuleError:
+            raise
+        except Exception as error:  # any family, for any reason
+            found.failures[f"gradients{ADAPTED}"] = _in_a_line(error)
+            return found
+        found.bypassed = tuple(sorted({numbers_as_stars(plain_name(one.up.split(".lora_")[0])) for one in bypassed}))
+        with torch.no_grad():
+            for one in bypassed:
+                stock.get_parameter(one.up).zero_()  # where every adapter starts, and these stay
+        _share_weights(stock, ours)
+        _compare_pair(found, reading, stock, ours, samples, ADAPTED)
+        plain = models.stock(copy.deepcopy(small))
+        found.note(
+            f"{reading.name} of the merged model{ADAPTED}", lambda: _merge_difference(stock, plain, reading, samples)
+        )
     return found
+
+
+def numbers_as_stars(name: str) -> str:
+    """``layers.0.mlp`` -> ``layers.*.mlp``: the same module of every layer."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def _small_pair(
@@ -202,7 +245,7 @@ def _share_weights(stock: PreTrainedModel, ours: nn.Module) -> None:
     lm.load_state_dict({**lm.state_dict(), **stock.state_dict()})  # a value head may have a bias of its own
 
 
-def _adapted(adapt: Callable[[PreTrainedModel], None], stock: PreTrainedModel, ours: nn.Module) -> bool:
+def _adapt(adapt: Callable[[PreTrainedModel], None], stock: PreTrainedModel, ours: nn.Module) -> bool:
     """Put adapters into both, unlike zero; False where they are for layers that only the real model has."""
     try:
         for lm in (stock, ours.get_submodule("lm")):
@@ -217,9 +260,10 @@ def _adapted(adapt: Callable[[PreTrainedModel], None], stock: PreTrainedModel, o
 @torch.no_grad()
 def _randomise(model: nn.Module) -> None:
     """Random matrices; vectors (norms, biases) a tenth off what the family starts them with."""
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.ndim >= 2:
-            parameter.normal_(0, SPREAD / parameter.shape[-1] ** 0.5)
+            spread = ADAPTER_SPREAD if ".lora_" in name else SPREAD
+            parameter.normal_(0, spread / parameter.shape[-1] ** 0.5)
         else:
             size = float(parameter.square().mean().sqrt()) or 1.0
             parameter.add_(torch.randn(parameter.shape) * 0.1 * size)
@@ -258,6 +302,10 @@ def _own_logprobs(lm: PreTrainedModel, samples: Sequence[Sample]) -> Tensor:
     return torch.cat(parts)
 
 
+def _packed(samples: Sequence[Sample]) -> MicroBatch:
+    return pack_rows([TrainingSample(sample) for sample in samples], StepTotals(tokens=1, sequences=1))
+
+
 @dataclass(frozen=True)
 class _Weighted:
     """Objective: the sum of log-probabilities, each times a number of its own."""
@@ -290,11 +338,15 @@ def _compare_pair(
     samples: Sequence[Sample],
     kind: str = "",
 ) -> None:
-    own = reading.of_stock(stock, samples)
+    try:
+        own = reading.of_stock(stock, samples)
+    except Exception as error:  # any family, for any reason
+        found.failures[f"its own forward{kind}"] = _in_a_line(error)
+        return
     weights = torch.rand(len(own)) + 0.5
     stock.zero_grad()
     (own * weights).sum().backward()  # type: ignore[no-untyped-call]
-    batch = pack_rows([TrainingSample(sample) for sample in samples], StepTotals(tokens=1, sequences=1))
+    batch = _packed(samples)
 
     def difference() -> float:
         with torch.no_grad():
@@ -353,15 +405,25 @@ def _decode_difference(policy: nn.Module, stock: PreTrainedModel, samples: Seque
 
 @torch.no_grad()
 def _merge_difference(
-    adapted: PreTrainedModel,
-    plain: PreTrainedModel,
-    models: SmallModels[Wrapped],
-    reading: Reading[Wrapped],
-    samples: Sequence[Sample],
+    adapted: PreTrainedModel, plain: PreTrainedModel, reading: Reading[Wrapped], samples: Sequence[Sample]
 ) -> float:
-    assert models.merged is not None, "adapters come with a way to merge them"
-    plain.load_state_dict(dict(models.merged(adapted)))
+    plain.load_state_dict(dict(merged(adapted.state_dict().items(), adapted_weights(adapted))))
     return _largest(reading.of_stock(plain.eval(), samples) - reading.of_stock(adapted, samples))
+
+
+def _bypassed(
+    reading: Reading[Wrapped], ours: Wrapped, samples: Sequence[Sample], reached: Collection[str]
+) -> list[AdaptedWeight]:
+    """Adapters that get no gradient in training, beside weights that have one without them."""
+    weights = torch.ones(sum(len(sample.response_ids) for sample in samples))
+    ours.train()
+    reading.loss(ours, _packed(samples), weights).backward()  # type: ignore[no-untyped-call]
+    lm = ours.get_submodule("lm")
+    return [
+        one
+        for one in adapted_weights(lm)
+        if plain_name(one.weight) in reached and lm.get_parameter(one.up).grad is None
+    ]
 
 
 def _largest(x: Tensor) -> float:

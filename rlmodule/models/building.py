@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.agreement import LOGPROBS, Agreement, SmallModels, check_agreement
+from rlmodule.models.agreement import LOGPROBS, Agreement, SmallModels, check_agreement, numbers_as_stars
 from rlmodule.models.compiled import compile_blocks
 from rlmodule.models.description import PRECISIONS, ModelConfig, load_model_config, source_of
-from rlmodule.models.lora import adapted_weights, add_adapter, base_of, is_adapter, merge_start, merged
+from rlmodule.models.lora import add_adapter, base_of, is_adapter, merge_start, plain_name
 from rlmodule.models.output_head import UnknownHeadError
 from rlmodule.models.policy import PolicyModel
 from rlmodule.models.pretrained import (
@@ -91,7 +91,7 @@ def _policy_around(
             config.path if config.path is None or not Path(config.path).is_dir() else str(Path(config.path).absolute())
         )
         add_adapter(lm, config.lora, seed=seed, base=base)
-    frozen = freeze(lm, found.unreached)
+    frozen = freeze(lm, found)
     if config.compile:
         compile_blocks(lm)
     policy = PolicyModel(
@@ -110,16 +110,27 @@ def joined(notes: Iterable[str]) -> str:
     return "; ".join(note for note in notes if note)
 
 
-def freeze(lm: PreTrainedModel, names: Iterable[str]) -> str:
-    """Never train these modules and parameters of ``lm``, which no text reaches; what a run's plan says of that.
+def freeze(lm: PreTrainedModel, found: Agreement) -> str:
+    """Never train what no text reaches, nor adapters that have no effect; returns what a run's plan says of it.
 
     A gradient that never comes is an error in data-parallel training.
     """
     modules, parameters = dict(lm.named_modules()), dict(lm.named_parameters())
-    there = [name for name in names if name in modules or name in parameters]
-    for name in there:
+    unreached = [name for name in found.unreached if name in modules or name in parameters]
+    for name in unreached:
         (modules.get(name) or parameters[name]).requires_grad_(False)
-    return f"frozen, as no text reaches it: {', '.join(there)}" if there else ""
+    for name, parameter in parameters.items():
+        owner, is_adapter_part, _ = name.partition(".lora_")
+        if is_adapter_part and numbers_as_stars(plain_name(owner)) in found.bypassed:
+            parameter.requires_grad_(False)
+    return joined(
+        f"{what}: {', '.join(names)}"
+        for what, names in (
+            ("frozen, as no text reaches it", unreached),
+            ("adapters without effect, as the model reads the weight itself", found.bypassed),
+        )
+        if names
+    )
 
 
 # ---- whether a family is computed as its own forward does
@@ -151,14 +162,8 @@ def small_models(config: ModelConfig) -> SmallModels[PolicyModel]:
             ) from error
 
     stock = partial(random_lm, auto, config=config, seed=0, attention="eager")
-    if not config.lora.is_on:
-        return SmallModels(stock, policy)
-    return SmallModels(
-        stock,
-        policy,
-        adapt=partial(add_adapter, config=config.lora, seed=0, base=None),
-        merged=lambda lm: merged(lm.state_dict().items(), adapted_weights(lm)),
-    )
+    adapt = partial(add_adapter, config=config.lora, seed=0, base=None) if config.lora.is_on else None
+    return SmallModels(stock, policy, adapt)
 
 
 def parameter_count(model: nn.Module) -> int:

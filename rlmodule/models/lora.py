@@ -154,7 +154,9 @@ def _adapted_weight(name: str, layer: Any) -> AdaptedWeight:
     kinds = _peft().tuners.lora.layer
     if layer.lora_variant or any(layer.lora_bias.values()):
         raise _no_merge(plain_name(name), "its adapter is more than two matrices")
-    make = {kinds.Linear: _of_linear, kinds.Embedding: _of_embedding, kinds.ParamWrapper: _of_experts}.get(type(layer))
+    make = {kinds.Linear: _of_linear, kinds.Embedding: _of_embedding, kinds.ParamWrapper: _of_parameter}.get(
+        type(layer)
+    )
     if make is None:
         raise _no_merge(plain_name(name), f"peft adapts it as a {type(layer).__name__}")
     return make(name, layer)
@@ -173,14 +175,16 @@ def _of_embedding(name: str, layer: Any) -> AdaptedWeight:
     return AdaptedWeight(f"{name}.base_layer.weight", down, up, delta)
 
 
-def _of_experts(name: str, layer: Any) -> AdaptedWeight:
-    """The matrices of all experts as one parameter; where a module has two of them, one wrapper lies in the other."""
-    delta = partial(
-        _expert_delta,
-        scaling=layer.scaling[ADAPTER],
-        num_experts=layer.num_experts,
-        out_first=layer._did_swap_in_out_features,
-    )
+def _of_parameter(name: str, layer: Any) -> AdaptedWeight:
+    """One parameter that is not a layer's: the matrices of all experts, or a router's.
+
+    Where a module has several of them, one wrapper lies in the other.
+    """
+    scaling, num_experts = layer.scaling[ADAPTER], layer.num_experts
+    delta = partial(_matrix_delta, scaling=scaling, transposed=False)
+    if num_experts > 1:
+        out_first = layer._did_swap_in_out_features
+        delta = partial(_expert_delta, scaling=scaling, num_experts=num_experts, out_first=out_first)
     down, up = (f"{name}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B"))
     inner, base = f"{name}.base_layer", layer.base_layer
     while isinstance(base, type(layer)):

@@ -172,6 +172,8 @@ class _Probe:
         real = None if head is None else plain_head(lm)
         if getattr(real, "weight", None) is None or real.weight.ndim != 2:
             raise UnknownHeadError("it has no linear layer that makes its logits")
+        if isinstance(real, nn.Linear) and type(real).forward is not nn.Linear.forward:
+            raise UnknownHeadError(f"its head is a {type(real).__name__}, which is more than a linear layer")
         names = {module: name for name, module in lm.named_modules()}
         self.trunk_name, self.head_name = names[lm.base_model], names[head]
         if not self.trunk_name or _is_within(self.head_name, self.trunk_name):

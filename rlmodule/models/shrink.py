@@ -109,7 +109,7 @@ def _narrow(config: PreTrainedConfig) -> None:
 
 def _keep_one_layer_of_each_kind(config: PreTrainedConfig) -> None:
     """Two layers at least, one of each kind; lists with a value for each layer keep those of the layers that stay."""
-    depth = _raw(config, "num_hidden_layers")
+    depth = getattr(config, "num_hidden_layers", None)
     if not _is_number(depth) or depth <= 2:
         return
     parts = [name for name in vars(config) if PARTS_OF_DEPTH.match(name)]

@@ -227,7 +227,7 @@ def _value_around(
     _put_value_head(lm, score)
     silence_dropout(lm)
     recompute_activations(lm, config.activation_checkpointing, offload=config.activation_offload)
-    frozen = freeze(lm, found.unreached)
+    frozen = freeze(lm, found)
     if config.compile:
         compile_blocks(lm)
     model = ValueModel(lm, compute_dtype=PRECISIONS[config.precision])
@@ -311,5 +311,3 @@ def _check_head_is_there(lm: PreTrainedModel, missing: Collection[str], config: 
             because="the files lack score.weight, and they are no policy's, which would have none",
             fix="Give a policy or a reward model with one score",
         )
-
-
