@@ -18,6 +18,7 @@ from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.core.config import one_of
 from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
+from rlmodule.core.parameters import Cast, fp32_names
 from rlmodule.core.types import POLICY
 from rlmodule.models.building import save_pretrained
 from rlmodule.models.lora import adapter_only, merged, save_adapter
@@ -105,7 +106,8 @@ class ExportPolicy(L.Callback):
             return dict(without_head(strategy.full_weights(POLICY, self.dtype), head)), head
         whole = without_head(strategy.full_weights(POLICY), head)  # merged in full precision, rounded once
         stream = merged(whole, policy.adapted) if self.lora == MERGED else adapter_only(whole)
-        return {name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor for name, tensor in stream}, head
+        cast = Cast(self.dtype, fp32_names(policy))
+        return {name: cast(name, tensor) for name, tensor in stream}, head
 
 
 @contextmanager

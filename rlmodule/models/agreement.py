@@ -1,4 +1,4 @@
-"""Before a model is trained, a small random one of its kind is: what we compute has to be what its own forward computes.
+"""Before a model is trained, a small random one of its kind is run in two ways, which have to agree.
 
 The policy never calls the ``forward`` of a transformers model: it runs the trunk on samples laid end to end, makes
 logits from the head's weight and decodes against a cache of its own. In some families one of these goes wrong without
@@ -25,7 +25,7 @@ from rlmodule.batching.collate import pack_rows
 from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.core.types import MicroBatch, Prompt, Sample, StepTotals, TrainingSample
 from rlmodule.models.attention import RaggedCache
-from rlmodule.models.description import ModelConfig, first_line, longest_sample, source_of
+from rlmodule.models.description import ModelConfig, first_line, positions_of, source_of
 from rlmodule.models.lora import AdaptedWeight, adapted_weights, merged, plain_name
 from rlmodule.models.policy import DecodeBatch, PolicyModel, PrefillBatch
 from rlmodule.models.shrink import FIRST_TOKEN, small_copies
@@ -270,7 +270,7 @@ def _randomise(model: nn.Module) -> None:
 
 
 def _samples(config: PreTrainedConfig) -> list[Sample]:
-    size, limit = config.get_text_config().vocab_size, longest_sample(config)
+    size, limit = config.get_text_config().vocab_size, positions_of(config)
     samples = []
     for number, (prompt, response) in enumerate(LENGTHS):
         count = min(prompt + response, limit or prompt + response)

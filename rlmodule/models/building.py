@@ -18,6 +18,7 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.models.agreement import LOGPROBS, Agreement, SmallModels, check_agreement, numbers_as_stars
 from rlmodule.models.compiled import compile_blocks
 from rlmodule.models.description import PRECISIONS, ModelConfig, load_model_config, source_of
+from rlmodule.models.fp32 import compute_in_fp32
 from rlmodule.models.lora import add_adapter, base_of, is_adapter, merge_start, plain_name
 from rlmodule.models.output_head import UnknownHeadError
 from rlmodule.models.policy import PolicyModel
@@ -85,6 +86,7 @@ def _policy_around(
     lm: PreTrainedModel, config: ModelConfig, seed: int, temperature: float, found: Agreement, notes: Iterable[str]
 ) -> PolicyModel:
     """Put in what the configuration asks for, and a policy around it."""
+    compute_in_fp32(lm)
     recompute_activations(lm, config.activation_checkpointing, offload=config.activation_offload)
     if config.lora.is_on:
         base = (

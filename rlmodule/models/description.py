@@ -199,14 +199,49 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
     )
 
 
+@dataclass(frozen=True)
+class RotaryLimit:
+    """Up to how many tokens a sample's rotary frequencies do not depend on what else is in its row.
+
+    Args:
+        tokens: of a sample.
+        kind: transformers' name of the way to extend rotary positions.
+    """
+
+    tokens: int
+    kind: str
+
+
+def rotary_limit(config: PreTrainedConfig) -> RotaryLimit | None:
+    """The limit of a family that chooses frequencies by the longest sample of a row, None for all others.
+
+    ``longrope`` (arXiv:2402.13753) has two sets of them, ``dynamic`` makes new ones with every length
+    (https://github.com/huggingface/transformers/pull/24653).
+    """
+    text = config.get_text_config()
+    parameters: Any = getattr(text, "rope_parameters", None) or {}
+    of_kinds = [one for one in parameters.values() if isinstance(one, dict)] or [parameters]  # of each kind of layer
+    limits = []
+    for one in of_kinds:
+        kind = one.get("rope_type", "default")
+        if kind == "longrope":
+            limits.append(RotaryLimit(int(one["original_max_position_embeddings"]), kind))
+        elif "dynamic" in kind:
+            limits.append(RotaryLimit(int(text.max_position_embeddings), kind))
+    return min(limits, key=lambda limit: limit.tokens, default=None)
+
+
 def positions_of(config: PreTrainedConfig) -> int | None:
     """Tokens a sample may have at most, None where the model sets no limit."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions, rotary = getattr(config.get_text_config(), "max_position_embeddings", None), rotary_limit(config)
+    return positions if rotary is None else min(positions or rotary.tokens, rotary.tokens)
 
 
-def longest_sample(config):
-    limit = positions_of(config)
-    return limit
+def positions_in_words(config: PreTrainedConfig) -> str:
+    """What an error says of ``positions_of``, after "the model has"."""
+    rotary = rotary_limit(config)
+    behind = "" if rotary is None else f" before its rotary frequencies change for a whole row ({rotary.kind})"
+    return f"{positions_of(config)} positions{behind}"
 
 
 def source_of(config: ModelConfig, section: str = "model") -> dict[str, Any]:

@@ -199,7 +199,7 @@ def _matrix_delta(down: Tensor, up: Tensor, *, scaling: float, transposed: bool)
 
 
 def _expert_delta(down: Tensor, up: Tensor, *, scaling: float, num_experts: int, out_first: bool) -> Tensor:
-    """[E r, in] (expert after expert), [out, r E] (the experts of each rank together) -> [E, out, in] or [E, in, out]."""
+    """[E r, in], expert by expert, and [out, r E], the experts of a rank together -> [E, out, in] or [E, in, out]."""
     down = down.reshape(num_experts, -1, down.shape[-1])  # [E, r, in]
     up = up.reshape(len(up), -1, num_experts).permute(2, 0, 1)  # [E, out, r]
     delta = scaling * (up @ down)

@@ -169,7 +169,7 @@ class _Probe:
 
     def __init__(self, lm: PreTrainedModel) -> None:
         head = lm.get_output_embeddings()
-        real = None if head is None else plain_head(lm)
+        real: Any = None if head is None else plain_head(lm)
         if getattr(real, "weight", None) is None or real.weight.ndim != 2:
             raise UnknownHeadError("it has no linear layer that makes its logits")
         if isinstance(real, nn.Linear) and type(real).forward is not nn.Linear.forward:

@@ -6,7 +6,7 @@ Leaves out where the model sits (``strategies/``) and what is done with its answ
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rlmodule.core.contract import SequenceRanks, TokenObjective
+from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import MicroBatch, TokenOutputs
 from rlmodule.models.attention import RaggedCache, Rows
+from rlmodule.models.description import rotary_limit
+from rlmodule.models.fp32 import head_is_fp32
 from rlmodule.models.lora import LoraConfig, adapted_weights, without_adapter
 from rlmodule.models.output_head import OutputHead, head_weight
 from rlmodule.models.weights import StoredWeights
@@ -84,6 +87,7 @@ class PolicyModel(nn.Module):
         self.temperature = temperature
         self.compute_dtype = compute_dtype
         self.head = OutputHead.measure(lm)
+        self.head_in_fp32 = head_is_fp32(lm)
         silence_dropout(lm)
 
     def forward(
@@ -127,16 +131,18 @@ class PolicyModel(nn.Module):
     ) -> Tensor | TokenOutputs:
         """[N, H] hidden states at the positions that predict ``labels`` [N] -> the objective, or what it is made of."""
         weight, bias = head_weight(self.lm)
-        hidden = self.head.input(self.lm, hidden)
+        hidden = self.head.input(self.lm, hidden.float() if self.head_in_fp32 else hidden)
         options: dict[str, Any] = {"bias": bias, "temperature": self.temperature, "softcap": self.head.softcap}
-        if objective is None:
-            options |= {"with_entropy": with_entropy, "with_energy": with_energy}
-            return linear_logprobs(hidden, weight, labels, **options)
-        options |= {"with_entropy": objective.needs_entropy, "whole_sequences": objective.whole_sequences}
-        return linear_loss(hidden, weight, labels, objective, **options)
+        with torch.autocast(hidden.device.type, enabled=False) if self.head_in_fp32 else nullcontext():
+            if objective is None:
+                options |= {"with_entropy": with_entropy, "with_energy": with_energy}
+                return linear_logprobs(hidden, weight, labels, **options)
+            options |= {"with_entropy": objective.needs_entropy, "whole_sequences": objective.whole_sequences}
+            return linear_loss(hidden, weight, labels, objective, **options)
 
     def _prefill(self, batch: PrefillBatch) -> Tensor:
         segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)
+        check_rotary_length(self.lm, segments.longest)
         lengths = batch.cu_seqlens.diff()
         rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         batch.cache.writing = Rows(row=rows, place=batch.position_ids)
@@ -153,6 +159,7 @@ class PolicyModel(nn.Module):
 
     def _decode(self, batch: DecodeBatch) -> Tensor:
         cache = batch.cache
+        check_rotary_length(self.lm, cache.longest + 1)
         hidden = hidden_states(
             self.lm,
             batch.input_ids[:, None],
@@ -173,7 +180,26 @@ class PolicyModel(nn.Module):
 def packed_hidden(lm: PreTrainedModel, batch: MicroBatch, sequence: SequenceRanks | None) -> Tensor:
     """[T, H] last hidden states of a packed row, of which ``sequence`` ranks each hold a slice."""
     segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens, batch.input_ids.device, batch.prefix)
+    check_rotary_length(lm, segments.longest)
     return hidden_states(lm, batch.input_ids[None], batch.position_ids[None], segments=segments, sequence=sequence)[0]
+
+
+def check_rotary_length(lm: PreTrainedModel, longest: int) -> None:
+    """Refuse a row in which one sample would change the rotary frequencies of all others.
+
+    Raises:
+        ConfigError: the longest sample has more tokens than the family's first set of frequencies is for.
+    """
+    limit = rotary_limit(lm.config)
+    if limit is not None and longest > limit.tokens:
+        raise ConfigError(
+            key="model.path",
+            got=lm.config.name_or_path or lm.config.model_type,
+            because=f"a sample has {longest} tokens, and with more than {limit.tokens} of them the model chooses other "
+            f"rotary frequencies ({limit.kind}) for all samples in the row",
+            fix=f"Keep prompt and response together at {limit.tokens} tokens, by data.max_prompt_length and "
+            "rollout.max_response_length or by leaving longer rows out",
+        )
 
 
 def hidden_states(

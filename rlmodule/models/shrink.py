@@ -109,7 +109,7 @@ def _narrow(config: PreTrainedConfig) -> None:
 
 def _keep_one_layer_of_each_kind(config: PreTrainedConfig) -> None:
     """Two layers at least, one of each kind; lists with a value for each layer keep those of the layers that stay."""
-    depth = getattr(config, "num_hidden_layers", None)
+    depth: Any = getattr(config, "num_hidden_layers", None)
     if not _is_number(depth) or depth <= 2:
         return
     parts = [name for name in vars(config) if PARTS_OF_DEPTH.match(name)]
@@ -132,13 +132,13 @@ def _keep_one_layer_of_each_kind(config: PreTrainedConfig) -> None:
         config.per_layer_config = {new: overrides[old] for new, old in enumerate(kept) if old in overrides}
 
 
-def _overrides(config: PreTrainedConfig) -> Mapping[int, Mapping[str, Any]]:
+def _overrides(config: PreTrainedConfig) -> dict[int, dict[str, Any]]:
     """Values of single layers that differ from those of all (Gemma 4)."""
     spec: Any = vars(config).get("_heterogeneity_spec")
     return {} if spec is None else copy.deepcopy(spec.per_layer_overrides)
 
 
-def _kind(layer: int, per_layer: Mapping[str, Sequence[Any]], overrides: Mapping[int, Mapping[str, Any]]) -> str:
+def _kind(layer: int, per_layer: Mapping[str, Sequence[Any]], overrides: Mapping[int, dict[str, Any]]) -> str:
     own = [values[layer] for values in per_layer.values() if not isinstance(values[layer], float)]
     return str((own, overrides.get(layer)))
 

@@ -26,6 +26,7 @@ from rlmodule.models.agreement import Agreement, Reading, SmallModels, check_agr
 from rlmodule.models.building import freeze, joined
 from rlmodule.models.compiled import compile_blocks
 from rlmodule.models.description import PRECISIONS, ModelConfig, first_line, load_model_config, source_of
+from rlmodule.models.fp32 import compute_in_fp32
 from rlmodule.models.lora import LoraConfig, is_adapter
 from rlmodule.models.policy import PolicyModel, packed_hidden, silence_dropout
 from rlmodule.models.pretrained import (
@@ -175,11 +176,13 @@ def build_value_model(config: ModelConfig, *, seed: int, section: str = "critic"
     """
     hf_config = _config_of_one_score(config, section)
     found = check_value_family(hf_config, config, section)
+    auto = AutoModelForTokenClassification
+    missing: set[str] = set()
+    unused: set[str] = set()
     with config_errors(config, section):
         if config.path is None:
-            lm, missing, unused = random_lm(AutoModelForTokenClassification, hf_config, config, seed), set(), set()
+            lm = random_lm(auto, hf_config, config, seed)
         else:
-            auto = AutoModelForTokenClassification
             lm, missing, unused = load_whole(auto, config.path, config, section, may_lack=SCORE, num_labels=1)
     loaded = {} if config.path is None else dict(lm.get_submodule("score").named_parameters())
     score = {name: loaded[name] for name in loaded if f"score.{name}" not in missing}
@@ -226,6 +229,7 @@ def _value_around(
     _check_head_is_there(lm, missing, config, section)
     _put_value_head(lm, score)
     silence_dropout(lm)
+    compute_in_fp32(lm)
     recompute_activations(lm, config.activation_checkpointing, offload=config.activation_offload)
     frozen = freeze(lm, found)
     if config.compile:

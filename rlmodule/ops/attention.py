@@ -160,7 +160,7 @@ def _written_out_attention(
 
 
 def _kernel_runs_on(query: Tensor, value: Tensor) -> bool:
-    """Whether PyTorch's variable-length attention takes these: NVIDIA from Ampere on, half precision, heads of one size."""
+    """Whether PyTorch's variable-length attention takes these: NVIDIA from Ampere on, half precision, one head size."""
     size = query.shape[-1]
     return (
         query.device.type == "cuda"
