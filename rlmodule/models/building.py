@@ -151,9 +151,13 @@ def small_models(config: ModelConfig) -> SmallModels[PolicyModel]:
     """How the models are made that are compared; ``config`` says what is around them."""
     auto = AutoModelForCausalLM
 
+    def stock(hf_config: PreTrainedConfig) -> PreTrainedModel:
+        lm = random_lm(auto, hf_config, config, seed=0, attention="eager")
+        check_attention_is_ours(lm, config)
+        return lm
+
     def policy(hf_config: PreTrainedConfig) -> PolicyModel:
         lm = random_lm(auto, hf_config, config, seed=0)
-        check_attention_is_ours(lm, config)
         try:
             return PolicyModel(lm)
         except UnknownHeadError as error:
@@ -163,7 +167,6 @@ def small_models(config: ModelConfig) -> SmallModels[PolicyModel]:
                 fix="Choose a causal LM whose logits are a linear layer of its last hidden states",
             ) from error
 
-    stock = partial(random_lm, auto, config=config, seed=0, attention="eager")
     adapt = partial(add_adapter, config=config.lora, seed=0, base=None) if config.lora.is_on else None
     return SmallModels(stock, policy, adapt)
 

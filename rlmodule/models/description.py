@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlmodule.batching.workload import ModelShape
 from rlmodule.core.config import one_of
@@ -148,26 +148,40 @@ def _of_files(path: str, trust_remote_code: bool, section: str) -> PreTrainedCon
 def _of_architecture(architecture: Mapping[str, Any], section: str) -> PreTrainedConfig:
     values = dict(architecture)
     model_type = str(values.pop("model_type", ""))
-    try:
-        made = AutoConfig.for_model(model_type, **values)
-    except ValueError:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
+    if model_type not in CONFIG_MAPPING:
         raise ConfigError(
             key=f"{section}.architecture.model_type",
             got=model_type,
             because="transformers knows no such model",
             fix=did_you_mean(model_type, CONFIG_MAPPING),
-        ) from None
-    unknown = [name for name in values if not hasattr(type(made)(), name)]
-    if unknown:
+        )
+    try:
+        made = AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # each family checks its values in a way of its own
+        raise ConfigError(
+            key=f"{section}.architecture",
+            got=model_type,
+            because=f"no configuration can be made of these values ({' '.join(str(error).split())})",
+            fix="Compare them with the configuration of a published model of this kind",
+        ) from error
+    defaults = _defaults(type(made))
+    unknown = [name for name in values if defaults is not None and not hasattr(defaults, name)]
+    if defaults is not None and unknown:
         raise ConfigError(
             key=f"{section}.architecture.{unknown[0]}",
             got=values[unknown[0]],
             because=f"{model_type} has no such setting",
-            fix=did_you_mean(unknown[0], type(made)().to_dict()),
+            fix=did_you_mean(unknown[0], defaults.to_dict()),
         )
     return made
+
+
+def _defaults(kind: type[PreTrainedConfig]) -> PreTrainedConfig | None:
+    """A configuration with every value at its default, None for the families that have no such thing."""
+    try:
+        return kind()
+    except Exception:  # each family checks its values in a way of its own
+        return None
 
 
 def shape_of(config: PreTrainedConfig) -> ModelShape:

@@ -286,15 +286,19 @@ def _small_value_models(config: ModelConfig, section: str) -> SmallModels[ValueM
     """How the models are made that are compared."""
     auto = AutoModelForTokenClassification
 
-    def ours(hf_config: PreTrainedConfig) -> ValueModel:
-        lm = random_lm(auto, hf_config, config, seed=0)
+    def stock(hf_config: PreTrainedConfig) -> PreTrainedModel:
+        lm = random_lm(auto, hf_config, config, seed=0, attention="eager")
         check_attention_is_ours(lm, config, section)
         _check_is_linear(lm, config, section)
+        return lm
+
+    def ours(hf_config: PreTrainedConfig) -> ValueModel:
+        lm = random_lm(auto, hf_config, config, seed=0)
         _put_value_head(lm, {})
         silence_dropout(lm)
         return ValueModel(lm)
 
-    return SmallModels(partial(random_lm, auto, config=config, seed=0, attention="eager"), ours)
+    return SmallModels(stock, ours)
 
 
 def _check_is_linear(lm: PreTrainedModel, config: ModelConfig, section: str) -> None:
