@@ -201,9 +201,10 @@ def compare(config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Rea
             found.failures[f"gradients{ADAPTED}"] = _in_a_line(error)
             return found
         found.bypassed = tuple(sorted({numbers_as_stars(plain_name(one.up.split(".lora_")[0])) for one in bypassed}))
-        with torch.no_grad():
-            for one in bypassed:
-                stock.get_parameter(one.up).zero_()  # where every adapter starts, and these stay
+        for one in bypassed:
+            stock.get_parameter(one.up).data.zero_()  # where every adapter starts, and these stay
+            for name in (one.down, one.up):
+                stock.get_parameter(name).requires_grad_(False)
         _share_weights(stock, ours)
         _compare_pair(found, reading, stock, ours, samples, ADAPTED)
         plain = models.stock(copy.deepcopy(small))

@@ -165,7 +165,9 @@ def _of_architecture(architecture: Mapping[str, Any], section: str) -> PreTraine
             fix="Compare them with the configuration of a published model of this kind",
         ) from error
     defaults = _defaults(type(made))
-    unknown = [name for name in values if defaults is not None and not hasattr(defaults, name)]
+    # What a family knows, but makes something else of, leaves no attribute; what it does not know does.
+    kept = vars(made).keys() & values.keys()
+    unknown = [name for name in values if name in kept and defaults is not None and not hasattr(defaults, name)]
     if defaults is not None and unknown:
         raise ConfigError(
             key=f"{section}.architecture.{unknown[0]}",
@@ -179,7 +181,9 @@ def _of_architecture(architecture: Mapping[str, Any], section: str) -> PreTraine
 def _defaults(kind: type[PreTrainedConfig]) -> PreTrainedConfig | None:
     """A configuration with every value at its default, None for the families that have no such thing."""
     try:
-        return kind()
+        made = kind()
+        made.allow_global_per_layer_attribute_access = True  # else asking for what differs between layers is an error
+        return made
     except Exception:  # each family checks its values in a way of its own
         return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,7 +91,8 @@ def add_adapter(lm: nn.Module, config: LoraConfig, *, seed: int, base: str | Non
         base_model_name_or_path=base,
     )
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of ties and of transposed matrices, which ``adapted_weights`` looks at
             torch.manual_seed(seed)
             peft.inject_adapter_in_model(adapter, lm, ADAPTER)
     except (ValueError, TypeError, NotImplementedError) as error:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rlmodule.core.contract import Layout
 from rlmodule.models.description import NO_VALUE, SHARED
@@ -29,6 +30,7 @@ class RunPlan:
         samples: what an iteration takes of that.
         held_out: what is validated on; empty for nothing.
         samples_per_row: samples that a row comes to.
+        loading: how the weights of other models come from disk, by model, where it is not as with the one that trains.
     """
 
     config: RunConfig
@@ -39,6 +41,7 @@ class RunPlan:
     samples: str
     held_out: str
     samples_per_row: float
+    loading: Mapping[str, str] = field(default_factory=dict)
 
     def _value_model(self) -> dict[str, str]:
         s = self.config
@@ -66,6 +69,7 @@ class RunPlan:
             + (f", LoRA r={s.model.lora.r}" if s.model.lora.is_on else "")
             + (f"; {self.model.loading}" if self.model.loading else ""),
             **self._value_model(),
+            **({"weights": "; ".join(f"{name}: {how}" for name, how in self.loading.items())} if self.loading else {}),
             "data": self.rows,
             **({"held out": self.held_out} if self.held_out else {}),
             "objective": f"{type(s.loss).__name__}, {s.algorithm.loss_agg_mode}"

@@ -219,7 +219,7 @@ class Run:
         step = None if checkpoint is None else int(read_manifest(checkpoint).entries["step"])
         objective = Objective(config.loss, config.algorithm)
         module, strategy = build_module(config, objective, self.dataset.samples_per_row), self.strategy.new()
-        context = self._context(module.models[config.trained_model], step)
+        context = self._context(dict(module.models.items()), step)
         callbacks = [made.connect(context) for made in config.callbacks.values()]
         datamodule = build_datamodule(config, self.dataset, objective, strategy, context.metrics_log.begin_iteration)
         trainer = build_trainer(
@@ -243,7 +243,7 @@ class Run:
         values = (summary.get(name) for name in ("val_accuracy_end", "val_pair_accuracy_end"))
         return next((float(value) for value in values if value is not None), None)
 
-    def _context(self, leading: nn.Module, resumed_step: int | None) -> RunContext:
+    def _context(self, models: Mapping[str, nn.Module], resumed_step: int | None) -> RunContext:
         s = self.config
         is_rank_zero = (
             int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0")))) == 0
@@ -252,7 +252,7 @@ class Run:
             run_dir=self.run_dir.root,
             is_rank_zero=is_rank_zero,
             max_iterations=s.trainer.max_epochs,
-            describe=self._plan(leading).lines(),
+            describe=self._plan(models).lines(),
             hparams=flat(
                 {
                     "optimizer": asdict(s.optimizer),
@@ -267,8 +267,8 @@ class Run:
             sampling={name: getattr(s.rollout, name) for name in ("temperature", "top_k", "top_p")},
         )
 
-    def _plan(self, leading: nn.Module) -> RunPlan:
-        model, dataset = self.config.model, self.dataset
+    def _plan(self, models: Mapping[str, nn.Module]) -> RunPlan:
+        model, dataset, leading = self.config.model, self.dataset, models[self.config.trained_model]
         name = model.path or str(model.architecture.get("model_type"))
         return RunPlan(
             self.config,
@@ -279,4 +279,5 @@ class Run:
             dataset.describe_iteration(),
             dataset.describe_held_out(),
             dataset.samples_per_row,
+            {name: str(m.loading) for name, m in models.items() if m is not leading and m.loading != leading.loading},
         )

@@ -16,7 +16,17 @@ from rlmodule.core.types import StepTotals
 from rlmodule.models.building import build_policy, parameter_count, save_pretrained
 from rlmodule.models.description import ModelConfig, load_model_config, load_tokenizer, shape_of
 from rlmodule.models.policy import silence_dropout
-from tests.helpers.tiny import FAMILIES, WINDOWED, architecture, mixed_rows, sample, stock, stock_scores, tiny_policy, without_loss
+from tests.helpers.tiny import (
+    FAMILIES,
+    WINDOWED,
+    architecture,
+    mixed_rows,
+    sample,
+    stock,
+    stock_scores,
+    tiny_policy,
+    without_loss,
+)
 
 ROWS = mixed_rows()
 TOTALS = StepTotals(tokens=1000, sequences=8)
