@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.parameters import tied
-from strategies.parts.blocks import DTYPES, blocks_of, lm_of
+from rlmodule.core.parameters import fp32_names, tied
+from strategies.parts.blocks import DTYPES, blocks_of, check_no_fp32_weights, lm_of
 from strategies.parts.distributed import ParallelConfig
 from strategies.parts.loading import load
 from strategies.parts.saved_state import MOMENT
@@ -137,7 +137,10 @@ class DeepSpeedStrategy(ShardedStrategy):
         return self.config.stage == 3
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
-        """Shard the parameters at stage 3; engines are made in ``setup_optimizers``."""
+        """Engines come later; up to stage 2 every process holds whole weights."""
+        names = fp32_names(model, strict=True)
+        kept = [name for name, _ in model.named_parameters() if names.search(name)]
+        check_no_fp32_weights(kept, DTYPES[self.config.param_dtype])
         if not self.cuts_parameters:
             return super().wrap(name, model)
         config = self._engine_config(trained_models=any(p.requires_grad for p in model.parameters()))

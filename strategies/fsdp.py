@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.parameters import tied
-from strategies.parts.blocks import DTYPES, blocks_of
+from strategies.parts.blocks import DTYPES, blocks_of, fp32_parts
 from strategies.parts.distributed import OffloadParallelConfig
 from strategies.parts.loading import load
 from strategies.parts.offload import check_offload_once
@@ -108,6 +108,10 @@ class FSDPStrategy(ShardedStrategy):
             "use_orig_params": True,
         }
         places = {module: place for place, module in model.named_modules()}
+        for part in fp32_parts(model, dtype):
+            load(model, part, self.root_device)
+            whole = {**reduce, "mixed_precision": None}
+            model.set_submodule(places[part], FullyShardedDataParallel(part, **whole))
         for block in reversed(blocks_of(model)):  # innermost first
             load(model, block, self.root_device)
             model.set_submodule(places[block], FullyShardedDataParallel(block, **reduce))

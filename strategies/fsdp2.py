@@ -13,7 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.parameters import tied
-from strategies.parts.blocks import DTYPES, blocks_of, lm_of
+from strategies.parts.blocks import DTYPES, blocks_of, fp32_parts, lm_of
 from strategies.parts.distributed import OffloadParallelConfig
 from strategies.parts.loading import load
 from strategies.parts.offload import check_offload_once
@@ -63,6 +63,9 @@ class FSDP2Strategy(ShardedStrategy):
             "offload_policy": self._offload_policy(),
         }
         param_dtype = DTYPES[self.config.param_dtype]
+        for part in fp32_parts(model, param_dtype):
+            load(model, part, self.root_device)
+            fully_shard(part, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32), **reduce)
         for block in blocks_of(model):
             load(model, block, self.root_device)
             fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32), **reduce)

@@ -101,10 +101,6 @@ DEFERRED = {
     ("rlmodule/cli.py", "strategies.registry"),  # likewise
     ("strategies/deepspeed.py", ""),  # the device must be named before it is imported
     ("rlmodule/models/lora.py", ""),  # peft, optional: for those who train adapters
-    (
-        "rlmodule/models/description.py",
-        "transformers.models.auto.configuration_auto",
-    ),  # only to say what exists, on an error
 }
 
 # Folders whose files are the menu: file name = config name = registry name.

@@ -18,6 +18,7 @@ from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.core.config import one_of
 from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
+from rlmodule.core.parameters import Cast, fp32_names
 from rlmodule.core.types import POLICY
 from rlmodule.models.building import save_pretrained
 from rlmodule.models.lora import adapter_only, merged, save_adapter
@@ -109,8 +110,9 @@ class ExportPolicy(L.Callback):
         if policy.lora is None:
             return dict(without_head(strategy.full_weights(POLICY, self.dtype), head)), head
         whole = without_head(strategy.full_weights(POLICY), head)  # merged in full precision, rounded once
-        stream = merged(whole, policy.lora.scaling) if self.lora == MERGED else adapter_only(whole)
-        return {name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor for name, tensor in stream}, head
+        stream = merged(whole, policy.adapted) if self.lora == MERGED else adapter_only(whole)
+        cast = Cast(self.dtype, fp32_names(policy))
+        return {name: cast(name, tensor) for name, tensor in stream}, head
 
 
 def check_finite(name: str, weights: Mapping[str, Tensor]) -> None:

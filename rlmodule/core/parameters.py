@@ -1,10 +1,14 @@
-"""Parameters of a module by all of their names: some are tied, one tensor in several places."""
+"""Parameters of a module by all of their names (some are tied, one tensor in several places); which stay in float32."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 def tied(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Parameter]]:
@@ -19,3 +23,44 @@ def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Set the parameter of that name, and none of the others it is tied to."""
     owner, _, leaf = name.rpartition(".")
     model.get_submodule(owner)._parameters[leaf] = parameter
+
+
+def fp32_names(model: nn.Module, *, strict: bool = False) -> re.Pattern[str]:
+    """What is searched for in the name of a tensor: where it is found, the family wants that tensor in float32 always.
+
+    transformers models list such parts (routers of experts, their correction biases): those of
+    ``_keep_in_fp32_modules_strict`` for half precision of any kind, those of ``_keep_in_fp32_modules`` for float16,
+    where bfloat16 would do.
+
+    Args:
+        model: a transformers model, or one that has it at ``lm``.
+        strict: leave the second list out.
+    """
+    lm: Any = model._modules.get("lm", model)
+    always, in_half = ({*(getattr(lm, f"_keep_in_fp32_modules{kind}", None) or ())} for kind in ("_strict", ""))
+    patterns = always if strict else always | in_half
+    # Stars as transformers reads them; without any pattern nothing is found.
+    return re.compile("|".join(sorted(pattern.replace("*", ".*") for pattern in patterns)) or r"(?!)")
+
+
+def fp32_modules(model: nn.Module, names: re.Pattern[str], prefix: str = "") -> Iterator[nn.Module]:
+    """The outermost modules below ``model`` all of whose parameters are among ``names``."""
+    for name, child in model.named_children():
+        parameters = [f"{prefix}{name}.{key}" for key, _ in child.named_parameters()]
+        if parameters and all(names.search(key) for key in parameters):
+            yield child
+        else:
+            yield from fp32_modules(child, names, f"{prefix}{name}.")
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Turns floating-point tensors into ``dtype`` (None leaves them); those with a name in ``fp32`` into float32."""
+
+    dtype: torch.dtype | None
+    fp32: re.Pattern[str]
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor:
+        if self.dtype is None or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(torch.float32 if self.fp32.search(name) else self.dtype)

@@ -44,7 +44,7 @@ def attention_forward(
 
     Dropout is ignored on purpose: the update pass must see the same network as the pass that gave the old log-probs.
     """
-    assert attention_mask is None, "packed and ragged attention take no mask"
+    assert attention_mask is None, "its layers give their attention a mask, and this one takes none"
     window = _window_of(module) if isinstance(sliding_window, str) else sliding_window
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if segments is not None:
@@ -62,7 +62,7 @@ def attention_forward(
             sinks=s_aux,
         )
         return out if sequence is None else sequence.gather_heads(out), None
-    assert key_lengths is not None, "a forward pass says how its row is cut: segments= or key_lengths="
+    assert key_lengths is not None, "its layers do not hand on to their attention where samples begin and end"
     return ragged_decode_attention(
         query, key, value, key_lengths, scale, sliding_window=window, softcap=softcap, sinks=s_aux
     ), None

@@ -1,34 +1,58 @@
 """Policies made of weights on disk or of random numbers, with all that the configuration asks for; and written again.
 
-Leaves out what a policy does (``policy.py``) and how weights that stay on disk are read (``weights.py``).
+Before any of it a small model of the same kind is run as transformers runs it and as a policy does (``agreement.py``);
+a family in which the two differ is refused. Leaves out what a policy does (``policy.py``), how transformers models are
+made (``pretrained.py``) and how weights that stay on disk are read (``weights.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.attention import ATTENTION
+from rlmodule.models.agreement import LOGPROBS, Agreement, SmallModels, check_agreement, numbers_as_stars
 from rlmodule.models.compiled import compile_blocks
-from rlmodule.models.description import PRECISIONS, ModelConfig, first_line, load_model_config
-from rlmodule.models.lora import add_adapter, base_of, is_adapter, merge_start
+from rlmodule.models.description import PRECISIONS, ModelConfig, load_model_config, source_of
+from rlmodule.models.fp32 import compute_in_fp32
+from rlmodule.models.lora import add_adapter, base_of, is_adapter, merge_start, plain_name
+from rlmodule.models.output_head import UnknownHeadError
 from rlmodule.models.policy import PolicyModel
+from rlmodule.models.pretrained import (
+    check_attention_is_ours,
+    check_unused,
+    config_errors,
+    lm_options,
+    load_whole,
+    random_lm,
+    unused_note,
+)
 from rlmodule.models.recompute import recompute_activations
-from rlmodule.models.weights import NotByNameError, StoredWeights, build_on_meta, meta_parameters
-
-PACKED_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers that can be told where a sample ends
+from rlmodule.models.weights import NotByNameError, build_on_meta, meta_parameters
 
 
 def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> PolicyModel:
-    """Load the weights in fp32, or draw random ones from ``seed`` without touching the global random state."""
-    return _policy_around(_whole_lm(config, seed), config, seed, temperature)
+    """Load the weights in fp32, or draw random ones from ``seed`` without touching the global random state.
+
+    Raises:
+        ConfigError: it cannot be built, its files are not those of the model, or it would not be computed as its own
+            forward does.
+    """
+    hf_config = load_model_config(config)
+    found = check_family(hf_config, config)
+    with config_errors(config):
+        if config.path is None:
+            lm, note = random_lm(AutoModelForCausalLM, hf_config, config, seed), ""
+        else:
+            lm, _, unused = load_whole(AutoModelForCausalLM, base_of(config.path), config, "model")
+            note = unused_note(unused)
+            if is_adapter(config.path):
+                lm = merge_start(lm, config.path)
+    return _policy_around(lm, config, seed, temperature, found, [note])
 
 
 def build_policy_on_meta(config: ModelConfig, *, seed: int, temperature: float) -> PolicyModel:
@@ -38,97 +62,113 @@ def build_policy_on_meta(config: ModelConfig, *, seed: int, temperature: float) 
     """
     if config.path is None:
         return build_policy(config, seed=seed, temperature=temperature)
+    hf_config = load_model_config(config)
+    found = check_family(hf_config, config)
     try:
-        lm, stored = _outlined_lm(config)
+        if is_adapter(config.path):
+            raise NotByNameError("an adapter is merged into it")
+        with config_errors(config):
+            make = partial(AutoModelForCausalLM.from_config, hf_config, **lm_options(config))
+            lm, stored = build_on_meta(config.path, make)
     except NotByNameError as reason:
         policy = build_policy(config, seed=seed, temperature=temperature)
-        policy.loading = f"read whole by every process: {reason}"
+        policy.loading = joined([f"read whole by every process: {reason}", policy.loading])
         return policy
+    check_unused(stored.unused, lm, config, "model")
+    notes = ["read from disk block by block", unused_note(stored.unused)]
     with meta_parameters(lm):
-        policy = _policy_around(lm, config, seed, temperature)
-    policy.stored, policy.loading = stored, "read from disk block by block"
+        policy = _policy_around(lm, config, seed, temperature, found, notes)
+    policy.stored = stored
     return policy
 
 
-def _outlined_lm(config: ModelConfig) -> tuple[PreTrainedModel, StoredWeights]:
-    assert config.path is not None, "a random model has nothing on disk"
-    if is_adapter(config.path):
-        raise NotByNameError("an adapter is merged into it")
-    hf_config = load_model_config(config)
-    with said_of(config):
-        return build_on_meta(config.path, lambda: AutoModelForCausalLM.from_config(hf_config, **lm_options(config)))
-
-
-def _whole_lm(config: ModelConfig, seed: int) -> PreTrainedModel:
-    with said_of(config):
-        if config.path is None:
-            return random_lm(AutoModelForCausalLM, load_model_config(config), config, seed)
-        lm = AutoModelForCausalLM.from_pretrained(base_of(config.path), **lm_options(config))
-    return merge_start(lm, config.path) if is_adapter(config.path) else lm
-
-
-def random_lm(auto: Any, hf_config: PreTrainedConfig, config: ModelConfig, seed: int) -> PreTrainedModel:
-    """A model of transformers' class ``auto`` with random weights; the global random state is left alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return auto.from_config(hf_config, **lm_options(config))
-
-
-def lm_options(config: ModelConfig) -> dict[str, Any]:
-    """How every transformers model of a run is made: fp32 weights, our attention."""
-    return {
-        "attn_implementation": ATTENTION,
-        "dtype": torch.float32,
-        "trust_remote_code": config.trust_remote_code,
-    }
-
-
-@contextmanager
-def said_of(config: ModelConfig, section: str = "model") -> Iterator[None]:
-    """Inside, what transformers cannot build or find is the user's error; ``section`` names the model."""
-    try:
-        yield
-    except (ValueError, OSError, RuntimeError) as error:
-        raise ConfigError(
-            key=f"{section}.path" if config.path else f"{section}.architecture",
-            got=config.path or config.architecture.get("model_type"),
-            because=f"the model cannot be built ({first_line(error)})",
-            fix="Choose a causal LM whose attention goes through transformers' attention interface",
-        ) from error
-
-
-def _policy_around(lm: PreTrainedModel, config: ModelConfig, seed: int, temperature: float) -> PolicyModel:
+def _policy_around(
+    lm: PreTrainedModel, config: ModelConfig, seed: int, temperature: float, found: Agreement, notes: Iterable[str]
+) -> PolicyModel:
     """Put in what the configuration asks for, and a policy around it."""
-    check_attention_is_ours(lm, config)
+    compute_in_fp32(lm)
     recompute_activations(lm, config.activation_checkpointing, offload=config.activation_offload)
     if config.lora.is_on:
         base = (
             config.path if config.path is None or not Path(config.path).is_dir() else str(Path(config.path).absolute())
         )
         add_adapter(lm, config.lora, seed=seed, base=base)
+    frozen = freeze(lm, found)
     if config.compile:
         compile_blocks(lm)
-    return PolicyModel(
+    policy = PolicyModel(
         lm,
         temperature=temperature,
         compute_dtype=PRECISIONS[config.precision],
         lora=config.lora if config.lora.is_on else None,
         compiled=config.compile,
     )
+    policy.loading = joined([*notes, frozen])
+    return policy
 
 
-def check_attention_is_ours(lm: PreTrainedModel, config: ModelConfig) -> None:
-    """Refuse a model in which packed samples would see each other: attention of its own, or a state that runs along."""
-    foreign = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS
-    if lm._supports_attention_backend and not lm._is_stateful and not foreign:
-        return
-    raise ConfigError(
-        key="model.path" if config.path else "model.architecture.model_type",
-        got=config.path or config.architecture.get("model_type"),
-        because=f"{type(lm).__name__} has {', '.join(sorted(foreign)) or 'attention of its own'}, "
-        "in which samples laid end to end would see each other",
-        fix="Choose a causal LM whose attention goes through transformers' attention interface in every layer",
+def joined(notes: Iterable[str]) -> str:
+    """Those of the notes that say something, as one text."""
+    return "; ".join(note for note in notes if note)
+
+
+def freeze(lm: PreTrainedModel, found: Agreement) -> str:
+    """Never train what no text reaches, nor adapters that have no effect; returns what a run's plan says of it.
+
+    A gradient that never comes is an error in data-parallel training.
+    """
+    modules, parameters = dict(lm.named_modules()), dict(lm.named_parameters())
+    unreached = [name for name in found.unreached if name in modules or name in parameters]
+    for name in unreached:
+        (modules.get(name) or parameters[name]).requires_grad_(False)
+    for name, parameter in parameters.items():
+        owner, is_adapter_part, _ = name.partition(".lora_")
+        if is_adapter_part and numbers_as_stars(plain_name(owner)) in found.bypassed:
+            parameter.requires_grad_(False)
+    return joined(
+        f"{what}: {', '.join(names)}"
+        for what, names in (
+            ("frozen, as no text reaches it", unreached),
+            ("adapters without effect, as the model reads the weight itself", found.bypassed),
+        )
+        if names
     )
+
+
+# ---- whether a family is computed as its own forward does
+
+
+def check_family(hf_config: PreTrainedConfig, config: ModelConfig) -> Agreement:
+    """Refuse a model that would not be computed as its own forward does, or whose adapters could not be merged.
+
+    Raises:
+        ConfigError: names the kind of model and the reason.
+    """
+    return check_agreement(hf_config, config, "model", small_models(config), LOGPROBS)
+
+
+def small_models(config: ModelConfig) -> SmallModels[PolicyModel]:
+    """How the models are made that are compared; ``config`` says what is around them."""
+    auto = AutoModelForCausalLM
+
+    def stock(hf_config: PreTrainedConfig) -> PreTrainedModel:
+        lm = random_lm(auto, hf_config, config, seed=0, attention="eager")
+        check_attention_is_ours(lm, config)
+        return lm
+
+    def policy(hf_config: PreTrainedConfig) -> PolicyModel:
+        lm = random_lm(auto, hf_config, config, seed=0)
+        try:
+            return PolicyModel(lm)
+        except UnknownHeadError as error:
+            raise ConfigError(
+                **source_of(config),
+                because=f"{type(lm).__name__} cannot be trained: {error}",
+                fix="Choose a causal LM whose logits are a linear layer of its last hidden states",
+            ) from error
+
+    adapt = partial(add_adapter, config=config.lora, seed=0, base=None) if config.lora.is_on else None
+    return SmallModels(stock, policy, adapt)
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
 
 from rlmodule.batching.workload import ModelShape
 from rlmodule.core.config import one_of
@@ -156,24 +163,32 @@ def _of_files(path: str, trust_remote_code: bool, section: str) -> PreTrainedCon
 def _of_architecture(architecture: Mapping[str, Any], section: str) -> PreTrainedConfig:
     values = dict(architecture)
     model_type = str(values.pop("model_type", ""))
-    try:
-        made = AutoConfig.for_model(model_type, **values)
-    except ValueError:
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
+    if model_type not in CONFIG_MAPPING:
         raise ConfigError(
             key=f"{section}.architecture.model_type",
             got=model_type,
             because="transformers knows no such model",
             fix=did_you_mean(model_type, CONFIG_MAPPING),
-        ) from None
-    unknown = [name for name in values if not hasattr(type(made)(), name)]
-    if unknown:
+        )
+    try:
+        made = AutoConfig.for_model(model_type, **values)
+    except Exception as error:  # each family checks its values in a way of its own
+        raise ConfigError(
+            key=f"{section}.architecture",
+            got=model_type,
+            because=f"no configuration can be made of these values ({' '.join(str(error).split())})",
+            fix="Compare them with the configuration of a published model of this kind",
+        ) from error
+    defaults = _defaults(type(made))
+    # What a family knows, but makes something else of, leaves no attribute; what it does not know does.
+    kept = vars(made).keys() & values.keys()
+    unknown = [name for name in values if name in kept and defaults is not None and not hasattr(defaults, name)]
+    if defaults is not None and unknown:
         raise ConfigError(
             key=f"{section}.architecture.{unknown[0]}",
             got=values[unknown[0]],
             because=f"{model_type} has no such setting",
-            fix=did_you_mean(unknown[0], type(made)().to_dict()),
+            fix=did_you_mean(unknown[0], defaults.to_dict()),
         )
     return made
 
@@ -187,6 +202,16 @@ def generation_end_tokens(config: ModelConfig) -> tuple[int, ...]:
     except OSError:  # a folder without the file
         return ()
     return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
+
+
+def _defaults(kind: type[PreTrainedConfig]) -> PreTrainedConfig | None:
+    """A configuration with every value at its default, None for the families that have no such thing."""
+    try:
+        made = kind()
+        made.allow_global_per_layer_attribute_access = True  # else asking for what differs between layers is an error
+        return made
+    except Exception:  # each family checks its values in a way of its own
+        return None
 
 
 def shape_of(config: PreTrainedConfig) -> ModelShape:
@@ -218,9 +243,56 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
     )
 
 
+@dataclass(frozen=True)
+class RotaryLimit:
+    """Up to how many tokens a sample's rotary frequencies do not depend on what else is in its row.
+
+    Args:
+        tokens: of a sample.
+        kind: transformers' name of the way to extend rotary positions.
+    """
+
+    tokens: int
+    kind: str
+
+
+def rotary_limit(config: PreTrainedConfig) -> RotaryLimit | None:
+    """The limit of a family that chooses frequencies by the longest sample of a row, None for all others.
+
+    ``longrope`` (arXiv:2402.13753) has two sets of them, ``dynamic`` makes new ones with every length
+    (https://github.com/huggingface/transformers/pull/24653).
+    """
+    text = config.get_text_config()
+    parameters: Any = getattr(text, "rope_parameters", None) or {}
+    of_kinds = [one for one in parameters.values() if isinstance(one, dict)] or [parameters]  # of each kind of layer
+    limits = []
+    for one in of_kinds:
+        kind = one.get("rope_type", "default")
+        if kind == "longrope":
+            limits.append(RotaryLimit(int(one["original_max_position_embeddings"]), kind))
+        elif "dynamic" in kind:
+            limits.append(RotaryLimit(int(text.max_position_embeddings), kind))
+    return min(limits, key=lambda limit: limit.tokens, default=None)
+
+
 def positions_of(config: PreTrainedConfig) -> int | None:
     """Tokens a sample may have at most, None where the model sets no limit."""
-    return getattr(config.get_text_config(), "max_position_embeddings", None)
+    positions, rotary = getattr(config.get_text_config(), "max_position_embeddings", None), rotary_limit(config)
+    return positions if rotary is None else min(positions or rotary.tokens, rotary.tokens)
+
+
+def positions_in_words(config: PreTrainedConfig) -> str:
+    """What an error says of ``positions_of``, after "the model has"."""
+    rotary = rotary_limit(config)
+    behind = "" if rotary is None else f" before its rotary frequencies change for a whole row ({rotary.kind})"
+    return f"{positions_of(config)} positions{behind}"
+
+
+def source_of(config: ModelConfig, section: str = "model") -> dict[str, Any]:
+    """``key`` and ``got`` of an error about the model itself; ``section`` of the configuration names it."""
+    if config.path is not None:
+        return {"key": f"{section}.path", "got": config.path}
+    return {"key": f"{section}.architecture.model_type", "got": config.architecture.get("model_type")}
 
 
 def first_line(error: Exception) -> str:

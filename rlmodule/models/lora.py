@@ -9,9 +9,12 @@ module with adapters in it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import re
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +25,7 @@ from transformers import PreTrainedModel
 
 from rlmodule.core.config import at_least
 from rlmodule.core.errors import ConfigError, DependencyError
+from rlmodule.core.parameters import tied
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -87,14 +91,15 @@ def add_adapter(lm: nn.Module, config: LoraConfig, *, seed: int, base: str | Non
         base_model_name_or_path=base,
     )
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of ties and of transposed matrices, which ``adapted_weights`` looks at
             torch.manual_seed(seed)
             peft.inject_adapter_in_model(adapter, lm, ADAPTER)
-    except ValueError as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(
             key="model.lora.target_modules",
             got=config.target_modules,
-            because=f"the model has no such modules ({str(error).splitlines()[0]})",
+            because=f"the model has no such modules, or peft cannot adapt them ({str(error).splitlines()[0]})",
             fix=f"Use {ALL_LINEAR}",
         ) from error
 
@@ -116,44 +121,132 @@ def without_adapter(lm: nn.Module) -> Iterator[None]:
             layer._disable_adapters = was
 
 
-def merged(weights: Weights, scaling: float) -> Iterator[tuple[str, Tensor]]:
+@dataclass(frozen=True)
+class AdaptedWeight:
+    """A frozen weight with an adapter beside it, by the names that the model with adapters has for them.
+
+    Args:
+        weight, down, up: names of the weight and of the adapter's two matrices.
+        delta: (down, up) -> what the adapter adds to the weight, in its shape.
+    """
+
+    weight: str
+    down: str
+    up: str
+    delta: Callable[[Tensor, Tensor], Tensor]
+
+
+def adapted_weights(lm: nn.Module) -> tuple[AdaptedWeight, ...]:
+    """Every adapted weight of a model, each with the way to merge it.
+
+    Raises:
+        ConfigError: a module is adapted in a way that cannot be merged, or its weight is another module's, too.
+    """
+    layers = [(name, m) for name, m in lm.named_modules() if isinstance(m, _peft().tuners.lora.LoraLayer)]
+    found = tuple(_adapted_weight(name, layer) for name, layer in layers)
+    for names, _ in tied(lm):
+        shared = next((one.weight for one in found if one.weight in names and len(names) > 1), None)
+        if shared is not None:
+            others = ", ".join(plain_name(name) for name in names if name != shared)
+            raise _no_merge(plain_name(shared), f"it is one tensor with {others}, which has no adapter")
+    return found
+
+
+def _adapted_weight(name: str, layer: Any) -> AdaptedWeight:
+    kinds = _peft().tuners.lora.layer
+    if layer.lora_variant or any(layer.lora_bias.values()):
+        raise _no_merge(plain_name(name), "its adapter is more than two matrices")
+    make = {kinds.Linear: _of_linear, kinds.Embedding: _of_embedding, kinds.ParamWrapper: _of_parameter}.get(
+        type(layer)
+    )
+    if make is None:
+        raise _no_merge(plain_name(name), f"peft adapts it as a {type(layer).__name__}")
+    return make(name, layer)
+
+
+def _of_linear(name: str, layer: Any) -> AdaptedWeight:
+    """A linear layer, or a Conv1D of GPT-2, which stores its matrix the other way round."""
+    delta = partial(_matrix_delta, scaling=layer.scaling[ADAPTER], transposed=layer.fan_in_fan_out)
+    down, up = (f"{name}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B"))
+    return AdaptedWeight(f"{name}.base_layer.weight", down, up, delta)
+
+
+def _of_embedding(name: str, layer: Any) -> AdaptedWeight:
+    delta = partial(_matrix_delta, scaling=layer.scaling[ADAPTER], transposed=True)
+    down, up = (f"{name}.{part}.{ADAPTER}" for part in ("lora_embedding_A", "lora_embedding_B"))
+    return AdaptedWeight(f"{name}.base_layer.weight", down, up, delta)
+
+
+def _of_parameter(name: str, layer: Any) -> AdaptedWeight:
+    """One parameter that is not a layer's: the matrices of all experts, or a router's.
+
+    Where a module has several of them, one wrapper lies in the other.
+    """
+    scaling, num_experts = layer.scaling[ADAPTER], layer.num_experts
+    delta = partial(_matrix_delta, scaling=scaling, transposed=False)
+    if num_experts > 1:
+        out_first = layer._did_swap_in_out_features
+        delta = partial(_expert_delta, scaling=scaling, num_experts=num_experts, out_first=out_first)
+    down, up = (f"{name}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B"))
+    inner, base = f"{name}.base_layer", layer.base_layer
+    while isinstance(base, type(layer)):
+        inner, base = f"{inner}.base_layer", base.base_layer
+    return AdaptedWeight(f"{inner}.{layer.parameter_name}", down, up, delta)
+
+
+def _matrix_delta(down: Tensor, up: Tensor, *, scaling: float, transposed: bool) -> Tensor:
+    """[r, in], [out, r] -> [out, in], or [in, out]."""
+    delta = scaling * (up @ down)
+    return delta.t() if transposed else delta
+
+
+def _expert_delta(down: Tensor, up: Tensor, *, scaling: float, num_experts: int, out_first: bool) -> Tensor:
+    """[E r, in], expert by expert, and [out, r E], the experts of a rank together -> [E, out, in] or [E, in, out]."""
+    down = down.reshape(num_experts, -1, down.shape[-1])  # [E, r, in]
+    up = up.reshape(len(up), -1, num_experts).permute(2, 0, 1)  # [E, out, r]
+    delta = scaling * (up @ down)
+    return delta if out_first else delta.transpose(1, 2)
+
+
+def _no_merge(module: str, because: str) -> ConfigError:
+    return ConfigError(
+        key="model.lora.target_modules",
+        got=module,
+        because=f"{because}, so its adapter could not be merged when the policy is exported",
+        fix=f"Leave it out of the list, or use {ALL_LINEAR}",
+    )
+
+
+def plain_name(name: str) -> str:
+    """The name that a weight has in the model without adapters."""
+    return re.sub(r"\.base_layer(?=\.|$)", "", name)
+
+
+def merged(weights: Weights, adapted: Iterable[AdaptedWeight]) -> Iterator[tuple[str, Tensor]]:
     """A stream with adapters -> the stream of the plain model, W + scaling * B A in the place of each W.
 
     Holds one weight until both its adapter matrices have come by.
     """
-    waiting: dict[str, dict[str, tuple[str, Tensor]]] = {}
+    parts = {part: one for one in adapted for part in (one.weight, one.down, one.up)}
+    waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:
-        module, kind = _taken_apart(name)
-        if kind is None:
-            yield name.replace(".base_layer.", "."), tensor
+        one = parts.get(name)
+        if one is None:
+            yield plain_name(name), tensor
             continue
-        parts = waiting.setdefault(module, {})
-        parts[kind] = (name, tensor)
-        if len(parts) == 3:
-            del waiting[module]
-            weight, down, up = parts["weight"][1], parts["lora_A"][1], parts["lora_B"][1]
-            yield f"{module}.weight", weight + scaling * (up @ down)
+        found = waiting.setdefault(one.weight, {})
+        found[name] = tensor
+        if len(found) == 3:
+            del waiting[one.weight]
+            yield plain_name(one.weight), found[one.weight] + one.delta(found[one.down], found[one.up])
     assert not waiting, f"adapters without all their parts: {sorted(waiting)}"
 
 
 def adapter_only(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     """A stream with adapters -> the adapters alone, under the names peft loads."""
     for name, tensor in weights:
-        module, kind = _taken_apart(name)
-        if kind in ("lora_A", "lora_B"):
-            yield f"base_model.model.{module}.{kind}.weight", tensor
-
-
-def _taken_apart(name: str) -> tuple[str, str | None]:
-    """Name -> (module, which of the three matrices of an adapted layer), or None for every other weight."""
-    for kind, ending in (
-        ("weight", ".base_layer.weight"),
-        ("lora_A", f".lora_A.{ADAPTER}.weight"),
-        ("lora_B", f".lora_B.{ADAPTER}.weight"),
-    ):
-        if name.endswith(ending):
-            return name.removesuffix(ending), kind
-    return name, None
+        if ".lora_" in name:
+            yield "base_model.model." + re.sub(rf"(\.lora_\w+)\.{ADAPTER}", r"\1", name), tensor
 
 
 def save_adapter(folder: Path, lm: PreTrainedModel, weights: Weights) -> None:

@@ -6,18 +6,22 @@ Leaves out where the model sits (``strategies/``) and what is done with its answ
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rlmodule.core.contract import SequenceRanks, TokenObjective
+from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import MicroBatch, TokenOutputs
 from rlmodule.models.attention import RaggedCache, Rows
-from rlmodule.models.lora import LoraConfig, without_adapter
+from rlmodule.models.description import rotary_limit
+from rlmodule.models.fp32 import head_is_fp32
+from rlmodule.models.lora import LoraConfig, adapted_weights, without_adapter
+from rlmodule.models.output_head import OutputHead, head_weight
 from rlmodule.models.weights import StoredWeights
 from rlmodule.ops.head import linear_logprobs, linear_loss
 from rlmodule.ops.segments import SegmentBuckets
@@ -49,14 +53,16 @@ class PolicyModel(nn.Module):
         lm: causal LM in fp32, attention set to the project's own.
         temperature: divides logits in scoring and sampling alike.
         compute_dtype: matmuls run in it under autocast; None computes in the weights' own type.
-        lora: settings of the adapters in it, None where every weight trains.
+        lora: configuration of the adapters in it, None where every weight trains.
         compiled: whether its blocks are compiled; sampling then steps around that.
 
     Attributes:
         sequence: ranks that share a packed row, set by the strategy; scoring and training then see a slice of it, while
             sampling runs whole rows on every rank.
         stored: where parameters on the meta device are to be read from, None where there are none.
-        loading: how the weights come from disk, in words; empty where they do not.
+        loading: how the weights come from disk and which parts are frozen, in words for a run's plan.
+        adapted: the weights with adapters, and how to merge them.
+        head: what lies between the last hidden states and the logits.
     """
 
     lm: PreTrainedModel
@@ -75,11 +81,13 @@ class PolicyModel(nn.Module):
     ) -> None:
         super().__init__()
         self.lora = lora
+        self.adapted = () if lora is None else adapted_weights(lm)
         self.compiled = compiled
         self.lm = lm
         self.temperature = temperature
         self.compute_dtype = compute_dtype
-        self.head = HeadScaling.of(lm.config)
+        self.head = OutputHead.measure(lm)
+        self.head_in_fp32 = head_is_fp32(lm)
         silence_dropout(lm)
 
     def forward(
@@ -118,18 +126,20 @@ class PolicyModel(nn.Module):
         objective: TokenObjective | None,
         outputs: frozenset[str],
     ) -> Tensor | TokenOutputs:
-        """[N, H] hidden states at the positions that predict ``labels`` [N] -> scalar loss, or the outputs named."""
-        head = self.lm.get_output_embeddings()
-        hidden = hidden * self.head.scale
-        options: dict[str, Any] = {"bias": head.bias, "temperature": self.temperature, "softcap": self.head.softcap}
-        if objective is None:
-            options |= {"with_entropy": "entropy" in outputs, "with_energy": "energy" in outputs}
-            return linear_logprobs(hidden, head.weight, labels, **options)
-        options |= {"with_entropy": objective.needs_entropy, "whole_sequences": objective.whole_sequences}
-        return linear_loss(hidden, head.weight, labels, objective, **options)
+        """[N, H] hidden states at the positions that predict ``labels`` [N] -> the objective, or what it is made of."""
+        weight, bias = head_weight(self.lm)
+        hidden = self.head.input(self.lm, hidden.float() if self.head_in_fp32 else hidden)
+        options: dict[str, Any] = {"bias": bias, "temperature": self.temperature, "softcap": self.head.softcap}
+        with torch.autocast(hidden.device.type, enabled=False) if self.head_in_fp32 else nullcontext():
+            if objective is None:
+                options |= {"with_entropy": "entropy" in outputs, "with_energy": "energy" in outputs}
+                return linear_logprobs(hidden, weight, labels, **options)
+            options |= {"with_entropy": objective.needs_entropy, "whole_sequences": objective.whole_sequences}
+            return linear_loss(hidden, weight, labels, objective, **options)
 
     def _prefill(self, batch: PrefillBatch) -> Tensor:
         segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)
+        check_rotary_length(self.lm, segments.longest)
         lengths = batch.cu_seqlens.diff()
         rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         batch.cache.writing = Rows(row=rows, place=batch.position_ids)
@@ -146,6 +156,7 @@ class PolicyModel(nn.Module):
 
     def _decode(self, batch: DecodeBatch) -> Tensor:
         cache = batch.cache
+        check_rotary_length(self.lm, cache.longest + 1)
         hidden = hidden_states(
             self.lm,
             batch.input_ids[:, None],
@@ -159,16 +170,33 @@ class PolicyModel(nn.Module):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[B, H] -> [B, V] fp32 logits, temperature applied."""
-        logits = self.lm.get_output_embeddings()(hidden * self.head.scale).float()
-        if self.head.softcap is not None:
-            logits = self.head.softcap * torch.tanh(logits / self.head.softcap)
-        return logits / self.temperature
+        logits = self.lm.get_output_embeddings()(self.head.input(self.lm, hidden)).float()
+        return self.head.cap(logits) / self.temperature
 
 
 def packed_hidden(lm: PreTrainedModel, batch: MicroBatch, sequence: SequenceRanks | None) -> Tensor:
     """[T, H] last hidden states of a packed row, of which ``sequence`` ranks each hold a slice."""
     segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens, batch.input_ids.device, batch.prefix)
+    check_rotary_length(lm, segments.longest)
     return hidden_states(lm, batch.input_ids[None], batch.position_ids[None], segments=segments, sequence=sequence)[0]
+
+
+def check_rotary_length(lm: PreTrainedModel, longest: int) -> None:
+    """Refuse a row in which one sample would change the rotary frequencies of all others.
+
+    Raises:
+        ConfigError: the longest sample has more tokens than the family's first set of frequencies is for.
+    """
+    limit = rotary_limit(lm.config)
+    if limit is not None and longest > limit.tokens:
+        raise ConfigError(
+            key="model.path",
+            got=lm.config.name_or_path or lm.config.model_type,
+            because=f"a sample has {longest} tokens, and with more than {limit.tokens} of them the model chooses other "
+            f"rotary frequencies ({limit.kind}) for all samples in the row",
+            fix=f"Keep prompt and response together at {limit.tokens} tokens, by data.max_prompt_length and "
+            "rollout.max_response_length or by leaving longer rows out",
+        )
 
 
 def hidden_states(
@@ -179,26 +207,6 @@ def hidden_states(
     return lm.base_model(  # type: ignore[no-any-return]
         input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, **kwargs
     ).last_hidden_state
-
-
-@dataclass(frozen=True)
-class HeadScaling:
-    """What some families do between the last hidden state and the softmax.
-
-    Args:
-        scale: factor on the logits.
-        softcap: logits become softcap * tanh(logits / softcap).
-    """
-
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @classmethod
-    def of(cls, config: PreTrainedConfig) -> HeadScaling:
-        """Read it off a model's configuration (Gemma 2: softcap; Cohere: logit_scale; Granite: logits_scaling)."""
-        values = config.get_text_config().to_dict()
-        scale = float(values.get("logit_scale") or 1.0) / float(values.get("logits_scaling") or 1.0)
-        return cls(scale, values.get("final_logit_softcapping"))
 
 
 def silence_dropout(model: nn.Module) -> None:

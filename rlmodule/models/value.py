@@ -6,9 +6,9 @@ Leaves out what is done with values (``algorithm/critic.py``, ``advantages/gae.p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForTokenClassification, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreTrainedModel
 
 from rlmodule.core.contract import JointObjective, SequenceRanks, ValueObjective
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import MicroBatch, TokenOutputs
-from rlmodule.models.building import check_attention_is_ours, lm_options, random_lm, said_of
+from rlmodule.core.types import MicroBatch, Sample, TokenOutputs
+from rlmodule.models.agreement import Agreement, Reading, SmallModels, check_agreement
+from rlmodule.models.building import freeze, joined
 from rlmodule.models.compiled import compile_blocks
-from rlmodule.models.description import PRECISIONS, ModelConfig, first_line, load_model_config
+from rlmodule.models.description import PRECISIONS, ModelConfig, first_line, load_model_config, source_of
+from rlmodule.models.fp32 import compute_in_fp32
 from rlmodule.models.lora import LoraConfig, is_adapter
 from rlmodule.models.policy import PolicyModel, packed_hidden, silence_dropout
+from rlmodule.models.pretrained import (
+    check_attention_is_ours,
+    check_unused,
+    config_errors,
+    lm_options,
+    load_whole,
+    random_lm,
+    unused_note,
+)
 from rlmodule.models.recompute import recompute_activations
 from rlmodule.models.weights import NotByNameError, StoredWeights, build_on_meta
 
@@ -164,94 +174,155 @@ def value_config(policy: ModelConfig, path: str | None, architecture: Mapping[st
 def build_value_model(config: ModelConfig, *, seed: int, section: str = "critic") -> ValueModel:
     """Load the weights in fp32, or draw random ones from ``seed`` without touching the global random state.
 
-    A policy's weights give the trunk, and the head says 0; a reward model's give both. ``section`` of the configuration
-    is named in errors.
+    A policy's weights give the trunk, and the head starts at 0; a reward model's give both. ``section`` of the
+    configuration is named in errors.
 
     Raises:
-        ConfigError: it cannot be built, or lacks weights that a value model has.
+        ConfigError: it cannot be built, lacks weights that a value model has, or would not be computed as its own
+            forward does.
     """
-    lm, missing = _token_classifier(config, seed, section)
-    loaded = {} if config.path is None else dict(getattr(lm, "score", nn.Identity()).named_parameters())
+    hf_config = _config_of_one_score(config, section)
+    found = check_value_family(hf_config, config, section)
+    auto = AutoModelForTokenClassification
+    missing: set[str] = set()
+    unused: set[str] = set()
+    with config_errors(config, section):
+        if config.path is None:
+            lm = random_lm(auto, hf_config, config, seed)
+        else:
+            lm, missing, unused = load_whole(auto, config.path, config, section, may_lack=SCORE, num_labels=1)
+    loaded = {} if config.path is None else dict(lm.get_submodule("score").named_parameters())
     score = {name: loaded[name] for name in loaded if f"score.{name}" not in missing}
-    model = _value_around(lm, score, missing, config, section)
-    if config.path is not None:
-        model.loading = "every process reads the whole model into its memory"
-    return model
+    how = "" if config.path is None else "every process reads the whole model into its memory"
+    return _value_around(lm, score, missing, config, section, found, [how, unused_note(unused)])
 
 
 def build_value_model_on_meta(config: ModelConfig, *, seed: int, section: str = "critic") -> ValueModel:
     """``build_value_model``, but a trunk that can be read tensor by tensor is left on disk for the strategy to read."""
     if config.path is None or is_adapter(config.path):
         return build_value_model(config, seed=seed, section=section)
-    hf_config = load_model_config(config, section)
-    hf_config.num_labels = 1
+    hf_config = _config_of_one_score(config, section)
+    found = check_value_family(hf_config, config, section)
     try:
-        with said_of(config, section):
-            lm, stored = build_on_meta(
-                config.path,
-                lambda: AutoModelForTokenClassification.from_config(hf_config, **lm_options(config)),
-                may_lack=SCORE,
-            )
+        with config_errors(config, section):
+            make = partial(AutoModelForTokenClassification.from_config, hf_config, **lm_options(config))
+            lm, stored = build_on_meta(config.path, make, may_lack=SCORE)
     except NotByNameError:
         return build_value_model(config, seed=seed, section=section)
+    check_unused(stored.unused, lm, config, section)
     score = {name.removeprefix("score."): stored.read(name) for name in SCORE & stored.places.keys()}
-    model = _value_around(lm, score, SCORE - stored.places.keys(), config, section)
-    model.stored, model.loading = stored, "each process reads what it keeps"
+    notes = ["each process reads what it keeps", unused_note(stored.unused)]
+    model = _value_around(lm, score, SCORE - stored.places.keys(), config, section, found, notes)
+    model.stored = stored
     return model
 
 
+def _config_of_one_score(config: ModelConfig, section: str) -> PreTrainedConfig:
+    hf_config = load_model_config(config, section)
+    hf_config.num_labels = 1
+    return hf_config
+
+
 def _value_around(
-    lm: PreTrainedModel, score: Mapping[str, Tensor], missing: Collection[str], config: ModelConfig, section: str
+    lm: PreTrainedModel,
+    score: Mapping[str, Tensor],
+    missing: Collection[str],
+    config: ModelConfig,
+    section: str,
+    found: Agreement,
+    notes: Iterable[str],
 ) -> ValueModel:
     """A value model with ``lm`` as its trunk and a head of the numbers in ``score``; ``missing`` were not on disk."""
-    check_attention_is_ours(lm, config)
-    _check_head(lm, set(missing), config, section)
+    _check_head_is_there(lm, missing, config, section)
+    _put_value_head(lm, score)
+    silence_dropout(lm)
+    compute_in_fp32(lm)
+    recompute_activations(lm, config.activation_checkpointing, offload=config.activation_offload)
+    frozen = freeze(lm, found)
+    if config.compile:
+        compile_blocks(lm)
+    model = ValueModel(lm, compute_dtype=PRECISIONS[config.precision])
+    model.loading = joined([*notes, frozen])
+    return model
+
+
+def _put_value_head(lm: PreTrainedModel, score: Mapping[str, Tensor]) -> None:
     head = ValueHead(lm.config.get_text_config().hidden_size)
     for name, numbers in score.items():
         getattr(head, name).data.copy_(numbers)
     lm.score = head
-    silence_dropout(lm)
-    recompute_activations(lm, config.activation_checkpointing, offload=config.activation_offload)
-    if config.compile:
-        compile_blocks(lm)
-    return ValueModel(lm, compute_dtype=PRECISIONS[config.precision])
 
 
-def _token_classifier(config: ModelConfig, seed: int, section: str) -> tuple[PreTrainedModel, set[str]]:
-    """(transformers' model with one label, names of weights that the files do not hold)."""
-    with said_of(config, section), without_report():
-        if config.path is None:
-            hf_config = load_model_config(config, section)
-            hf_config.num_labels = 1
-            return random_lm(AutoModelForTokenClassification, hf_config, config, seed), set()
-        lm, info = AutoModelForTokenClassification.from_pretrained(
-            config.path, num_labels=1, output_loading_info=True, **lm_options(config)
+def check_value_family(hf_config: PreTrainedConfig, config: ModelConfig, section: str) -> Agreement:
+    """Refuse a value model that would not be computed as its own forward does.
+
+    Raises:
+        ConfigError: names the kind of model and the reason.
+    """
+    return check_agreement(hf_config, config, section, _small_value_models(config, section), VALUES)
+
+
+def _own_values(lm: PreTrainedModel, samples: Sequence[Sample]) -> Tensor:
+    """[N] values of all response tokens, each read one position before it, by the model's own forward."""
+    parts = []
+    for sample in samples:
+        ids = torch.cat([torch.tensor(sample.prompt.ids), sample.response_ids])
+        parts.append(lm(input_ids=ids[None]).logits[0, len(sample.prompt.ids) - 1 : -1, 0].float())
+    return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class _Weighted:
+    """Objective: the sum of values, each times a number of its own."""
+
+    weights: Tensor
+
+    def of_values(self, value: Tensor) -> Tensor:
+        return (value * self.weights).sum()
+
+
+VALUES: Reading[ValueModel] = Reading(
+    "values",
+    _own_values,
+    lambda model, batch: model(batch).value,
+    lambda model, batch, weights: model(batch, objective=_Weighted(weights)),
+)
+
+
+def _small_value_models(config: ModelConfig, section: str) -> SmallModels[ValueModel]:
+    """How the models are made that are compared."""
+    auto = AutoModelForTokenClassification
+
+    def stock(hf_config: PreTrainedConfig) -> PreTrainedModel:
+        lm = random_lm(auto, hf_config, config, seed=0, attention="eager")
+        check_attention_is_ours(lm, config, section)
+        _check_is_linear(lm, config, section)
+        return lm
+
+    def ours(hf_config: PreTrainedConfig) -> ValueModel:
+        lm = random_lm(auto, hf_config, config, seed=0)
+        _put_value_head(lm, {})
+        silence_dropout(lm)
+        return ValueModel(lm)
+
+    return SmallModels(stock, ours)
+
+
+def _check_is_linear(lm: PreTrainedModel, config: ModelConfig, section: str) -> None:
+    if not isinstance(getattr(lm, "score", None), nn.Linear):
+        raise ConfigError(
+            **source_of(config, section),
+            because=f"{type(lm).__name__} has no head called score",
+            fix="Give a policy or a reward model with one score",
         )
-        return lm, set(info["missing_keys"])
 
 
-def _check_head(lm: PreTrainedModel, missing: set[str], config: ModelConfig, section: str) -> None:
+def _check_head_is_there(lm: PreTrainedModel, missing: Collection[str], config: ModelConfig, section: str) -> None:
     """Only a policy's weights may lack a head: that of a reward or value model must not get lost on the way."""
     is_policy = all(name.endswith("ForCausalLM") for name in lm.config.architectures or ())
-    reason = None
-    if not isinstance(getattr(lm, "score", None), nn.Linear):
-        reason = f"{type(lm).__name__} has no head called score"
-    elif missing - SCORE:
-        reason = f"the weights lack {min(missing - SCORE)}"
-    elif "score.weight" in missing and not is_policy:
-        reason = "the weights lack score.weight, and they are no policy's, which would have none"
-    if reason is not None:
+    if "score.weight" in missing and not is_policy:
         raise ConfigError(
-            key=f"{section}.path", got=config.path, because=reason, fix="Give a policy or a reward model with one score"
+            **source_of(config, section),
+            because="the files lack score.weight, and they are no policy's, which would have none",
+            fix="Give a policy or a reward model with one score",
         )
-
-
-@contextmanager
-def without_report() -> Iterator[None]:
-    """Transformers reports a head that a policy's weights do not have; here it is expected, or refused in our words."""
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)

@@ -8,6 +8,7 @@ Leaves out which part of a tensor a process keeps (``strategies/parts/loading.py
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,12 +22,19 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from rlmodule.core.parameters import put, tied
+from rlmodule.models.lora import plain_name
 
 FLOATING = ("F64", "F32", "F16", "BF16")  # as safetensors calls the types that become fp32 by a plain copy
 
 
 class NotByNameError(Exception):
     """Why the weights of a model cannot be read one by one."""
+
+
+def is_ignored(lm: PreTrainedModel, name: str) -> bool:
+    """Whether files of the family may hold a tensor of this name for nothing: layers of another use, old buffers."""
+    patterns = (*(lm._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 @contextmanager
@@ -44,9 +52,11 @@ class StoredWeights:
 
     Args:
         places: name in the model -> (safetensors file, name in it); tied tensors under each of their names.
+        unused: names in the files that no tensor of the model has.
     """
 
     places: Mapping[str, tuple[str, str]]
+    unused: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, lm: PreTrainedModel, path: str, may_lack: Collection[str] = ()) -> StoredWeights:
@@ -57,16 +67,18 @@ class StoredWeights:
             OSError: there are no such files, they cannot be fetched, or one is damaged.
         """
         try:
-            return cls(_places(lm, path, may_lack))
+            files = _files(path)
+            places = _places(lm, files, may_lack)
+            return cls(places, frozenset(name for name in files.keys() - places.keys() if not is_ignored(lm, name)))
         except SafetensorError as error:
             raise OSError(f"a safetensors file is damaged or no such file: {error}") from error
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor in the type it is stored in; its memory is the file's own, so nobody writes to it.
+        """The whole tensor in the type it is stored in; its memory is the file's own: read-only.
 
         ``name`` may be that of one of our models: the transformers model sits at ``lm``, adapters around its layers.
         """
-        return _read(*self.places[name.removeprefix("lm.").replace(".base_layer.", ".")])
+        return _read(*self.places[plain_name(name.removeprefix("lm."))])
 
 
 def build_on_meta(
@@ -136,10 +148,9 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def _places(lm: PreTrainedModel, path: str, may_lack: Collection[str]) -> dict[str, tuple[str, str]]:
+def _places(lm: PreTrainedModel, files: Mapping[str, str], may_lack: Collection[str]) -> dict[str, tuple[str, str]]:
     if getattr(lm.config, "quantization_config", None) is not None:
         raise NotByNameError("they are quantised")
-    files = _files(path)
     for transform in get_model_conversion_mapping(lm):
         changed = next((key for key in files if transform.rename_source_key(key)[1] is not None), None)
         if changed is not None:

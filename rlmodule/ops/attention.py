@@ -4,7 +4,8 @@ On CUDA in half precision PyTorch's variable-length kernel reads the segment bor
 runs as one batched causal call. Leaves out who sees whom (``segments.py``), rotary positions, and the exchange of heads
 between sequence ranks.
 
-``Hq`` query heads, ``Hkv`` key/value heads (Hq a multiple of Hkv), ``D`` head size, ``C`` slots of a KV buffer.
+``Hq`` query heads, ``Hkv`` key/value heads (Hq a multiple of Hkv), ``D`` size of query and key heads, ``Dv`` of value
+heads, ``C`` slots of a KV buffer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from rlmodule.ops.segments import EndToEnd, SegmentBuckets, SideBySide
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # [rows, Hq, Q, D], [rows, Hkv, K, D] twice -> [rows, Hq, Q, D]
+# [rows, Hq, Q, D], [rows, Hkv, K, D], [rows, Hkv, K, Dv] -> [rows, Hq, Q, Dv]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def packed_attention(
@@ -37,7 +39,8 @@ def packed_attention(
 
     Args:
         query: [1, Hq, T, D].
-        key, value: [1, Hkv, T, D].
+        key: [1, Hkv, T, D].
+        value: [1, Hkv, T, Dv]; Dv differs from D in multi-head latent attention (arXiv:2405.04434).
         segments: which tokens see each other; the same object for all layers.
         scaling: factor on query-key products.
         sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None for all before it.
@@ -46,14 +49,14 @@ def packed_attention(
             sinks, arXiv:2309.17453 section 3.3), or None.
 
     Returns:
-        [1, T, Hq, D], dtype of ``query``.
+        [1, T, Hq, Dv], dtype of ``query``.
     """
     assert query.shape[0] == 1, f"one packed row [1, Hq, T, D] is expected, got {tuple(query.shape)}"
     assert query.shape[2] == segments.num_tokens, f"{query.shape[2]} tokens, but segments end at {segments.num_tokens}"
     assert query.shape[1] % key.shape[1] == 0, f"{query.shape[1]} query heads on {key.shape[1]} key/value heads"
     # Token-major [T, heads, D]: what a kernel of variable length reads, and what one row gather moves whole.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if softcap is None and sinks is None and _kernel_runs_on(query):
+    if softcap is None and sinks is None and _kernel_runs_on(query, value):
         return _kernel_attention(q, k, v, segments.end_to_end, scaling, sliding_window).unsqueeze(0)
     attend = partial(_causal_attention, scaling=scaling, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
     return _by_bucket(q, k, v, segments.side_by_side, attend).unsqueeze(0)
@@ -82,7 +85,7 @@ def _kernel_attention(
 
 
 def _by_bucket(q: Tensor, k: Tensor, v: Tensor, layout: SideBySide, attend: Attend) -> Tensor:
-    """[T, Hq, D] on [T, Hkv, D], one call of ``attend`` per bucket."""
+    """[T, Hq, D] on [T, Hkv, D] -> [T, Hq, Dv], one call of ``attend`` per bucket."""
     q = q.index_select(0, layout.queries)
     k, v = (x.index_select(0, layout.keys) for x in (k, v))
     of_queries, of_keys = ([b.rows * b.queries for b in layout.buckets], [b.rows * b.keys for b in layout.buckets])
@@ -93,7 +96,7 @@ def _by_bucket(q: Tensor, k: Tensor, v: Tensor, layout: SideBySide, attend: Atte
     for bucket, *parts in by_bucket:
         rows = (x.reshape(bucket.rows, -1, *x.shape[1:]).transpose(1, 2) for x in parts)  # [rows, heads, length, D]
         outputs.append(attend(*rows).transpose(1, 2).flatten(0, 1))
-    padded = torch.cat(outputs) if outputs else q  # [P, Hq, D]
+    padded = torch.cat(outputs) if outputs else q[..., : v.shape[-1]]  # [P, Hq, Dv]
     return padded.index_select(0, layout.target)
 
 
@@ -156,15 +159,17 @@ def _written_out_attention(
     return probability @ value
 
 
-def _kernel_runs_on(x: Tensor) -> bool:
-    """Whether PyTorch's variable-length attention takes this tensor: NVIDIA from Ampere on, half precision."""
+def _kernel_runs_on(query: Tensor, value: Tensor) -> bool:
+    """Whether PyTorch's variable-length attention takes these: NVIDIA from Ampere on, half precision, one head size."""
+    size = query.shape[-1]
     return (
-        x.device.type == "cuda"
+        query.device.type == "cuda"
         and torch.version.hip is None
-        and x.dtype in (torch.float16, torch.bfloat16)
-        and x.shape[-1] % 8 == 0
-        and x.shape[-1] <= 256
-        and torch.cuda.get_device_capability(x.device) >= (8, 0)
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and size % 8 == 0
+        and size <= 256
+        and value.shape[-1] == size
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 
 
@@ -182,15 +187,16 @@ def ragged_decode_attention(
 
     Args:
         query: [B, Hq, 1, D].
-        key, value: [B, Hkv, C, D], row b holds ``lengths[b]`` entries, the new token's own last. Slots behind them are
+        key: [B, Hkv, C, D], row b holds ``lengths[b]`` entries, the new token's own last. Slots behind them are
             ignored but must hold finite numbers (0 * NaN is NaN), so make the buffer with zeros.
+        value: [B, Hkv, C, Dv], likewise; Dv differs from D in multi-head latent attention (arXiv:2405.04434).
         lengths: [B] int64, at least 1.
         scaling: factor on query-key products.
         sliding_window: the newest entries a token sees, its own included; None for all.
         softcap, sinks: as in ``packed_attention``.
 
     Returns:
-        [B, 1, Hq, D], dtype of ``query``.
+        [B, 1, Hq, Dv], dtype of ``query``.
     """
     batch, num_heads, one, size = query.shape
     assert one == 1, f"one new token per row is expected, got {one}"
@@ -207,4 +213,4 @@ def ragged_decode_attention(
         out = _written_out_attention(grouped, key, value, mask, scaling, softcap, shares)
     else:
         out = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
-    return out.reshape(batch, 1, num_heads, size)
+    return out.reshape(batch, 1, num_heads, value.shape[-1])

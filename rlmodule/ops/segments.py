@@ -159,6 +159,11 @@ class SegmentBuckets:
         return EndToEnd(cu_queries, cu_keys, longest[0], longest[1], keys)
 
     @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest sample: a segment with its prefix."""
+        return int((self._before + self.length).max()) if len(self.length) else 0
+
+    @cached_property
     def _before(self) -> Tensor:
         """[S] tokens of each segment's prefix."""
         return torch.where(self.prefix >= 0, self.length[self.prefix], 0)

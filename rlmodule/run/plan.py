@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rlmodule.core.layout import Layout
 from rlmodule.models.description import NO_VALUE, SHARED
@@ -30,6 +31,7 @@ class RunPlan:
         held_out: what is validated on; empty for nothing.
         sampling: length and end of responses; empty where none are sampled.
         samples_per_row: samples that a row comes to.
+        loading: how the weights of other models come from disk, by model, where it is not as with the one that trains.
     """
 
     config: RunConfig
@@ -41,6 +43,7 @@ class RunPlan:
     held_out: str
     sampling: str
     samples_per_row: float
+    loading: Mapping[str, str] = field(default_factory=dict)
 
     def _value_model(self) -> dict[str, str]:
         s = self.config
@@ -68,6 +71,7 @@ class RunPlan:
             + (f", LoRA r={s.model.lora.r}" if s.model.lora.is_on else "")
             + (f"; {self.model.loading}" if self.model.loading else ""),
             **self._value_model(),
+            **({"weights": "; ".join(f"{name}: {how}" for name, how in self.loading.items())} if self.loading else {}),
             "data": self.rows,
             **({"held out": self.held_out} if self.held_out else {}),
             **({"sampling": self.sampling} if self.sampling else {}),

@@ -232,7 +232,7 @@ class Run:
         objective = Objective(config.loss, config.algorithm)
         strategy = self.strategy.build()
         module = build_module(config, objective, self.dataset.samples_per_row, strategy)
-        context = self._context(module.models[config.trained_model], step)
+        context = self._context(dict(module.models.items()), step)
         context.metrics_log.subscribe(on_phase=self.on_phase)
         callbacks = [made.connect(context) for made in config.callbacks.values()]
         datamodule = build_datamodule(config, self.dataset, objective, strategy, context.metrics_log.begin_iteration)
@@ -264,13 +264,13 @@ class Run:
         if parts.context.is_rank_zero and "report" not in self.config.callbacks:
             print(f"run finished {self.run_dir.root}")
 
-    def _context(self, leading: nn.Module, resumed_step: int | None) -> RunContext:
+    def _context(self, models: Mapping[str, nn.Module], resumed_step: int | None) -> RunContext:
         s = self.config
         return RunContext(
             run_dir=self.run_dir.root,
             is_rank_zero=self.is_rank_zero,
             max_iterations=s.trainer.max_epochs,
-            describe=self._plan(leading).lines(),
+            describe=self._plan(models).lines(),
             hparams=flat(
                 {
                     "optimizer": asdict(s.optimizer),
@@ -285,8 +285,8 @@ class Run:
             sampling={name: getattr(s.sampling, name) for name in ("temperature", "top_k", "top_p")},
         )
 
-    def _plan(self, leading: nn.Module) -> RunPlan:
-        model, dataset = self.config.model, self.dataset
+    def _plan(self, models: Mapping[str, nn.Module]) -> RunPlan:
+        model, dataset, leading = self.config.model, self.dataset, models[self.config.trained_model]
         name = model.path or str(model.architecture.get("model_type"))
         return RunPlan(
             self.config,
@@ -298,4 +298,5 @@ class Run:
             dataset.describe_held_out(),
             dataset.describe_sampling(),
             dataset.samples_per_row,
+            {name: str(m.loading) for name, m in models.items() if m is not leading and m.loading != leading.loading},
         )

@@ -1,14 +1,19 @@
-"""The repeated blocks of a transformer, which are sharded one by one; and the dtypes weights may be gathered in."""
+"""The repeated blocks of a transformer, which sharding treats one by one; and the types weights may travel in.
+
+Some families keep parts of a block in float32 (routers of experts): where weights are gathered in bfloat16, these are
+sharded by themselves.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.parameters import fp32_modules, fp32_names
 
 DTYPES: Mapping[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 
@@ -34,3 +39,33 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
             fix="Use strategy=ddp",
         )
     return blocks
+
+
+def fp32_parts(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.Module]:
+    """Modules whose weights are gathered in float32 though all others are gathered in ``param_dtype``.
+
+    Raises:
+        ConfigError: the family keeps a parameter in float32 that lies beside others of the same module.
+    """
+    if param_dtype is None:
+        return []
+    names, head = fp32_names(model, strict=True), lm_of(model).get_output_embeddings()
+    parts = [part for part in fp32_modules(model, names) if part is not head]  # its weight is read past its forward
+    apart = {parameter for part in parts for parameter in part.parameters()}
+    check_no_fp32_weights([n for n, p in model.named_parameters() if names.search(n) and p not in apart], param_dtype)
+    return parts
+
+
+def check_no_fp32_weights(names: Sequence[str], param_dtype: torch.dtype | None) -> None:
+    """Refuse to round weights that the family keeps in float32.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    if names and param_dtype is not None:
+        raise ConfigError(
+            key="strategy.param_dtype",
+            got=str(param_dtype).removeprefix("torch."),
+            because=f"the model keeps {names[0]} in float32, and this strategy would round it with the others",
+            fix="Use strategy.param_dtype=float32 with model.precision=bf16-mixed",
+        )

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from rlmodule.core.contract import Backward, Collectives, ModelObjective, ModelSpec, SequenceRanks
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metrics
-from rlmodule.core.parameters import tied
+from rlmodule.core.parameters import Cast, fp32_names, tied
 from rlmodule.core.types import MicroBatch, StepTotals, TokenOutputs
 from strategies.parts.collectives import LocalCollectives
 from strategies.parts.loading import load
@@ -163,16 +163,18 @@ class StrategyMixin(SavedState):
     def full_weights(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor), one at a time; tied tensors under each of their names.
 
-        Parameters outside of the transformers model (a value head beside it) keep their own names.
+        What lies outside of the transformers model (a value head beside it) goes by its own name. What its family keeps
+        in float32 (routers of experts) has that type whatever ``dtype`` says.
         """
+        cast = Cast(dtype, fp32_names(self._models[name]))
         with self.parameters_on_device(name):
             for names, tensor in self.full_parameters(name):
-                tensor = tensor.to(dtype=dtype if tensor.is_floating_point() else None)
+                tensor = cast(names[0], tensor)
                 for full_name in names:
                     yield full_name.removeprefix(HF_PREFIX), tensor
         for key, buffer in persistent_buffers(self._models[name]):
             if key.startswith(HF_PREFIX):
-                yield key.removeprefix(HF_PREFIX), buffer.to(dtype=dtype if buffer.is_floating_point() else None)
+                yield key.removeprefix(HF_PREFIX), cast(key, buffer)
 
     def generator(self, name: str) -> nn.Module:
         """The module to sample with inside ``generation_mode``: whole weights, no communication in its forward."""

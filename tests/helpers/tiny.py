@@ -57,14 +57,15 @@ _SMALL = {
     "max_position_embeddings": POSITIONS,
 }
 
-# One of each kind: rotary, tied, with biases, windowed (by its attention or by its mask), capped, scaled, with experts,
-# with attention sinks, with absolute positions.
+# One of each kind: rotary, tied, with biases, windowed (by its attention or by its mask), capped, scaled up or down,
+# with experts, with attention sinks, with absolute positions, with latent attention, with layers before its head.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {**_SMALL, "head_dim": 8, "tie_word_embeddings": True},
     "qwen2": {**_SMALL},
     "llama": {**_SMALL},
     "mistral": {**_SMALL, "sliding_window": 4},
     "gemma2": {**_SMALL, "head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
+    "hyperclovax": {**_SMALL, "logits_scaling": 0.25},
     "granite": {**_SMALL, "logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
     "cohere": {**_SMALL, "logit_scale": 0.25},
     "qwen3_moe": {**_SMALL, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
@@ -79,6 +80,35 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "max_window_layers": 2,
     },
     "gpt_oss": {**_SMALL, "head_dim": 8, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        **_SMALL,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 24,
+    },
+    "modernbert-decoder": {
+        **_SPECIAL,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": POSITIONS,
+        "local_attention": 8,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "bos_token_id": 2,
+        "sep_token_id": 1,
+        "cls_token_id": 2,
+    },
     "gpt2": {
         **_SPECIAL,
         "vocab_size": VOCABULARY,
@@ -119,6 +149,24 @@ def stock(policy: PolicyModel) -> nn.Module:
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
     model.load_state_dict(policy.lm.state_dict())
     return model.eval()
+
+
+def stock_scores(
+    policy: PolicyModel, rows: Sequence[TrainingSample], temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """[N] log-probabilities and entropies of the loss tokens, one sample per forward pass of the stock model."""
+    model = stock(policy)
+    logprob: list[Tensor] = []
+    entropy: list[Tensor] = []
+    for row in rows:
+        prompt = torch.tensor(row.sample.prompt.ids)
+        ids = torch.cat([prompt, row.sample.response_ids])
+        logits = model(input_ids=ids[None]).logits[0].float() / temperature
+        scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        picked = scores.gather(-1, row.sample.response_ids[:, None])[:, 0]
+        logprob.append(picked[row.sample.loss_mask])
+        entropy.append(-(scores.exp() * scores).sum(-1)[row.sample.loss_mask])
+    return torch.cat(logprob), torch.cat(entropy)
 
 
 def filled(model: Any) -> Any:

@@ -121,9 +121,9 @@ def test_attention_refuses_what_it_would_get_wrong():
     """A mask that nobody applies would be a silent error."""
     module, x = torch.nn.Module(), torch.zeros(1, 2, 3, 4)
     segments = SegmentBuckets.from_cu_seqlens(torch.tensor([0, 3], dtype=torch.int32))
-    with pytest.raises(AssertionError, match="take no mask"):
+    with pytest.raises(AssertionError, match="takes none"):
         attention_forward(module, x, x, x, torch.ones(3, 3), segments=segments)
-    with pytest.raises(AssertionError, match="how its row is cut"):
+    with pytest.raises(AssertionError, match="where samples begin and end"):
         attention_forward(module, x, x, x, None, sliding_window=None)
 
 

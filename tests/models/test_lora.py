@@ -115,7 +115,9 @@ def test_ckpt_07_merging_is_weight_plus_scaled_product() -> None:
         ("layer.lora_B.default.weight", torch.tensor([[3.0], [4.0]])),
         ("norm.weight", torch.ones(2)),
     ]
-    whole = dict(merged(weights, LoraConfig(r=1, alpha=2).scaling))
+    layer = torch.nn.ModuleDict({"layer": torch.nn.Linear(2, 2)})
+    lora.add_adapter(layer, LoraConfig(r=1, alpha=2, target_modules=["layer"]), seed=0, base=None)
+    whole = dict(merged(weights, lora.adapted_weights(layer)))
     assert whole["layer.weight"].tolist() == [[7.0, 12.0], [8.0, 17.0]]
     assert set(whole) == {"layer.weight", "layer.bias", "norm.weight"}
     assert set(dict(adapter_only(weights))) == {
@@ -129,7 +131,7 @@ def test_ckpt_07_exported_adapter_and_merged_model_give_the_same_logits(family: 
     save_pretrained(tmp_path / "base", policy_of(family, config=LoraConfig()).lm, byte_tokenizer())
     policy = trained(policy_of(family, path=str(tmp_path / "base")))
     save_adapter(tmp_path / "adapter", policy.lm, adapter_only(stream(policy)))
-    save_pretrained(tmp_path / "merged", policy.lm, byte_tokenizer(), dict(merged(stream(policy), LORA.scaling)))
+    save_pretrained(tmp_path / "merged", policy.lm, byte_tokenizer(), dict(merged(stream(policy), policy.adapted)))
 
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert all(name.startswith("base_model.model.") and "default" not in name for name in tensors)
@@ -150,7 +152,7 @@ def test_ckpt_07_exported_adapter_and_merged_model_give_the_same_logits(family: 
 def test_a_model_whose_head_is_tied_keeps_it_tied(tmp_path: Path) -> None:
     policy = trained(policy_of("qwen3"))
     assert policy.lm.config.tie_word_embeddings
-    save_pretrained(tmp_path, policy.lm, byte_tokenizer(), dict(merged(stream(policy), LORA.scaling)))
+    save_pretrained(tmp_path, policy.lm, byte_tokenizer(), dict(merged(stream(policy), policy.adapted)))
     lm = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert lm.get_output_embeddings().weight is lm.get_input_embeddings().weight
 

@@ -16,7 +16,17 @@ from rlmodule.core.types import StepTotals
 from rlmodule.models.building import build_policy, parameter_count, save_pretrained
 from rlmodule.models.description import ModelConfig, load_model_config, load_tokenizer, shape_of
 from rlmodule.models.policy import silence_dropout
-from tests.helpers.tiny import FAMILIES, WINDOWED, architecture, mixed_rows, sample, stock, tiny_policy, without_loss
+from tests.helpers.tiny import (
+    FAMILIES,
+    WINDOWED,
+    architecture,
+    mixed_rows,
+    sample,
+    stock,
+    stock_scores,
+    tiny_policy,
+    without_loss,
+)
 
 ROWS = mixed_rows()
 TOTALS = StepTotals(tokens=1000, sequences=8)
@@ -34,27 +44,12 @@ class Added:
         return logprob.sum() if entropy is None else (logprob + entropy).sum()
 
 
-def by_stock_model(policy, rows, temperature=1.0):
-    """[N] log-probabilities and entropies of the loss tokens, one sample per forward pass of the stock model."""
-    model = stock(policy)
-    logprob, entropy = [], []
-    for row in rows:
-        prompt = torch.tensor(row.sample.prompt.ids)
-        ids = torch.cat([prompt, row.sample.response_ids])
-        logits = model(input_ids=ids[None]).logits[0].float() / temperature
-        scores = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-        picked = scores.gather(-1, row.sample.response_ids[:, None])[:, 0]
-        logprob.append(picked[row.sample.loss_mask])
-        entropy.append(-(scores.exp() * scores).sum(-1)[row.sample.loss_mask])
-    return torch.cat(logprob), torch.cat(entropy)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_scores_equal_the_stock_model(family):
     """Sliding windows, caps on attention and on logits, scaled heads, absolute positions: none is lost on the way."""
     policy = tiny_policy(family)
     out = policy(pack_rows(ROWS, TOTALS), outputs=frozenset({"entropy"}))
-    logprob, entropy = by_stock_model(policy, ROWS)
+    logprob, entropy = stock_scores(policy, ROWS)
     torch.testing.assert_close(out.logprob, logprob, rtol=0, atol=1e-5)
     torch.testing.assert_close(out.entropy, entropy, rtol=0, atol=1e-5)
     assert out.logprob.dtype == torch.float32
@@ -100,7 +95,7 @@ def test_packing_changes_nothing():
 def test_the_temperature_divides_the_logits(temperature):
     policy = tiny_policy(temperature=temperature)
     out = policy(pack_rows(ROWS, TOTALS), outputs=frozenset({"entropy"}))
-    logprob, entropy = by_stock_model(policy, ROWS, temperature)
+    logprob, entropy = stock_scores(policy, ROWS, temperature)
     torch.testing.assert_close(out.logprob, logprob, rtol=0, atol=1e-5)
     torch.testing.assert_close(out.entropy, entropy, rtol=0, atol=1e-5)
 
@@ -278,5 +273,5 @@ def test_samples_of_one_token_prompts_can_be_scored():
     policy = tiny_policy()
     [row] = mixed_rows([(1, 1)])
     assert row.sample.meta == sample(0, 1, 1).meta
-    logprob, _ = by_stock_model(policy, [row])
+    logprob, _ = stock_scores(policy, [row])
     torch.testing.assert_close(policy(pack_rows([row], TOTALS)).logprob, logprob, rtol=0, atol=1e-5)

@@ -158,7 +158,7 @@ def test_a_reward_model_with_several_scores_is_refused(tmp_path):
 
 
 def test_a_family_without_a_head_of_that_kind_is_refused():
-    with pytest.raises(ConfigError, match=r"critic\.architecture=granite"):
+    with pytest.raises(ConfigError, match=r"critic\.architecture\.model_type=granite"):
         build_value_model(ModelConfig(architecture=architecture("granite")), seed=0)
     with pytest.raises(ConfigError, match="no head called score"):
         build_value_model(ModelConfig(architecture=architecture("gpt2")), seed=0)

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 from rlmodule.algorithm.config import ROLLOUTS
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
-from rlmodule.models.description import positions_of
+from rlmodule.models.description import positions_in_words, positions_of
 from rlmodule.run.config import RunConfig
 
 
@@ -71,6 +71,6 @@ def check_positions(config: RunConfig, hf_config: PreTrainedConfig) -> None:
             key="rollout.max_response_length",
             got=config.sampling.max_response_length,
             because=f"with data.max_prompt_length={config.data.max_prompt_length} a sample can have "
-            f"{config.longest_sample} tokens, and the model has {limit} positions",
+            f"{config.longest_sample} tokens, and the model has {positions_in_words(hf_config)}",
             fix=f"Lower one of the two so that they add up to {limit} at most",
         )

@@ -1,0 +1,448 @@
+"""Before a model is trained, a small random one of its kind is run in two ways, which have to agree.
+
+The policy never calls the ``forward`` of a transformers model: it runs the trunk on samples laid end to end, makes
+logits from the head's weight and decodes against a cache of its own. In some families one of these goes wrong without
+an error. So a small copy of the configuration (``shrink.py``) gets random weights and is run both ways: as transformers
+does, one sample at a time under eager attention, and as we do. Log-probabilities, gradients, decoding and, with
+adapters, the merged model must agree. It takes a fraction of a second on a CPU, whatever the size of the real model.
+
+Leaves out the real weights; ``loading.py`` says which of them a folder lacks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from rlmodule.batching.collate import pack_rows
+from rlmodule.core.errors import ConfigError, RLModuleError
+from rlmodule.core.types import MicroBatch, Prompt, Sample, StepTotals, TrainingSample
+from rlmodule.models.attention import RaggedCache
+from rlmodule.models.description import ModelConfig, first_line, positions_of, source_of
+from rlmodule.models.lora import AdaptedWeight, adapted_weights, merged, plain_name
+from rlmodule.models.policy import DecodeBatch, PolicyModel, PrefillBatch
+from rlmodule.models.shrink import FIRST_TOKEN, small_copies
+
+LENGTHS = ((5, 7), (2, 1), (3, 5))  # prompt and response tokens of the samples; windows of the small copy are shorter
+DECODED = 2  # tokens of each sample that are decoded one by one
+SPREAD = 1.5  # standard deviation of a matrix times unit inputs, so that distributions are far from flat
+ADAPTER_SPREAD = 0.3  # the same of an adapter's matrices, whose product is multiplied by alpha / r
+ADAPTED = " with adapters"  # at the end of what was compared
+OFF = 3e-3  # nats, or shares of the largest gradient, from which on results differ; rounding stays below 1e-3
+
+
+Wrapped = TypeVar("Wrapped", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class SmallModels(Generic[Wrapped]):
+    """How the models that are compared are made of a small configuration.
+
+    Args:
+        stock: transformers' own model, eager attention.
+        ours: the same model with the project's attention, in what trains it; it is at ``lm``.
+        adapt: puts adapters into a transformers model, in place; None where every weight trains.
+    """
+
+    stock: Callable[[PreTrainedConfig], PreTrainedModel]
+    ours: Callable[[PreTrainedConfig], Wrapped]
+    adapt: Callable[[PreTrainedModel], None] | None = None
+
+
+@dataclass(frozen=True)
+class Reading(Generic[Wrapped]):
+    """The numbers that are compared, one for each response token, and how both models give them.
+
+    Args:
+        name: what they are.
+        of_stock: [N] of samples, one sample per pass of the model's own forward; differentiable.
+        of_ours: [N] of a packed micro-batch, without gradients.
+        loss: the sum of these numbers, each times one of the [N] weights, by the way that training goes.
+        decodes: whether the model also decodes.
+    """
+
+    name: str
+    of_stock: Callable[[PreTrainedModel, Sequence[Sample]], Tensor]
+    of_ours: Callable[[Wrapped, MicroBatch], Tensor]
+    loss: Callable[[Wrapped, MicroBatch, Tensor], Tensor]
+    decodes: bool = False
+
+
+@dataclass
+class Agreement:
+    """What was compared.
+
+    Attributes:
+        worst: largest difference by what was compared: nats, or shares of the largest gradient.
+        failures: what could not be run -> why.
+        unreached: modules and parameters that no text reaches (a vision tower), by their names.
+        bypassed: adapted modules whose weight the model reads itself, past the adapter, so that this one never trains;
+            by their names, * for the number of a layer.
+    """
+
+    worst: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    unreached: tuple[str, ...] = ()
+    bypassed: tuple[str, ...] = ()
+
+    @property
+    def problem(self) -> str | None:
+        """In what the two differ, in words; None where they agree."""
+        return next((text for of_adapters in (False, True) for text in self._problems(of_adapters)), None)
+
+    @property
+    def is_about_adapters(self) -> bool:
+        """Whether all is well without adapters."""
+        return next(self._problems(of_adapters=False), None) is None
+
+    def _problems(self, of_adapters: bool) -> Iterator[str]:
+        for what, why in self.failures.items():
+            if what.endswith(ADAPTED) == of_adapters:
+                yield f"{what} cannot be computed ({why})"
+        for what, difference in self.worst.items():
+            if what.endswith(ADAPTED) == of_adapters and not difference < OFF:
+                yield f"{what} differ from those of its own forward by {difference:.2g}"
+
+    def note(self, what: str, difference: Callable[[], float]) -> None:
+        """Add one comparison, whatever becomes of it."""
+        try:
+            self.worst[what] = difference()
+        except RLModuleError:
+            raise
+        except Exception as error:  # any family, for any reason
+            self.failures[what] = _in_a_line(error)
+
+
+def _in_a_line(error: Exception) -> str:
+    """Our own assertions say what is wrong with the family; errors of model code also need their kind."""
+    return first_line(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {first_line(error)}"
+
+
+def check_agreement(
+    hf_config: PreTrainedConfig,
+    config: ModelConfig,
+    section: str,
+    models: SmallModels[Wrapped],
+    reading: Reading[Wrapped],
+) -> Agreement:
+    """Refuse a model whose numbers would not be those of its own forward. One comparison per configuration and process.
+
+    Raises:
+        ConfigError: names the kind of model and the reason.
+    """
+    text = f"{reading.name} {config.lora} {hf_config.to_json_string(use_diff=False)}"
+    found = _compare_once(_Question(text, lambda: compare(hf_config, models, reading)))
+    if found.problem is None:
+        return found
+    because = (
+        f"{hf_config.model_type} would not be computed right: of a small random model of its kind, {found.problem}"
+    )
+    if found.is_about_adapters:
+        raise ConfigError(
+            key=f"{section}.lora.target_modules",
+            got=config.lora.target_modules,
+            because=because,
+            fix=f"List layers whose weights nothing else reads, such as {section}.lora.target_modules=[q_proj,v_proj]",
+        )
+    raise ConfigError(
+        **source_of(config, section),
+        because=because,
+        fix="Choose another model; docs/models.md lists the families that are computed exactly",
+    )
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A comparison, and as text all that its answer depends on."""
+
+    text: str
+    answer: Callable[[], Agreement] = field(compare=False)
+
+
+@lru_cache(maxsize=16)
+def _compare_once(question: _Question) -> Agreement:
+    return question.answer()
+
+
+def compare(config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Reading[Wrapped]) -> Agreement:
+    """Run a small model of this configuration both ways.
+
+    Raises:
+        RLModuleError: the model cannot be made ours, or an adapter in it cannot be merged.
+    """
+    found = Agreement()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        try:
+            small, stock, ours = _small_pair(config, models, reading)
+        except RLModuleError:
+            raise
+        except Exception as error:  # any family, for any reason
+            found.failures["a forward pass"] = _in_a_line(error)
+            return found
+        samples = _samples(small)
+        _compare_pair(found, reading, stock, ours, samples)
+        found.unreached = tuple(_unreached(stock))
+        reached = {name for name, p in stock.named_parameters() if p.grad is not None}
+        if found.problem is not None or models.adapt is None or not _adapt(models.adapt, stock, ours):
+            return found
+        try:
+            bypassed = _bypassed(reading, ours, samples, reached)
+        except RLModuleError:
+            raise
+        except Exception as error:  # any family, for any reason
+            found.failures[f"gradients{ADAPTED}"] = _in_a_line(error)
+            return found
+        found.bypassed = tuple(sorted({numbers_as_stars(plain_name(one.up.split(".lora_")[0])) for one in bypassed}))
+        for one in bypassed:
+            stock.get_parameter(one.up).data.zero_()  # where every adapter starts, and these stay
+            for name in (one.down, one.up):
+                stock.get_parameter(name).requires_grad_(False)
+        _share_weights(stock, ours)
+        _compare_pair(found, reading, stock, ours, samples, ADAPTED)
+        plain = models.stock(copy.deepcopy(small))
+        found.note(
+            f"{reading.name} of the merged model{ADAPTED}", lambda: _merge_difference(stock, plain, reading, samples)
+        )
+    return found
+
+
+def numbers_as_stars(name: str) -> str:
+    """``layers.0.mlp`` -> ``layers.*.mlp``: the same module of every layer."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def _small_pair(
+    config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Reading[Wrapped]
+) -> tuple[PreTrainedConfig, PreTrainedModel, Wrapped]:
+    """The first small copy that transformers' own forward can run, as its own model and ours, with equal weights."""
+    problem: Exception | None = None
+    for small in small_copies(config):
+        try:
+            stock = models.stock(copy.deepcopy(small)).eval()
+            ours = models.ours(copy.deepcopy(small))
+            _randomise(stock)
+            _share_weights(stock, ours)
+            reading.of_stock(stock, _samples(small))
+        except RLModuleError:
+            raise
+        except Exception as error:  # the next copy is closer to the real one
+            problem = problem or error
+            continue
+        return small, stock, ours
+    assert problem is not None, "there is a small copy of every configuration"
+    raise problem
+
+
+def _share_weights(stock: PreTrainedModel, ours: nn.Module) -> None:
+    lm = ours.get_submodule("lm")
+    lm.load_state_dict({**lm.state_dict(), **stock.state_dict()})  # a value head may have a bias of its own
+
+
+def _adapt(adapt: Callable[[PreTrainedModel], None], stock: PreTrainedModel, ours: nn.Module) -> bool:
+    """Put adapters into both, unlike zero; False where they are for layers that only the real model has."""
+    try:
+        for lm in (stock, ours.get_submodule("lm")):
+            adapt(lm)  # type: ignore[arg-type]
+    except ConfigError:
+        return False
+    _randomise(stock)
+    _share_weights(stock, ours)
+    return True
+
+
+@torch.no_grad()
+def _randomise(model: nn.Module) -> None:
+    """Random matrices; vectors (norms, biases) a tenth off what the family starts them with."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2:
+            spread = ADAPTER_SPREAD if ".lora_" in name else SPREAD
+            parameter.normal_(0, spread / parameter.shape[-1] ** 0.5)
+        else:
+            size = float(parameter.square().mean().sqrt()) or 1.0
+            parameter.add_(torch.randn(parameter.shape) * 0.1 * size)
+
+
+def _samples(config: PreTrainedConfig) -> list[Sample]:
+    size, limit = config.get_text_config().vocab_size, positions_of(config)
+    samples = []
+    for number, (prompt, response) in enumerate(LENGTHS):
+        count = min(prompt + response, limit or prompt + response)
+        ids = torch.randint(min(FIRST_TOKEN, size - 1), size, (count,))
+        cut = min(prompt, count - 1)
+        asked = Prompt(row=number, ids=tuple(ids[:cut].tolist()), text="")
+        samples.append(Sample(number, number, asked, ids[cut:], torch.ones(count - cut, dtype=torch.bool)))
+    return samples
+
+
+def _ids(sample: Sample) -> Tensor:
+    return torch.cat([torch.tensor(sample.prompt.ids), sample.response_ids])
+
+
+# ---- the two ways to run it
+
+
+def _own_logits(lm: PreTrainedModel, ids: Tensor) -> Tensor:
+    """[T] ids -> [T, V] logits of the model's own forward."""
+    return lm(input_ids=ids[None], use_cache=False).logits[0].float()  # type: ignore[no-any-return]
+
+
+def _own_logprobs(lm: PreTrainedModel, samples: Sequence[Sample]) -> Tensor:
+    """[N] log-probabilities of all response tokens, one sample per pass."""
+    parts = []
+    for sample in samples:
+        scores = _own_logits(lm, _ids(sample)).log_softmax(-1)[len(sample.prompt.ids) - 1 : -1]
+        parts.append(scores.gather(-1, sample.response_ids[:, None])[:, 0])
+    return torch.cat(parts)
+
+
+def _packed(samples: Sequence[Sample]) -> MicroBatch:
+    return pack_rows([TrainingSample(sample) for sample in samples], StepTotals(tokens=1, sequences=1))
+
+
+@dataclass(frozen=True)
+class _Weighted:
+    """Objective: the sum of log-probabilities, each times a number of its own."""
+
+    weights: Tensor
+    needs_entropy: bool = False
+    whole_sequences: bool = False
+
+    def __call__(self, logprob: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
+        return (logprob * self.weights[part]).sum()
+
+
+LOGPROBS: Reading[PolicyModel] = Reading(
+    "log-probabilities",
+    _own_logprobs,
+    lambda policy, batch: policy(batch).logprob,
+    lambda policy, batch, weights: policy(batch, objective=_Weighted(weights)),
+    decodes=True,
+)
+
+
+# ---- what is compared
+
+
+def _compare_pair(
+    found: Agreement,
+    reading: Reading[Wrapped],
+    stock: PreTrainedModel,
+    ours: Wrapped,
+    samples: Sequence[Sample],
+    kind: str = "",
+) -> None:
+    try:
+        own = reading.of_stock(stock, samples)
+    except Exception as error:  # any family, for any reason
+        found.failures[f"its own forward{kind}"] = _in_a_line(error)
+        return
+    weights = torch.rand(len(own)) + 0.5
+    stock.zero_grad()
+    (own * weights).sum().backward()  # type: ignore[no-untyped-call]
+    batch = _packed(samples)
+
+    def difference() -> float:
+        with torch.no_grad():
+            return _largest(reading.of_ours(ours, batch) - own)
+
+    ours.eval()
+    found.note(f"{reading.name} of samples laid end to end{kind}", difference)
+    ours.train()
+    found.note(f"{reading.name} in training{kind}", difference)
+    found.note(f"gradients{kind}", lambda: _gradient_difference(reading.loss(ours, batch, weights), ours, stock))
+    ours.eval()
+    if reading.decodes:
+        found.note(f"{reading.name} of decoded tokens{kind}", lambda: _decode_difference(ours, stock, samples))
+
+
+def _gradient_difference(loss: Tensor, ours: nn.Module, stock: PreTrainedModel) -> float:
+    """Largest difference of a gradient, as a share of the largest gradient of all."""
+    ours.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    wanted = {name: _gradient(p) for name, p in stock.named_parameters() if p.requires_grad}
+    found = {name: _gradient(p) for name, p in ours.get_submodule("lm").named_parameters() if name in wanted}
+    return max(_largest(found[name] - wanted[name]) for name in wanted) / max(map(_largest, wanted.values()))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+@torch.no_grad()
+def _decode_difference(policy: nn.Module, stock: PreTrainedModel, samples: Sequence[Sample]) -> float:
+    """Largest difference of a log-probability when the last tokens of each sample come one by one."""
+    ids = [_ids(sample) for sample in samples]
+    own = [_own_logits(stock, one).log_softmax(-1) for one in ids]
+    steps = min(DECODED, *(len(one) - 1 for one in ids))
+    read = torch.tensor([len(one) - steps for one in ids])
+    cache = RaggedCache(read, int(read.max()) + steps)
+    ends = read.cumsum(0)
+    logits = policy(
+        PrefillBatch(
+            input_ids=torch.cat([one[:n] for one, n in zip(ids, read.tolist(), strict=True)]),
+            position_ids=torch.cat([torch.arange(n) for n in read.tolist()]),
+            cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32),
+            last=ends - 1,
+            cache=cache,
+        )
+    )
+    worst = 0.0
+    for step in range(steps + 1):
+        at = (read + step).tolist()
+        expected = torch.stack([scores[n - 1] for scores, n in zip(own, at, strict=True)])
+        worst = max(worst, _largest(logits.log_softmax(-1) - expected))
+        if step < steps:
+            logits = policy(DecodeBatch(torch.stack([one[n] for one, n in zip(ids, at, strict=True)]), cache))
+    return worst
+
+
+@torch.no_grad()
+def _merge_difference(
+    adapted: PreTrainedModel, plain: PreTrainedModel, reading: Reading[Wrapped], samples: Sequence[Sample]
+) -> float:
+    plain.load_state_dict(dict(merged(adapted.state_dict().items(), adapted_weights(adapted))))
+    return _largest(reading.of_stock(plain.eval(), samples) - reading.of_stock(adapted, samples))
+
+
+def _bypassed(
+    reading: Reading[Wrapped], ours: Wrapped, samples: Sequence[Sample], reached: Collection[str]
+) -> list[AdaptedWeight]:
+    """Adapters that get no gradient in training, beside weights that have one without them."""
+    weights = torch.ones(sum(len(sample.response_ids) for sample in samples))
+    ours.train()
+    reading.loss(ours, _packed(samples), weights).backward()  # type: ignore[no-untyped-call]
+    lm = ours.get_submodule("lm")
+    return [
+        one
+        for one in adapted_weights(lm)
+        if plain_name(one.weight) in reached and lm.get_parameter(one.up).grad is None
+    ]
+
+
+def _largest(x: Tensor) -> float:
+    """Largest absolute value; NaN counts as infinite, and of nothing it is 0."""
+    return float(x.abs().nan_to_num(nan=torch.inf).max()) if x.numel() else 0.0
+
+
+def _unreached(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Outermost modules, and single parameters, that have no gradient; members of lists are left out.
+
+    (An expert to which no token went has none either, and blocks of the real model have other numbers.)
+    """
+    for name, parameter in model.named_parameters(recurse=False):
+        if parameter.grad is None:
+            yield prefix + name
+    for name, child in model.named_children():
+        parameters = list(child.parameters())
+        if parameters and all(parameter.grad is None for parameter in parameters):
+            yield prefix + name
+        elif not isinstance(child, nn.ModuleList):
+            yield from _unreached(child, f"{prefix}{name}.")

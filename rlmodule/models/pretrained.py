@@ -1,0 +1,149 @@
+"""Transformers models for a run: random ones of a configuration, and those whose files transformers reads as a whole.
+
+Leaves out weights that stay on disk (``weights.py``), and what a policy or a value model is around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from rlmodule.core.errors import ConfigError, RLModuleError
+from rlmodule.models.attention import ATTENTION
+from rlmodule.models.description import ModelConfig, first_line, source_of
+from rlmodule.models.weights import NotByNameError
+
+PACKED_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers that can be told where a sample ends
+
+
+def lm_options(config: ModelConfig, attention: str = ATTENTION) -> dict[str, Any]:
+    """How every transformers model of a run is made: fp32 weights, our attention."""
+    return {
+        "attn_implementation": attention,
+        "dtype": torch.float32,
+        "trust_remote_code": config.trust_remote_code,
+    }
+
+
+def random_lm(
+    auto: Any, hf_config: PreTrainedConfig, config: ModelConfig, seed: int, attention: str = ATTENTION
+) -> PreTrainedModel:
+    """A model of transformers' class ``auto`` with random weights; the global random state is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return auto.from_config(hf_config, **lm_options(config, attention))
+
+
+def load_whole(
+    auto: Any, path: str, config: ModelConfig, section: str, may_lack: Collection[str] = (), **options: Any
+) -> tuple[PreTrainedModel, set[str], set[str]]:
+    """(model of transformers' class ``auto``, names that the files lack, names in the files that it does not use).
+
+    Raises:
+        ConfigError: the files lack a tensor that is not in ``may_lack``, or hold one that does not fit.
+    """
+    with silent_loading():
+        lm, info = auto.from_pretrained(
+            path, output_loading_info=True, ignore_mismatched_sizes=True, **options, **lm_options(config)
+        )
+    for name, stored, wanted in sorted(info["mismatched_keys"]):
+        raise _bad_files(config, section, f"{name} is {list(stored)} in the files, and {list(wanted)} in the model")
+    missing = set(info["missing_keys"])
+    check_complete(missing - set(may_lack), config, section)
+    unused = set(info["unexpected_keys"])
+    check_unused(unused, lm, config, section)
+    return lm, missing, unused
+
+
+def check_complete(missing: Collection[str], config: ModelConfig, section: str) -> None:
+    """Refuse files without all tensors of the model: the others would start from random numbers.
+
+    Raises:
+        ConfigError: names some of those that are missing.
+    """
+    if missing:
+        raise _bad_files(config, section, f"the files lack {_some(missing)}, which would start from random numbers")
+
+
+def check_unused(unused: Iterable[str], lm: nn.Module, config: ModelConfig, section: str) -> None:
+    """Refuse files with tensors that belong to a layer of the model which does not know them (a bias, a scale).
+
+    Those of whole parts that the model does not have (a vision tower, another head) change nothing in it.
+
+    Raises:
+        ConfigError: names some of the former.
+    """
+    layers = {name for name, module in lm.named_modules() if module._parameters and not module._modules}
+    foreign = [name for name in unused if name.rpartition(".")[0] in layers]
+    if foreign:
+        raise _bad_files(config, section, f"the files hold {_some(foreign)}, which the model does not use")
+
+
+def unused_note(unused: Collection[str]) -> str:
+    """What a run's plan says of tensors in the files that the model does not use; empty for none."""
+    return f"not used of the files: {_some(unused)}" if unused else ""
+
+
+def _some(names: Collection[str]) -> str:
+    first, *others = sorted(names)
+    return first + (f" and {len(others)} more" if others else "")
+
+
+def _bad_files(config: ModelConfig, section: str, because: str) -> ConfigError:
+    return ConfigError(
+        **source_of(config, section), because=because, fix="Give a folder with all files of the model, as published"
+    )
+
+
+@contextmanager
+def silent_loading() -> Iterator[None]:
+    """Inside, transformers prints no report of missing and unused weights: they are refused, or said in our words."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+
+
+@contextmanager
+def config_errors(config: ModelConfig, section: str = "model") -> Iterator[None]:
+    """Inside, whatever transformers cannot build or find is the user's error; ``section`` names the model.
+
+    Raises:
+        ConfigError: names the model and the reason.
+    """
+    try:
+        yield
+    except (RLModuleError, NotByNameError):
+        raise
+    except Exception as error:  # model code of some families fails with a KeyError or a TypeError
+        reason = first_line(error) if isinstance(error, ValueError | OSError | RuntimeError) else repr(error)
+        raise ConfigError(
+            **source_of(config, section),
+            because=f"the model cannot be built ({reason})",
+            fix="Choose a causal LM whose attention goes through transformers' attention interface",
+        ) from error
+
+
+def check_attention_is_ours(lm: PreTrainedModel, config: ModelConfig, section: str = "model") -> None:
+    """Refuse a model in which packed samples would see each other: attention of its own, or a state that runs along.
+
+    Raises:
+        ConfigError: names the class and the layers.
+    """
+    foreign = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS
+    if lm._supports_attention_backend and not lm._is_stateful and not foreign:
+        return
+    raise ConfigError(
+        **source_of(config, section),
+        because=f"{type(lm).__name__} has {', '.join(sorted(foreign)) or 'attention of its own'}, "
+        "in which samples laid end to end would see each other",
+        fix="Choose a causal LM whose attention goes through transformers' attention interface in every layer",
+    )
