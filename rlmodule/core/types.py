@@ -35,6 +35,8 @@ class Prompt:
         answer: ground truth for the reward, or None.
         source: name of the task or data source the row came from.
         meta: every other column of the row.
+        answer_value: the answer with the type it has in the file; a list holds several right answers.
+        location: ``file:line`` of the row, for messages; empty where there is no file.
     """
 
     row: int
@@ -43,6 +45,8 @@ class Prompt:
     answer: str | None = None
     source: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
+    answer_value: Any = field(default=None, compare=False)
+    location: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -128,15 +132,22 @@ class Sample:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Verdict of a reward on one sample.
+    """What a reward says of one sample. Every name is logged as ``reward/<name>``.
 
     Args:
         value: the reward, or None when the sample could not be scored (it then leaves statistics and loss).
-        parts: named components, logged as ``reward/<name>``.
+        parts: components that the reward declares; advantage estimators may read them. Logged as means over the
+            scored samples.
+        diagnostics: numbers that are logged in the same way and that nothing else reads.
+        counts: numbers that are added up over all samples, scored or not.
+        failure: what went wrong, where the reward failed on the sample; such a sample is unscored.
     """
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    failure: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

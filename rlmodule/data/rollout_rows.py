@@ -21,6 +21,7 @@ from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.data.chat import ChatError, ChatFormat, described
 from rlmodule.data.files import RawRow, RowTable
 from rlmodule.data.formats import read_turns
+from rlmodule.data.tokens import encode_behind
 
 # What a row says -> names of its column; of several in one file the first counts. Prompt and response must be there as
 # ids or as text, and the reward; the rest may be missing.
@@ -181,7 +182,7 @@ class RowReader:
                 location, "response", f"must be a text where there are no ids, this is {described(value)}"
             )
         end = [] if finish_reason == "length" else [self.tokenizer.eos_token_id]
-        ids = [*self.tokenizer(value, add_special_tokens=False)["input_ids"], *end]
+        ids = [*encode_behind(self.tokenizer, [value])[0], *end]
         if not ids or None in ids:
             raise self._error(location, "response", "comes to no token, or the tokenizer has no end token")
         return np.array(ids, dtype=np.int64)

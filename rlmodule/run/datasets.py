@@ -17,14 +17,15 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from rlmodule.algorithm.config import DEMONSTRATIONS, PREFERENCES, ROLLOUTS
 from rlmodule.core.contract import Layout, RolloutEngine
 from rlmodule.core.types import Prompt, Sample
-from rlmodule.data.demonstrations import file_demonstrations, task_demonstrations
-from rlmodule.data.preferences import Pair, file_preferences, task_preferences
+from rlmodule.data.demonstrations import DemonstrationSource, task_demonstrations
+from rlmodule.data.preferences import Pair, PreferenceSource, task_preferences
 from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.rollouts import RolloutTable, load_rollouts
 from rlmodule.experience.sources import OfflineSource, RolloutSource, RowSampler, Source, StoredSource
 from rlmodule.run.config import STORED, RunConfig
 from rlmodule.run.preflight.lengths import check_lengths
 from rlmodule.run.preflight.stored_rollouts import check_rollouts
+from rlmodule.run.preflight.tokens import check_samples
 
 SYNTHETIC_DEMONSTRATIONS, SYNTHETIC_PAIRS = 16384, 4096  # drawn from a built-in task that is asked for some
 
@@ -50,6 +51,10 @@ class TrainingDataset(ABC):
     def describe(self) -> str:
         """One line for the run's plan: what is there."""
 
+    def describe_columns(self) -> str:
+        """For the run's plan: which columns of files are read as what; empty where rows come from no files."""
+        return ""
+
     @abstractmethod
     def describe_iteration(self) -> str:
         """One line for the run's plan: what an iteration takes of it."""
@@ -62,6 +67,7 @@ class TrainingDataset(ABC):
             return []
         prompts = load_prompts(s.data, self.tokenizer, "test", s.task)
         prompts.check(s.reward.missing_fields)
+        prompts.check_ids(self.hf_config.get_text_config().vocab_size)
         return prompts
 
     @cached_property
@@ -111,6 +117,10 @@ class Prompts(TrainingDataset):
         """Prompts and their lengths."""
         return self.table.describe()
 
+    def describe_columns(self) -> str:
+        """Columns of prompts."""
+        return "" if self.config.task is not None else self.table.describe_columns()
+
     def describe_iteration(self) -> str:
         """Prompts, responses, samples."""
         prompts, n = self.config.algorithm.train_batch_size, self.config.rollout.n
@@ -120,6 +130,7 @@ class Prompts(TrainingDataset):
         """Every prompt can be judged; lengths of samples follow from the settings, which were checked."""
         assert self.config.reward is not None, "rollouts are judged"
         self.table.check(self.config.reward.missing_fields)
+        self.table.check_ids(self.hf_config.get_text_config().vocab_size)
 
     def examples(self) -> Sequence[Prompt | Sample]:
         """The prompts."""
@@ -167,8 +178,9 @@ class OfflineDataset(TrainingDataset):
         return f"{self.config.algorithm.train_batch_size} {self.config.algorithm.source}"
 
     def check(self, layout: Layout) -> None:
-        """None is longer than a micro-batch."""
-        check_lengths(_lengths(self.rows, "row"), self.config, layout)
+        """None is longer than a micro-batch, or than the model can read."""
+        check_lengths(_lengths(self.rows), self.config, layout)
+        check_samples((sample for samples in self.rows for sample in samples), self.hf_config)
 
     def examples(self) -> Sequence[Prompt | Sample]:
         """All of them."""
@@ -185,12 +197,23 @@ class Demonstrations(OfflineDataset):
     rewards: ClassVar[tuple[float, ...]] = (1.0,)
 
     @cached_property
+    def _source(self) -> DemonstrationSource:
+        return DemonstrationSource(self.config.data, "train")
+
+    @cached_property
     def samples(self) -> Sequence[Sample]:
         """The demonstrations of a task or of files."""
         s = self.config
         if s.task is not None:
             return task_demonstrations(s.task, SYNTHETIC_DEMONSTRATIONS, s.general.seed, s.data, self.tokenizer)
-        return file_demonstrations(s.data, self.tokenizer, "train")
+        return self._source.samples(self.tokenizer)
+
+    def describe_columns(self) -> str:
+        """Columns of demonstrations, and turns that are not trained."""
+        if self.config.task is not None:
+            return ""
+        _ = self.samples  # which turns are trained is known once they are read
+        return self._source.describe_columns()
 
     @cached_property
     def rows(self) -> Sequence[Sequence[Sample]]:
@@ -204,11 +227,15 @@ class Preferences(OfflineDataset):
     rewards: ClassVar[tuple[float, ...]] = (1.0, -1.0)
 
     @cached_property
+    def _source(self) -> PreferenceSource:
+        return PreferenceSource(self.config.data, "train")
+
+    @cached_property
     def pairs(self) -> Sequence[Pair]:
         """The pairs of a task or of files."""
         s = self.config
         if s.task is None:
-            return self._to_score(file_preferences(s.data, self.tokenizer, "train"))
+            return self._to_score(self._source.pairs(self.tokenizer))
         made = s.task.preferences(SYNTHETIC_PAIRS, s.general.seed)
         return self._to_score(task_preferences(made, s.data, self.tokenizer))
 
@@ -219,7 +246,7 @@ class Preferences(OfflineDataset):
         if not s.data.has_validation or "group" not in s.loss.needs:
             return []
         if s.task is None:
-            return self._to_score(file_preferences(s.data, self.tokenizer, "test"))
+            return self._to_score(PreferenceSource(s.data, "test").pairs(self.tokenizer))
         made = s.task.held_out_preferences()[: s.data.val_max_rows]
         return self._to_score(task_preferences(made, s.data, self.tokenizer))
 
@@ -227,6 +254,10 @@ class Preferences(OfflineDataset):
     def val_prompts(self) -> Sequence[Prompt]:
         """Those of a task; rows of files are pairs, and nobody knows answers to their prompts."""
         return [] if self.config.task is None else super().val_prompts
+
+    def describe_columns(self) -> str:
+        """Columns of pairs."""
+        return "" if self.config.task is not None else self._source.describe_columns()
 
     def _to_score(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
         """As the model wants them; a reward model gives its score at the place after the end."""
@@ -240,9 +271,11 @@ class Preferences(OfflineDataset):
         return [pair.samples for pair in self.pairs]
 
     def check(self, layout: Layout) -> None:
-        """No pair is longer than a micro-batch."""
+        """The same of held-out pairs."""
         super().check(layout)
-        check_lengths(_lengths([pair.samples for pair in self.val_pairs], "held-out row"), self.config, layout)
+        held_out = [pair.samples for pair in self.val_pairs]
+        check_lengths(_lengths(held_out), self.config, layout)
+        check_samples((sample for samples in held_out for sample in samples), self.hf_config)
 
 
 class StoredRollouts(TrainingDataset):
@@ -289,9 +322,9 @@ class StoredRollouts(TrainingDataset):
         return StoredSource(self.table, draw)
 
 
-def _lengths(rows: Sequence[Sequence[Sample]], word: str) -> Iterator[tuple[str, list[int]]]:
-    """(words for the row, tokens of each of its samples)."""
-    return ((f"{word} {r[0].prompt.row + 1}", [sample.meta.length for sample in r]) for r in rows)
+def _lengths(rows: Sequence[Sequence[Sample]]) -> Iterator[tuple[str, list[int]]]:
+    """(location of the row, tokens of each of its samples)."""
+    return ((r[0].prompt.location, [sample.meta.length for sample in r]) for r in rows)
 
 
 DATASETS: Mapping[str, type[TrainingDataset]] = {

@@ -28,6 +28,7 @@ class RunPlan:
         rows: what it learns from.
         samples: what an iteration takes of that.
         held_out: what is validated on; empty for nothing.
+        columns: which columns of the files are read as what; empty where there are no files.
         samples_per_row: samples that a row comes to.
     """
 
@@ -38,6 +39,7 @@ class RunPlan:
     rows: str
     samples: str
     held_out: str
+    columns: str
     samples_per_row: float
 
     def _value_model(self) -> dict[str, str]:
@@ -67,6 +69,7 @@ class RunPlan:
             + (f"; {self.model.loading}" if self.model.loading else ""),
             **self._value_model(),
             "data": self.rows,
+            **({"columns": self.columns} if self.columns else {}),
             **({"held out": self.held_out} if self.held_out else {}),
             "objective": f"{type(s.loss).__name__}, {s.algorithm.loss_agg_mode}"
             + ("" if s.advantage is None else f", advantage {type(s.advantage).__name__}")
