@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -15,9 +16,11 @@ from rlmodule.batching.prefetch import PackedAhead
 from rlmodule.core.types import MiniBatch, ScoredSample
 from rlmodule.data.stream import PromptStream
 from rlmodule.evaluation import Evaluator
+from rlmodule.experience.failures import first_failure, num_failed
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.replay import ReplayMemory
+from rlmodule.experience.sample_info import SampleInfo
 from rlmodule.experience.sources import Source
 from rlmodule.experience.timer import Timer
 
@@ -59,6 +62,7 @@ class RLDataModule(L.LightningDataModule):
         self.collected: list[ScoredSample] = []  # this rank's samples of the iteration, as sampled
         self.iteration: Iteration | None = None
         self._loader: PackedAhead | None = None
+        self._has_warned = False
         self._begun_at = 0  # mini-batches of the iteration that were trained on before this run
         self._pending_partial: list[
             Any
@@ -80,6 +84,7 @@ class RLDataModule(L.LightningDataModule):
             self.iteration = self._restore_partial(maker)
         else:
             self.iteration = maker(lambda: self._collect(number), self.timer)
+            self._warn_of_failures(self.iteration.sample_info)
         self.next_iteration = number + 1
         self._begun_at = self.iteration.sampler.consumed
         self._loader = PackedAhead(self.iteration.sampler, partial(maker.packed, self.iteration.experience))
@@ -94,6 +99,17 @@ class RLDataModule(L.LightningDataModule):
         new = self.source.collect(number, self.timer)
         self.collected += new
         return self.replay.with_earlier(new, number)
+
+    def _warn_of_failures(self, sample_info: Sequence[SampleInfo]) -> None:
+        """Say once in a run that the reward function fails on some samples, with the first error."""
+        failed = num_failed(sample_info)
+        if failed and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"the reward failed on {failed} of {len(sample_info)} responses; they are unscored and counted in "
+                f"reward/failed, and this is not said again. {first_failure(sample_info)}",
+                stacklevel=2,
+            )
 
     def partial_state(self) -> bytes | None:
         """This rank's rows and the facts of an iteration that is being trained on; None between iterations."""

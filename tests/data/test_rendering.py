@@ -160,7 +160,9 @@ def test_t2b_21_a_turn_without_content_that_calls_a_tool_is_trained():
 def test_t2b_21_no_content_is_given_in_the_form_that_the_template_takes(template):
     """T2B-21: nowhere does the word None become part of the text."""
     arguments = "{%- for c in m.tool_calls or [] -%}{{ c.function.name + c.function.arguments }}{%- endfor -%}"
-    whole = "{%- for m in messages -%}{{ '<|' + m.role + '|>' }}" + template + arguments + "{{ '<|end|>' }}{%- endfor -%}"
+    whole = (
+        "{%- for m in messages -%}{{ '<|' + m.role + '|>' }}" + template + arguments + "{{ '<|end|>' }}{%- endfor -%}"
+    )
     tokenizer, segments = segments_of(
         whole + "{%- if add_generation_prompt -%}{{ '<|assistant|>' }}{%- endif -%}", TOOL_USE
     )
