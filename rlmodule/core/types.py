@@ -59,7 +59,8 @@ class SampleMeta:
         prompt_len, response_len: tokens.
         loss_tokens: response tokens with loss mask 1.
         is_padding: a filler that counts nowhere.
-        is_skipped: nothing of it can reach the gradient: it counts in totals, and no rank computes it.
+        is_skipped: it counts in totals, and no rank computes it.
+        has_gradient: whether anything of it can reach the gradient.
     """
 
     sample_id: int
@@ -69,6 +70,7 @@ class SampleMeta:
     loss_tokens: int
     is_padding: bool = False
     is_skipped: bool = False
+    has_gradient: bool = True
 
     @property
     def length(self) -> int:
@@ -291,12 +293,14 @@ class MiniBatch:
         totals: counts of the whole mini-batch over all data ranks.
         metrics: facts of the plan to log with the step (``global_seqlen/*``, ``balance/*``), the same on every rank.
         trained_models: names of the models that take a step on it.
+        has_gradient: whether any sample of it, over all ranks, can have a gradient; else it is no optimizer step.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     totals: StepTotals
     metrics: Mapping[str, float] = field(default_factory=dict)
     trained_models: tuple[str, ...] = (POLICY,)
+    has_gradient: bool = True
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MiniBatch:
         """The same mini-batch with every tensor on ``device``."""

@@ -179,7 +179,7 @@ class OfflineDataset(TrainingDataset):
 
     def check(self, layout: Layout) -> None:
         """None is longer than a micro-batch, or than the model can read."""
-        check_lengths(_lengths(self.rows), self.config, layout)
+        check_lengths(_lengths(self.rows, "row"), self.config, layout)
         check_samples((sample for samples in self.rows for sample in samples), self.hf_config)
 
     def examples(self) -> Sequence[Prompt | Sample]:
@@ -274,7 +274,7 @@ class Preferences(OfflineDataset):
         """The same of held-out pairs."""
         super().check(layout)
         held_out = [pair.samples for pair in self.val_pairs]
-        check_lengths(_lengths(held_out), self.config, layout)
+        check_lengths(_lengths(held_out, "held-out row"), self.config, layout)
         check_samples((sample for samples in held_out for sample in samples), self.hf_config)
 
 
@@ -322,9 +322,10 @@ class StoredRollouts(TrainingDataset):
         return StoredSource(self.table, draw)
 
 
-def _lengths(rows: Sequence[Sequence[Sample]]) -> Iterator[tuple[str, list[int]]]:
+def _lengths(rows: Sequence[Sequence[Sample]], word: str) -> Iterator[tuple[str, list[int]]]:
     """(location of the row, tokens of each of its samples)."""
-    return ((r[0].prompt.location, [sample.meta.length for sample in r]) for r in rows)
+    prompts = ((samples[0].prompt, samples) for samples in rows)
+    return ((f"{p.location}: {word} {p.row + 1}", [sample.meta.length for sample in s]) for p, s in prompts)
 
 
 DATASETS: Mapping[str, type[TrainingDataset]] = {
