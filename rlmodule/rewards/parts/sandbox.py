@@ -357,7 +357,14 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 def _reply(call: int, **content: Any) -> bytes:
-    return json.dumps({"call": call, **content}, default=float).encode()
+    return json.dumps({"call": call, **content}, default=_as_float).encode()
+
+
+def _as_float(value: Any) -> float:
+    """A number of another library; bytes would be read as the digits they spell."""
+    if isinstance(value, bytes | bytearray):
+        raise TypeError(f"{value!r:.80} is no number")
+    return float(value)
 
 
 def _fault(error: BaseException) -> str:
