@@ -1,8 +1,8 @@
 """Chat template -> token ids and the mask of what is trained.
 
-The trained text of a conversation is the template's own text of the whole conversation. What an assistant says is
-trained, the token that ends its turn included; what comes between (user and tool turns, the next role header) is not.
-Leaves out where turns stand in the text (``rendering.py``), and rollouts, whose ids are kept as sampled.
+The text of a conversation is what the template writes of the whole of it. Assistant turns are trained, the token that
+ends each included; what comes between (user and tool turns, the next role header) is not. Leaves out where turns are in
+the text (``rendering.py``), and rollouts, whose ids are kept as sampled.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rlmodule.data.messages import (
     Tools,
     Turns,
     as_turns,
-    check_arguments,
     check_messages,
+    check_tool_calls,
     described,
     is_assistant,
     prompt_text,
@@ -33,7 +33,7 @@ from rlmodule.data.messages import (
     with_arguments_as_texts,
 )
 from rlmodule.data.rendering import MARK, Span, render_conversation
-from rlmodule.data.tokens import Ids, Segment, encode, encode_behind, encode_spans, join, special_prefix
+from rlmodule.data.tokens import Ids, Segment, encode, encode_spans, join, special_prefix
 
 __all__ = [
     "ChatError",
@@ -84,7 +84,7 @@ class ChatFormat:
             )
 
     def encode_prompts(self, prompts: Sequence[Turns], tools: Sequence[Tools | None] = ()) -> list[Ids]:
-        """Token ids of each prompt, up to where the assistant begins to speak.
+        """Token ids of each prompt, the generation prompt included.
 
         Raw text gets the special tokens that the tokenizer puts in front, and none behind.
 
@@ -120,7 +120,7 @@ class ChatFormat:
         opened = self._with_system_prompt(messages)
         settled = self._settled(opened, tools)
         rendering = render_conversation(
-            partial(self._render, tools=tools), settled, num_context + len(opened) - len(messages), self._end_tokens
+            partial(self._render, tools=tools), settled, num_context + len(opened) - len(messages), self._added_tokens
         )
         return encode_spans(self.tokenizer, rendering.text, rendering.trained)
 
@@ -139,23 +139,13 @@ class ChatFormat:
             raise ChatError("the tokenizer has no end-of-sequence token, so a response cannot be ended")
         start = len(_raw_text(prompt))
         text = _raw_text(prompt) + response
-        asked, said = (*encode_spans(self.tokenizer, text, [Span(start, len(text))]), Segment((), sampled=True))[:2]
-        return [
-            Segment((*self._raw_prefix, *asked.ids), sampled=False),
-            Segment((*said.ids, int(end)), sampled=True),
-        ]
-
-    def encode_response(self, text: str) -> Ids:
-        """Token ids of a response as it stands behind its prompt; no end token is added.
-
-        Raises:
-            ChatError: the text is not valid Unicode.
-        """
-        return encode_behind(self.tokenizer, [text])[0]
+        head, *tail = encode_spans(self.tokenizer, text, [Span(start, len(text))])
+        ids = [token for segment in tail for token in segment.ids]
+        return [Segment((*self._raw_prefix, *head.ids), sampled=False), Segment((*ids, int(end)), sampled=True)]
 
     @cached_property
     def renders_tools(self) -> bool:
-        """Whether the template writes the tools it is given."""
+        """Whether the template writes the tools that are passed to it."""
         try:
             return self.template and MARK in self._render(_OPENING, tools=_A_TOOL)
         except ChatError:
@@ -166,7 +156,7 @@ class ChatFormat:
         return special_prefix(self.tokenizer)
 
     @cached_property
-    def _end_tokens(self) -> re.Pattern[str]:
+    def _added_tokens(self) -> re.Pattern[str]:
         tokens = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
         tokens |= set(self.tokenizer.all_special_tokens)
         longest_first = sorted(filter(None, tokens), key=len, reverse=True)
@@ -178,7 +168,7 @@ class ChatFormat:
     def _turns(self, prompt: Turns) -> Sequence[Message]:
         turns = as_turns(prompt)
         if is_assistant(turns[-1]):
-            raise ChatError("a prompt must not end with an assistant turn, there would be nothing left to say")
+            raise ChatError("a prompt must not end with an assistant turn, there would be nothing left to answer")
         return self._with_system_prompt(turns)
 
     def _with_system_prompt(self, turns: Sequence[Message]) -> Sequence[Message]:
@@ -187,25 +177,25 @@ class ChatFormat:
         return [{"role": "system", "content": self.system_prompt}, *turns]
 
     def _settled(self, messages: Sequence[Message], tools: Tools | None) -> Sequence[Message]:
-        """The messages in the form that the template understands.
+        """The messages in a form that the template accepts.
 
         Templates differ in what they want of a turn with tool calls: arguments as a mapping or as JSON text; no
-        content, null or the empty text where it has none. The first form that the template takes is used for all turns.
+        content, null or the empty text where it has none. All turns get the first form that the template accepts.
 
         Raises:
-            ChatError: the template takes none.
+            ChatError: the template accepts none.
         """
         if not any(message.get("tool_calls") for message in messages):
             return messages
         errors = []
         for form in _forms(messages):
             try:
-                check_arguments(form, self._render(form, tools=tools))
+                check_tool_calls(form, self._render(form, tools=tools))
             except ChatError as error:
                 errors.append(error)
             else:
                 return form
-        raise errors[0]
+        raise errors[-1]
 
     def _render(self, messages: Sequence[Message], asks_for_answer: bool = False, tools: Tools | None = None) -> str:
         try:
@@ -216,7 +206,7 @@ class ChatFormat:
                 add_generation_prompt=asks_for_answer,
                 **(self.arguments or {}),
             )
-        except (TemplateError, TypeError) as error:  # a template adds strings, and fails on what is none
+        except (TemplateError, TypeError) as error:  # templates add strings, and fail on values of other types
             raise ChatError(f"the chat template refuses it: {error}") from error
         assert isinstance(text, str)
         return text

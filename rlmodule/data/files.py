@@ -1,4 +1,4 @@
-"""Local files -> raw rows by position: .jsonl, .json, .parquet. Nothing is decoded that is not asked for.
+"""Local files -> raw rows by position: .jsonl, .json, .parquet. Only what is read is decoded.
 
 A table gives plain dicts and knows the location of each row, so that an error can name it. Leaves out what columns mean
 (``formats.py``), how Arrow's values become Python's (``arrow.py``) and everything that is not on a local disk.
@@ -29,10 +29,10 @@ UTF8_MARK = b"\xef\xbb\xbf"
 
 
 class RowTable(ABC):
-    """Raw rows of one source, read when asked for.
+    """Raw rows of one source, read on demand.
 
     Args:
-        name: the file, or what stands for it in errors.
+        name: the file, or its name in errors.
         columns: every column that some row has.
     """
 
@@ -49,7 +49,7 @@ class RowTable(ABC):
 
     @abstractmethod
     def select(self, rows: Sequence[int]) -> list[RawRow]:
-        """The rows asked for, in the order asked for."""
+        """The rows of these positions, in the same order."""
 
     def batches(self, columns: Sequence[str]) -> Iterator[list[RawRow]]:
         """All rows in order, a batch at a time; other columns than ``columns`` may be missing from them."""
@@ -192,7 +192,7 @@ class TableChain:
         return self.tables[table].location(inside)
 
     def select(self, rows: Sequence[int]) -> list[tuple[int, RawRow]]:
-        """(number of the table, row) of the rows asked for, in the order asked for; each file is visited once."""
+        """(number of the table, row) of these positions, in the same order; each file is visited once."""
         located = [self._locate(row) for row in rows]
         found: dict[int, RawRow] = {}
         for index, table in enumerate(self.tables):
@@ -207,7 +207,7 @@ class TableChain:
 
 
 def open_files(paths: Sequence[str], key: str) -> list[RowTable]:
-    """Open every file of ``paths``, folders standing for the data files in them, by name.
+    """Open every file of ``paths``; a folder means the data files in it, sorted by name.
 
     Args:
         paths: files and folders on a local disk.

@@ -25,7 +25,7 @@ class Row:
         answer: ground truth as text; numbers are written out, lists and mappings become JSON.
         source: name of the data source, or the empty string.
         completion: a demonstrated response (a text or turns), or None.
-        meta: the other columns as the file has them; turns of the prompt are kept as ``messages``.
+        meta: the other columns, unchanged; turns of the prompt are kept as ``messages``.
         tools: descriptions of the functions that the assistant may call, or None.
         answer_value: the answer with the type it has in the file.
     """
@@ -44,8 +44,8 @@ class Format:
     """Names of columns; of several candidates the first that exists is read. ``a.b`` is entry b of the mapping in a.
 
     Args:
-        prompt, context, answer, source, completion, system, tools: candidates. ``context`` is text that goes on after
-            the prompt, in a paragraph of its own.
+        prompt, context, answer, source, completion, system, tools: candidates. ``context`` is appended to the prompt
+            after a line break.
         marks: a file with all columns of one of these sets is taken to have this format.
         meta: column with more columns inside, as a mapping or as JSON text.
     """
@@ -161,7 +161,7 @@ class Columns:
         Args:
             roles: names of the fields that are read.
             present: every column of the file.
-            others: says what becomes of columns that are not read.
+            others: what becomes of columns that are not read, in words.
         """
         named = [(role, getattr(self, role)) for role in roles]
         read = [f"{role} = {column}" for role, column in named if column]
@@ -195,7 +195,7 @@ def choose_columns(table: RowTable, name: str, keys: ColumnKeys) -> Columns:
 
 
 def choose_preference_columns(table: RowTable, keys: ColumnKeys) -> Columns:
-    """The same for a file of pairs, which may have no prompt of its own.
+    """Decide what the columns of a file of pairs mean; a prompt column may be missing.
 
     Raises:
         DataError: a column named by the user is not in the file.
@@ -274,7 +274,7 @@ def read_prompt(raw: RawRow, columns: Columns, location: str) -> Turns | None:
 
 
 def with_system_turn(turns: Turns, raw: RawRow, columns: Columns, location: str) -> Turns:
-    """``turns`` behind the system turn that stands in a column of its own, where the row has one.
+    """``turns`` behind the system turn that the row has in a column of its own, if it has one.
 
     Raises:
         DataError: it is no text, or the turns begin with another system turn.
@@ -314,7 +314,7 @@ def read_row_tools(raw: RawRow, columns: Columns, location: str) -> Tools | None
 
 
 def read_turns(value: Any, column: str, location: str) -> Turns:
-    """A text or turns as a file has them, checked.
+    """A text or turns of a file, checked.
 
     Args:
         value: the entry.
@@ -335,7 +335,7 @@ def read_turns(value: Any, column: str, location: str) -> Turns:
 
 
 def ends_with_assistant(turns: Turns | None) -> bool:
-    """Whether these are turns of which the assistant says the last."""
+    """Whether these are turns, and the last one is the assistant's."""
     return bool(turns) and not isinstance(turns, str) and turns is not None and is_assistant(turns[-1])
 
 

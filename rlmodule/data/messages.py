@@ -23,7 +23,7 @@ def as_turns(prompt: Turns) -> Sequence[Message]:
 
 
 def is_assistant(message: Message) -> bool:
-    """Whether the assistant says this turn."""
+    """Whether this is a turn of the assistant."""
     return message.get("role") == "assistant"
 
 
@@ -37,12 +37,12 @@ def prompt_text(prompt: Turns) -> str:
 
 
 def check_messages(value: object) -> None:
-    """Refuse what is not a conversation of text turns.
+    """Refuse a value that is not a conversation of text turns.
 
     An assistant turn with tool calls may have no content, or null, which is how OpenAI writes it.
 
     Raises:
-        ChatError: says what is wrong with which turn.
+        ChatError: names the turn and what is wrong with it.
     """
     if not isinstance(value, list | tuple) or not value:
         raise ChatError(f"a prompt is a text or a list of turns, this is {described(value)}")
@@ -76,17 +76,18 @@ def with_arguments_as_texts(message: Message) -> Message:
     )
 
 
-def check_arguments(messages: Sequence[Message], text: str) -> None:
-    """Refuse a text that has the arguments of a tool call as Python prints them, which is not JSON.
+def check_tool_calls(messages: Sequence[Message], text: str) -> None:
+    """Refuse a text without the tool calls of its messages, or with arguments as Python prints them, not as JSON.
 
     Raises:
-        ChatError: it has.
+        ChatError: names the tool.
     """
-    for message in messages:
-        for function in tool_functions(message):
-            arguments = function.get("arguments")
-            if isinstance(arguments, Mapping) and arguments and str(arguments) in text:
-                raise ChatError("the chat template does not write the arguments of tool calls as JSON")
+    for function in (function for message in messages for function in tool_functions(message)):
+        name, arguments = str(function.get("name", "")), function.get("arguments")
+        if name not in text:
+            raise ChatError(f"the chat template does not write the call of the tool {name!r}")
+        if isinstance(arguments, Mapping) and arguments and str(arguments) in text:
+            raise ChatError(f"the chat template does not write the arguments of the tool {name!r} as JSON")
 
 
 def read_tools(value: Any) -> Tools:
@@ -105,7 +106,7 @@ def read_tools(value: Any) -> Tools:
 
 
 def described(value: object) -> str:
-    """Type and value of what should not be there, for errors."""
+    """Type and value of something unexpected, for errors."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
 

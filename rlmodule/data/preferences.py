@@ -163,9 +163,9 @@ def _preference(raw: RawRow, columns: Columns, config: DataConfig, table: RowTab
         prompt, chosen, rejected = _without_common_beginning(chosen, rejected, location, table.columns)
         prompt = with_system_turn(prompt, raw, columns, location)
     else:
-        chosen, rejected = _behind(prompt, chosen), _behind(prompt, rejected)
-    for said in (chosen, rejected):
-        if not isinstance(said, str) and [turn["role"] for turn in said[:1]] != ["assistant"]:
+        chosen, rejected = _without_prompt(prompt, chosen), _without_prompt(prompt, rejected)
+    for response in (chosen, rejected):
+        if not isinstance(response, str) and [turn["role"] for turn in response[:1]] != ["assistant"]:
             raise DataError(
                 location=location,
                 because="a response must begin with an assistant turn behind the prompt",
@@ -191,13 +191,13 @@ def _without_common_beginning(
     return chosen[:start], chosen[start:], rejected[start:]
 
 
-def _behind(prompt: Turns, said: Turns) -> Turns:
+def _without_prompt(prompt: Turns, response: Turns) -> Turns:
     """The response without the prompt's own turns, where it begins with them."""
     turns = list(as_turns(prompt))
     for own in (turns, turns[1:]):  # the system turn may stand in a column of its own
-        if own and not isinstance(said, str) and list(said[: len(own)]) == own:
-            return said[len(own) :]
-    return said
+        if own and not isinstance(response, str) and list(response[: len(own)]) == own:
+            return response[len(own) :]
+    return response
 
 
 def _end_of_common_beginning(chosen: Turns, rejected: Turns) -> int:
@@ -236,9 +236,9 @@ def _pairs(rows: Sequence[Preference], config: DataConfig, tokenizer: PreTrained
 def _completed(row: Preference, source: str) -> tuple[Row, Row]:
     """The row with either response as its completion; a text that answers turns is one assistant turn."""
 
-    def completed(said: Turns) -> Row:
-        is_bare = isinstance(said, str) and not isinstance(row.prompt, str)
-        completion = [{"role": "assistant", "content": said}] if is_bare else said
+    def completed(response: Turns) -> Row:
+        is_bare = isinstance(response, str) and not isinstance(row.prompt, str)
+        completion = [{"role": "assistant", "content": response}] if is_bare else response
         return Row(prompt=row.prompt, completion=completion, source=source, tools=row.tools)
 
     return completed(row.chosen), completed(row.rejected)

@@ -137,7 +137,7 @@ class RowSource:
         return self._chain.location(row)
 
     def select(self, rows: Sequence[int]) -> list[Row]:
-        """The rows asked for, in the order asked for; each file is visited once."""
+        """The rows of these positions, in the same order; each file is visited once."""
         found = zip(rows, self._chain.select(rows), strict=True)
         return [read_row(raw, self._columns[table], self.location(row)) for row, (table, raw) in found]
 
@@ -242,7 +242,7 @@ class PromptTable(Sequence[Prompt]):
         return self.select([range(len(self))[index]])[0]
 
     def select(self, indices: Sequence[int]) -> list[Prompt]:
-        """The prompts asked for, in the order asked for; cheaper than one by one.
+        """The prompts of these positions, in the same order; cheaper than one by one.
 
         ``Prompt.row`` is the position before filtering, over all files of the split: what ``location`` understands.
         """
@@ -350,7 +350,7 @@ def unknown_token(location: str, token: int, vocab_size: int) -> DataError:
 
 
 def keep_by_length(lengths: NDArray[np.int32], config: DataConfig, location: Callable[[int], str]) -> NDArray[np.int64]:
-    """Which rows stay in use, given what ``overlong_prompt`` says of long prompts.
+    """Positions of the rows that stay in use under the rule ``overlong_prompt``.
 
     Args:
         lengths: [rows] tokens of each prompt, chat template included.

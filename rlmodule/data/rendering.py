@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rlmodule.data.messages import ChatError, Message, is_assistant, tool_functions
+from rlmodule.data.messages import ChatError, Message, is_assistant
 
 MARK = "\u241eend of content\u241e"  # a text that no template changes and no data contains
 
@@ -53,9 +53,9 @@ def render_conversation(
     """The template's own text of a conversation that ends with an assistant turn.
 
     Every assistant turn after the first ``num_context`` messages is trained, with two exceptions. A turn from which the
-    template drops words (its reasoning, once a question follows) is context: without them it is no answer that the
-    model would give. From the last turn nothing may be dropped: where the template would, the text goes on from the
-    generation prompt with the content as it stands, which is what the model writes when it answers.
+    template drops words (its reasoning, once a question follows) is context: a model that is trained on it would learn
+    to answer without reasoning. From the last turn nothing may be dropped: where the template would do so, the text
+    is the generation prompt and the content of the file behind it, which is what the model generates when it answers.
 
     Args:
         render: the chat template.
@@ -67,7 +67,6 @@ def render_conversation(
         ChatError: a turn cannot be found in the text, or the template leaves out what has to be trained.
     """
     text = render(messages).rstrip()  # the line break after the last end token is not sampled
-    _check_tool_calls(messages, text)
     last = len(messages) - 1
     turns = [number for number in range(num_context, last) if is_assistant(messages[number])]
     found = [(messages[number], _inner_turn(render, messages, number, text, end_tokens)) for number in turns]
@@ -79,34 +78,34 @@ def render_conversation(
 def _inner_turn(
     render: Render, messages: Sequence[Message], number: int, text: str, end_tokens: re.Pattern[str]
 ) -> Span:
-    """A turn that others follow."""
+    """Span of turn ``number``, which other turns follow."""
     before, turn, after = messages[:number], messages[number], messages[number + 1 :]
-    asked, ended = render(before, True), render([*before, turn]).rstrip()
-    if text.startswith(asked) and text.startswith(ended) and len(ended) > len(asked):
-        return Span(len(asked), len(ended))
+    prompt, ended = render(before, True), render([*before, turn]).rstrip()
+    if text.startswith(prompt) and text.startswith(ended) and len(ended) > len(prompt):
+        return Span(len(prompt), len(ended))
     marked = _marked(turn)
     lead, mark, rest = render([*before, marked, *after]).rstrip().partition(MARK)
     lead_as_last, _, end_as_last = render([*before, marked]).rstrip().partition(MARK)
     if not mark or not text.endswith(rest):
         raise _not_found(number)
     end = len(text) - len(rest) + _length_of_end(rest, end_as_last, end_tokens, number)
-    start = len(asked) if text.startswith(asked) else _start_in(lead, asked, lead_as_last, len(render(before)))
+    start = len(prompt) if text.startswith(prompt) else _start_in(lead, prompt, lead_as_last, len(render(before)))
     if start is None or not text.startswith(lead[:start]) or start > end:
         raise _not_found(number)
     return Span(start, end)
 
 
-def _start_in(lead: str, asked: str, lead_as_last: str, len_before: int) -> int | None:
-    """Where a turn begins that other turns follow.
+def _start_in(lead: str, prompt: str, lead_as_last: str, len_before: int) -> int | None:
+    """First character of a turn that other turns follow; None where it cannot be found.
 
     Args:
         lead: the text up to the content of the turn.
-        asked: the conversation before the turn with the generation prompt.
+        prompt: the conversation before the turn, with the generation prompt.
         lead_as_last: the text up to the content of the turn, were it the last one.
-        len_before: characters of the conversation before the turn.
+        len_before: characters of the conversation before the turn, without the generation prompt.
     """
-    for cut in _cuts(asked, _same(asked, lead_as_last)):
-        header = asked[min(len_before, cut) : cut]
+    for cut in _cuts(prompt, _same(prompt, lead_as_last)):
+        header = prompt[min(len_before, cut) : cut]
         start = lead.rfind(header) + len(header)
         added = lead[start:]  # such as an empty thinking block
         if header in lead and (added == lead_as_last[cut:] or not _TAG.sub("", added).strip()):
@@ -114,45 +113,45 @@ def _start_in(lead: str, asked: str, lead_as_last: str, len_before: int) -> int 
     return None
 
 
-def _cuts(asked: str, agreed: int) -> list[int]:
-    """Where a turn may begin in ``asked``, best first: at its end, or before tags there that only some turns have.
+def _cuts(prompt: str, agreed: int) -> list[int]:
+    """Where a turn may begin, best first: at the end of the prompt, or before tags there that only some turns have.
 
     Args:
-        asked: a conversation with the generation prompt.
-        agreed: characters of it that the turn has in front.
+        prompt: a conversation with the generation prompt.
+        agreed: characters of it that come before the turn in the text as well.
     """
-    tags = _TAGS_AT_END.search(asked)
+    tags = _TAGS_AT_END.search(prompt)
     starts = [] if tags is None else [tags.start() + tag.start() for tag in _TAG.finditer(tags[0])]
-    return [cut for cut in (len(asked), *reversed(starts)) if cut <= agreed]
+    return [cut for cut in (len(prompt), *reversed(starts)) if cut <= agreed]
 
 
 def _last_turn(render: Render, messages: Sequence[Message], text: str) -> tuple[str, Span]:
-    """(the text, where its last turn stands); the turn is written as it stands where the template drops words of it."""
+    """(text, span of its last turn); where the template drops words, the text ends with the content of the file."""
     *before, turn = messages
-    asked = render(before, True)
+    prompt = render(before, True)
     lead, mark, end = render([*before, _marked(turn)]).rstrip().partition(MARK)
     if not end:
         raise ChatError(
             "the chat template puts no token after an assistant turn, so no model could learn to stop"
             if mark
-            else "the chat template leaves out what the assistant says"
+            else "the chat template leaves out the content of assistant turns"
         )
-    start = next((cut for cut in _cuts(asked, _same(asked, text)) if cut <= _same(asked, lead)), None)
+    start = next((cut for cut in _cuts(prompt, _same(prompt, text)) if cut <= _same(prompt, lead)), None)
     if start is None:
         raise ChatError("the chat template opens an assistant turn otherwise than it asks for one")
-    opened, written = asked[start:], text[start:]
+    opened, written = prompt[start:], text[start:]
     dropped = next((key for key in _REASONING_KEYS if _lost(turn.get(key), written)), None)
     if dropped is not None:
         raise ChatError(f"the chat template leaves out '{dropped}' of the last turn; write it into the content")
-    said = str(turn.get("content") or "")
-    goes_on = _without_opened(said, asked)
-    is_opened_twice = goes_on != said and (opened or _count_opened(asked, written))
-    if not _lost(said, written) and not is_opened_twice:
+    content = str(turn.get("content") or "")
+    continuation = _without_opened_tag(content, prompt)
+    is_opened_twice = continuation != content and (opened or _count_opened(prompt, written))
+    if not _lost(content, written) and not is_opened_twice:
         return text, Span(start, len(text))
     if turn.get("tool_calls"):
         raise ChatError("the chat template leaves out part of the last turn, which has tool calls")
-    prompt = text[:start] + opened
-    return prompt + goes_on + end, Span(len(prompt), len(prompt + goes_on + end))
+    before_turn = text[:start] + opened
+    return before_turn + continuation + end, Span(len(before_turn), len(before_turn + continuation + end))
 
 
 def _marked(turn: Message) -> Message:
@@ -181,39 +180,32 @@ def _length_of_end(rest: str, end_as_last: str, end_tokens: re.Pattern[str], num
     return max(inside, default=0) or across[0]
 
 
-def _without_opened(said: str, asked: str) -> str:
+def _without_opened_tag(content: str, prompt: str) -> str:
     """The content without the tag that the generation prompt has opened already, where it repeats it."""
-    opened = _OPENED_TAG.search(asked)
-    if opened is None or not said.lstrip().startswith(opened[1]):
-        return said
-    return said.lstrip().removeprefix(opened[1]).removeprefix(opened[2])
+    opened = _OPENED_TAG.search(prompt)
+    if opened is None or not content.lstrip().startswith(opened[1]):
+        return content
+    return content.lstrip().removeprefix(opened[1]).removeprefix(opened[2])
 
 
-def _count_opened(asked: str, written: str) -> int:
-    """How often the tag that the generation prompt opens is in what follows it."""
-    opened = _OPENED_TAG.search(asked)
+def _count_opened(prompt: str, written: str) -> int:
+    """How often the tag that the generation prompt opens occurs in the text behind it."""
+    opened = _OPENED_TAG.search(prompt)
     return 0 if opened is None else written.count(opened[1])
 
 
 def _lost_words(turn: Message, written: str) -> bool:
-    """Whether words of the turn are not in what the template wrote."""
+    """Whether words of the turn are missing from what the template wrote."""
     return any(_lost(turn.get(key), written) for key in ("content", *_REASONING_KEYS))
 
 
-def _lost(said: object, written: str) -> bool:
-    return isinstance(said, str) and bool(_words(said) - _words(written))
+def _lost(value: object, written: str) -> bool:
+    return isinstance(value, str) and bool(_words(value) - _words(written))
 
 
 def _words(text: str) -> Counter[str]:
-    """Words with the number of times they occur; tags are none, for templates add empty thinking blocks."""
+    """Words with the number of times they occur; tags are none, since templates add empty thinking blocks."""
     return Counter(re.findall(r"\w+", _TAG.sub(" ", text)))
-
-
-def _check_tool_calls(messages: Sequence[Message], text: str) -> None:
-    for message in messages:
-        for function in tool_functions(message):
-            if str(function.get("name", "")) not in text:
-                raise ChatError(f"the chat template does not write the call of the tool {function['name']!r}")
 
 
 def _same(first: str, second: str) -> int:

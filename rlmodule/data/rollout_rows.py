@@ -23,7 +23,7 @@ from rlmodule.data.files import RawRow, RowTable
 from rlmodule.data.formats import read_turns
 from rlmodule.data.tokens import encode_behind
 
-# What a row says -> names of its column; of several in one file the first counts. Prompt and response must be there as
+# Field -> names of its column; of several in one file the first is read. Prompt and response must be there as
 # ids or as text, and the reward; the rest may be missing.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "prompt_ids": ("prompt_ids", "prompt_token_ids"),
@@ -68,8 +68,8 @@ class StoredResponse:
         teacher_logprob: likewise of a teacher.
         finish_reason: ``stop`` or ``length``.
         text: the response to read.
-        score: the verdict.
-        group: what the row calls its group; None makes a group of its own.
+        score: the reward and its components.
+        group: id of the row's group in the file; None makes a group of its own.
         sampling: how it was drawn, None where the row does not say.
         is_encoded: the ids were made from text.
     """
@@ -112,7 +112,7 @@ class RowReader:
     """Rows of one file -> checked responses.
 
     Args:
-        columns: what a row says (a key of COLUMNS) -> the file's column, for those it has.
+        columns: field (a key of COLUMNS) -> the file's column, for those it has.
         tokenizer: for texts without ids; its end token ends them.
         chat: gives how a prompt without ids becomes tokens.
         vocab_size: ids the model has.
@@ -262,7 +262,7 @@ class RowReader:
 
 
 def choose_columns(table: RowTable) -> dict[str, str]:
-    """What a row says -> the column of ``table`` that says it.
+    """Field -> the column of ``table`` that has it.
 
     Raises:
         DataError: a column that is needed is not in the file; names those that are.

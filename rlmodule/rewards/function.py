@@ -61,10 +61,10 @@ def call_trl(sample: Sample) -> dict[str, Any]:
     """
     meta = dict(sample.prompt.meta)
     turns = meta.pop("messages", None)
-    said = sample.text if turns is None else [{"role": "assistant", "content": sample.text}]
+    completion = sample.text if turns is None else [{"role": "assistant", "content": sample.text}]
     return {name: [value] for name, value in meta.items()} | {
         "prompts": [sample.prompt.text if turns is None else turns],
-        "completions": [said],
+        "completions": [completion],
         "completion_ids": [sample.response_ids.tolist()],
     }
 
@@ -172,7 +172,7 @@ class Function:
         return Pool(f"{location}:{name}", self.num_workers, self.timeout_seconds, self.import_timeout_seconds)
 
     def _read(self, sample: Sample, outcome: Outcome) -> RewardResult:
-        """The result of one call; a failure says on which sample."""
+        """The result of one call; a failure names the sample."""
         value, numbers, fault = None, dict[str, float](), outcome.fault
         if fault is None:
             try:

@@ -301,6 +301,10 @@ class StoredRollouts(TrainingDataset):
         """Responses, groups, files."""
         return self.table.describe()
 
+    def describe_columns(self) -> str:
+        """Columns that are not read."""
+        return self.table.describe_columns()
+
     def describe_iteration(self) -> str:
         """Groups and about how many samples they come to."""
         groups = self.config.algorithm.train_batch_size

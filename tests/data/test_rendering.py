@@ -189,7 +189,7 @@ def test_t2b_08_tools_reach_the_template():
     [
         (NO_END, conversation("q", "a"), "no token after an assistant turn"),
         (RETURN, TOOL_USE, "does not write the call of the tool 'add'"),
-        ("{{ messages[0].content }}<|end|>", conversation("q", "a"), "leaves out what the assistant says"),
+        ("{{ messages[0].content }}<|end|>", conversation("q", "a"), "leaves out the content of assistant turns"),
         (
             "{% for m in messages %}{{ m.role[0] + m.content }}<|end|>{% endfor %}"
             "{% if add_generation_prompt %}answer: {% endif %}",

@@ -37,7 +37,7 @@ from types import ModuleType
 from typing import Any
 
 START_SECONDS = 120.0  # to import the function's module, which may bring a large library along
-PATIENT_SECONDS = 10.0  # after which it is said that the import is waited for
+PATIENT_SECONDS = 10.0  # of waiting for the import before a line says so
 ORPHAN_CORES = 8  # a call may keep this many cores busy for its whole time; the kernel ends what uses more
 RESULT_BYTES = 1 << 20  # of one reply: a score and its components
 FAULT_CHARACTERS = 4000  # of one traceback, the last ones
@@ -81,7 +81,7 @@ class Pool:
     """Child processes that call one function.
 
     A child that overruns its time or dies is replaced, together with everything it started. The pool closes itself when
-    nobody uses it any more and when the interpreter ends; a child ends by itself when its parent is gone. In a forked
+    it is garbage-collected and when the interpreter ends; a child ends by itself when its parent is gone. In a forked
     process the pool starts children of its own. Calls from several threads take turns.
 
     Args:
@@ -102,11 +102,11 @@ class Pool:
         self._adopt()
         with self._closed_on_error():
             self._fill()
-            said_at = time.monotonic() + PATIENT_SECONDS
+            report_at = time.monotonic() + PATIENT_SECONDS
             while not any(child.is_idle for child in self._children):
-                self._listen({}, until=said_at)
-                if time.monotonic() >= said_at:
-                    said_at = math.inf
+                self._listen({}, until=report_at)
+                if time.monotonic() >= report_at:
+                    report_at = math.inf
                     print(f"importing {path}; this is given up after {start_timeout:g} seconds", flush=True)
 
     def map(self, calls: Sequence[Mapping[str, Any]]) -> list[Outcome]:
@@ -156,7 +156,7 @@ class Pool:
     def _fill(self) -> None:
         """Have all children, each new, idle or busy; none that died while idle."""
         for child in [child for child in self._children if child.is_idle and child.connection.poll()]:
-            self._discard(child)  # an idle child owes no reply, so what came is the end of its stream
+            self._discard(child)  # an idle child sends nothing, so this is the end of its stream
         while len(self._children) < self.size:
             self._children.append(_Child(self.path, self.timeout, self.start_timeout))
 
@@ -267,7 +267,7 @@ class _Child:
         return printed
 
     def kill(self) -> str:
-        """End the child and everything it started; says how it ended."""
+        """End the child and everything it started; returns how it ended, in words."""
         # Before wait(), which frees the number for another process.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
