@@ -16,12 +16,14 @@ from rlmodule.checkpoint.samples import PlainState
 from rlmodule.core.types import MiniBatch, ScoredSample
 from rlmodule.data.stream import PromptStream
 from rlmodule.evaluation import Evaluator
+from rlmodule.experience.failures import first_failure, num_failed
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.iteration_metrics import without_padding
 from rlmodule.experience.iteration_state import SavedIteration, iteration_state
 from rlmodule.experience.live_engine import LiveEngine
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.replay import ReplayMemory
+from rlmodule.experience.sample_info import SampleInfo
 from rlmodule.experience.sources import Source
 from rlmodule.experience.timer import Timer
 
@@ -69,6 +71,7 @@ class RLDataModule(L.LightningDataModule):
         self.iteration: Iteration | None = None
         self._loader: PackedAhead | None = None
         self._warned_of_cuts = False
+        self._warned_of_failures = False
         self._begun_at = 0  # mini-batches of the iteration that were trained on before this run
         self._pending_partial: SavedIteration | None = None  # of the checkpoint that the run goes on from
 
@@ -89,6 +92,7 @@ class RLDataModule(L.LightningDataModule):
         else:
             self.iteration = maker(lambda: self._collect(number), self.timer)
             self._warn_if_cut(self.iteration, number)
+            self._warn_of_failures(self.iteration.sample_info)
         self.next_iteration = number + 1
         self._begun_at = self.iteration.sampler.consumed
         self._loader = PackedAhead(self.iteration.sampler, partial(maker.packed, self.iteration.experience))
@@ -130,6 +134,17 @@ class RLDataModule(L.LightningDataModule):
         """Close the rollout engine; at the end of a run, also after an error."""
         if self.engine is not None:
             self.engine.close()
+
+    def _warn_of_failures(self, sample_info: Sequence[SampleInfo]) -> None:
+        """Say once in a run that the reward function fails on some samples, with the first error."""
+        failed = num_failed(sample_info)
+        if failed and not self._warned_of_failures:
+            self._warned_of_failures = True
+            warnings.warn(
+                f"the reward failed on {failed} of {len(sample_info)} responses; they are unscored and counted in "
+                f"reward/failed, and this is not said again. {first_failure(sample_info)}",
+                stacklevel=2,
+            )
 
     def partial_state(self) -> tuple[PlainState, PlainState] | None:
         """(what all ranks know, what this rank holds) of an iteration being trained on; None between iterations."""

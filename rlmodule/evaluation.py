@@ -15,6 +15,7 @@ from rlmodule.core.contract import Reward, RolloutEngine, Strategy
 from rlmodule.core.metrics import Metric, Metrics, merge
 from rlmodule.core.types import Prompt, ScoredSample
 from rlmodule.experience.episodes import EpisodeRequest, EpisodeRunner
+from rlmodule.experience.failures import check_not_all_failed
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.iteration_metrics import answer_metrics
 from rlmodule.experience.maker import ExperienceMaker
@@ -63,6 +64,7 @@ class PromptEvaluator:
     def __call__(self) -> dict[str, float]:
         """Mean reward and length of the answers."""
         _, sample_info = gather_sample_info(self.answers, self.strategy.collectives)
+        check_not_all_failed(sample_info, "the validation")
         return answer_metrics(sample_info)
 
     def answers(self) -> list[ScoredSample]:

@@ -37,6 +37,7 @@ class Counters:
         skipped: steps skipped because the gradient norm was not finite.
         skipped_in_a_row: steps skipped since the last one that was taken.
         empty: mini-batches without a loss token.
+        zero_gradient: mini-batches with loss tokens and without a sample that can have a gradient.
     """
 
     steps: int = 0
@@ -44,15 +45,18 @@ class Counters:
     skipped: int = 0
     skipped_in_a_row: int = 0
     empty: int = 0
+    zero_gradient: int = 0
 
     def count(self, result: StepResult) -> None:
         """Add one mini-batch."""
         self.steps += 1
         self.optimizer_steps += result.stepped
         self.empty += result.empty
-        failed = not result.stepped and not result.empty
+        self.zero_gradient += result.zero_gradient
+        is_nothing = result.empty or result.zero_gradient
+        failed = not result.stepped and not is_nothing
         self.skipped += failed
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if failed else self.skipped_in_a_row * result.empty
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if failed else self.skipped_in_a_row * is_nothing
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,7 @@ class RLModule(L.LightningModule):
             "train/optimizer_steps": float(counters.optimizer_steps),
             "train/skipped_steps": float(counters.skipped),
             "train/empty_steps": float(counters.empty),
+            "train/zero_gradient_steps": float(counters.zero_gradient),
             "train/loss_tokens": float(mini_batch.totals.tokens),
         }
         return StepReport(counters.steps, {**metrics, **mini_batch.metrics, **counts})

@@ -63,6 +63,7 @@ LIBRARIES = {
     "rlmodule/models/hub.py": {"huggingface_hub"},
     "rlmodule/data": TORCH | {"transformers", "numpy"},
     "rlmodule/data/chat.py": {"jinja2"},
+    "rlmodule/data/arrow.py": {"pyarrow"},
     "rlmodule/data/files.py": {"pyarrow"},
     "rlmodule/rewards": TORCH | {"transformers"},
     "rlmodule/rollout": TORCH | {"transformers", "numpy"},

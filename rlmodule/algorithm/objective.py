@@ -51,14 +51,21 @@ class Objective:
     def ignores_zero_advantage(self) -> bool:
         """Whether samples with an advantage of 0 on every token are left out of the update.
 
-        The loss must promise that they have no gradient, and nothing else in the objective may give them one. With KL
-        in the reward advantages are known only after every sample was scored, so none is left out. Metrics per token
-        (clip fractions, ``ppo_kl``, ``entropy``) are then means over the tokens that were trained on; ``pg_loss`` and
-        ``loss`` are what they would be, because such a sample adds 0 to them.
+        Metrics per token (clip fractions, ``ppo_kl``, ``entropy``) are then means over the tokens that were trained on;
+        ``pg_loss`` and ``loss`` are what they would be, because such a sample adds 0 to them.
+        """
+        return self.config.skip_zero_advantage and self.no_gradient_at_zero_advantage
+
+    @property
+    def no_gradient_at_zero_advantage(self) -> bool:
+        """Whether samples with an advantage of 0 on every token have a gradient of exactly 0.
+
+        The loss must promise it, and nothing else in the objective may give them one. With KL in the reward advantages
+        are known only after every sample was scored, so nothing is said of them.
         """
         s = self.config
         is_alone = s.entropy_coeff == 0 and not s.use_kl_loss and not s.use_kl_in_reward
-        return s.skip_zero_advantage and is_alone and self.loss.zero_at_zero_advantage
+        return is_alone and self.loss.zero_at_zero_advantage
 
     def needs(self, name: str) -> bool:
         """Whether the policy loss reads the field ``name`` of LossInputs."""

@@ -59,7 +59,7 @@ class DynamicCollator:
         micro_batches = [
             self.pack(part, share.totals, positions) for part, positions in zip(rows, share.micro_batches, strict=True)
         ]
-        return MiniBatch(tuple(micro_batches), share.totals, share.metrics, share.trained_models)
+        return MiniBatch(tuple(micro_batches), share.totals, share.metrics, share.trained_models, share.has_gradient)
 
     def pack(self, rows: Sequence[TrainingSample], totals: StepTotals, positions: tuple[int, ...] = ()) -> MicroBatch:
         """Lay ``rows`` end to end; no rows give a dummy: two tokens, no loss."""

@@ -47,6 +47,7 @@ class MiniBatchPlan:
         padding_tokens: tokens computed for nothing: padding samples and dummies.
         num_skipped: samples that count in the totals and are not computed.
         shared_prompt_tokens: prompt tokens that are not computed again, as another sample of the group has them.
+        has_gradient: whether any sample can have a gradient.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -57,6 +58,7 @@ class MiniBatchPlan:
     padding_tokens: int
     num_skipped: int = 0
     shared_prompt_tokens: int = 0
+    has_gradient: bool = True
 
     def __post_init__(self) -> None:
         held = self.positions
@@ -242,6 +244,9 @@ def _assemble(
         padding_tokens=sum(m.length for m in members if m.is_padding) + DUMMY_TOKENS * num_dummies,
         num_skipped=len(block) - len(computed),
         shared_prompt_tokens=repeated_prompt_tokens(metas, cells) if share_prompts else 0,
+        has_gradient=any(
+            metas[position].has_gradient and not metas[position].is_padding for position in block.tolist()
+        ),
     )
 
 

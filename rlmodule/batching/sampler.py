@@ -67,12 +67,14 @@ class RankShare:
         totals: counts of the whole mini-batch.
         metrics: facts of the plan, the same on every rank.
         trained_models: names of the models that take a step on it.
+        has_gradient: whether any sample of it, over all ranks, can have a gradient.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
     totals: StepTotals
     metrics: Mapping[str, float]
     trained_models: tuple[str, ...] = (POLICY,)
+    has_gradient: bool = True
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,11 @@ class BalancedSampler(Sampler[RankShare]):
 
     def shares(self, plans: Sequence[MiniBatchPlan]) -> list[RankShare]:
         """This data rank's share of each plan."""
-        return [RankShare(plan.micro_batches[self.layout.dp_rank], plan.totals, plan.metrics) for plan in plans]
+        rank = self.layout.dp_rank
+        return [
+            RankShare(plan.micro_batches[rank], plan.totals, plan.metrics, has_gradient=plan.has_gradient)
+            for plan in plans
+        ]
 
     def __len__(self) -> int:
         return len(self.plans)

@@ -88,7 +88,7 @@ def to_row(
 
     ``logprobs`` are the sampler's, in nats, rounded to float32, under the distribution that ``sampling`` describes;
     ``loss_mask`` is present only if some token is not trained on; ``reward`` is null if the response could not be
-    scored.
+    scored; ``reward_diagnostics`` has what a reward function reports beside its components.
     """
     sample, prompt = scored.sample, scored.sample.prompt
     row: dict[str, Any] = {
@@ -107,6 +107,8 @@ def to_row(
         "logprobs": None if sample.rollout_logprob is None else sample.rollout_logprob.float().tolist(),
         "sampling": dict(sampling),
     }
+    if logged := {**scored.score.diagnostics, **scored.score.counts}:
+        row["reward_diagnostics"] = {name: _finite_or_none(value) for name, value in sorted(logged.items())}
     if not bool(sample.loss_mask.all()):
         row["loss_mask"] = sample.loss_mask.int().tolist()
     return row

@@ -35,6 +35,8 @@ class Prompt:
         answer: ground truth for the reward, or None.
         source: name of the task or data source the row came from.
         meta: every other column of the row.
+        answer_value: the answer with the type it has in the file; a list holds several right answers.
+        location: ``file:line`` of the row, for messages; empty where there is no file.
     """
 
     row: int
@@ -43,6 +45,8 @@ class Prompt:
     answer: str | None = None
     source: str = ""
     meta: Mapping[str, Any] = field(default_factory=dict)
+    answer_value: Any = field(default=None, compare=False)
+    location: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class SampleMeta:
         prompt_len, response_len: tokens.
         loss_tokens: response tokens with loss mask 1.
         is_padding: a filler that counts nowhere.
-        is_skipped: nothing of it can reach the gradient: it counts in totals, and no rank computes it.
+        is_skipped: it counts in totals, and no rank computes it.
+        has_gradient: whether anything of it can reach the gradient.
     """
 
     sample_id: int
@@ -65,6 +70,7 @@ class SampleMeta:
     loss_tokens: int
     is_padding: bool = False
     is_skipped: bool = False
+    has_gradient: bool = True
 
     @property
     def length(self) -> int:
@@ -128,15 +134,22 @@ class Sample:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """Verdict of a reward on one sample.
+    """What a reward says of one sample. Every name is logged as ``reward/<name>``.
 
     Args:
         value: the reward, or None when the sample could not be scored (it then leaves statistics and loss).
-        parts: named components, logged as ``reward/<name>``.
+        parts: components that the reward declares; advantage estimators may read them. Logged as means over the
+            scored samples.
+        diagnostics: numbers that are logged in the same way and that nothing else reads.
+        counts: numbers that are added up over all samples, scored or not.
+        failure: what went wrong, where the reward failed on the sample; such a sample is unscored.
     """
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict)
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    failure: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,12 +293,14 @@ class MiniBatch:
         totals: counts of the whole mini-batch over all data ranks.
         metrics: facts of the plan to log with the step (``global_seqlen/*``, ``balance/*``), the same on every rank.
         trained_models: names of the models that take a step on it.
+        has_gradient: whether any sample of it, over all ranks, can have a gradient; else it is no optimizer step.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     totals: StepTotals
     metrics: Mapping[str, float] = field(default_factory=dict)
     trained_models: tuple[str, ...] = (POLICY,)
+    has_gradient: bool = True
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MiniBatch:
         """The same mini-batch with every tensor on ``device``."""

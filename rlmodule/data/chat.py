@@ -1,47 +1,61 @@
 """Chat template -> token ids and the mask of what is trained.
 
-A conversation is built from segments, each encoded by itself and then left alone, so the ids of a turn never depend on
-what follows: a template that drops earlier reasoning cannot change them. The token that ends an assistant turn belongs
-to that turn and is trained; what comes between (user and tool turns, the next role header) is not.
-Leaves out rollouts, whose ids are kept as sampled and never pass through text.
+The text of a conversation is what the template writes of the whole of it. Assistant turns are trained, the token that
+ends each included; what comes between (user and tool turns, the next role header) is not. Leaves out where turns are in
+the text (``rendering.py``), and rollouts, whose ids are kept as sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.errors import ConfigError
+from rlmodule.data.messages import (
+    ChatError,
+    Message,
+    Tools,
+    Turns,
+    as_turns,
+    check_messages,
+    check_tool_calls,
+    described,
+    is_assistant,
+    prompt_text,
+    with_arguments_as_mappings,
+    with_arguments_as_texts,
+)
+from rlmodule.data.rendering import MARK, Span, render_conversation
+from rlmodule.data.tokens import Ids, Segment, encode, encode_behind, encode_spans, join, special_prefix
 
-Message = Mapping[str, Any]  # role, content, and what else the template knows
-Turns = str | Sequence[Message]  # a text stands for one user turn
+__all__ = [
+    "ChatError",
+    "ChatFormat",
+    "Message",
+    "Segment",
+    "Tools",
+    "Turns",
+    "as_turns",
+    "check_messages",
+    "described",
+    "join",
+    "prompt_text",
+]
 
-# A conversation to render a turn against, and a text that no template changes and no data contains.
 _OPENING: tuple[Message, ...] = ({"role": "user", "content": "x"},)
-_MARK = "\u241eend of content\u241e"
-
-
-class ChatError(ValueError):
-    """A conversation that the tokenizer's template cannot express; whoever knows the row puts its place in front."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A run of tokens that is trained (``sampled``) or not."""
-
-    ids: tuple[int, ...]
-    sampled: bool
-
-
-def join(segments: Sequence[Segment]) -> tuple[list[int], list[bool]]:
-    """Lay segments end to end: token ids, and a mask that is True on sampled tokens."""
-    ids = [token for segment in segments for token in segment.ids]
-    mask = [segment.sampled for segment in segments for _ in segment.ids]
-    return ids, mask
+_A_TOOL: Tools = (
+    {
+        "type": "function",
+        "function": {"name": MARK, "description": "x", "parameters": {"type": "object", "properties": {}}},
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -69,54 +83,87 @@ class ChatFormat:
                 fix="Use data.apply_chat_template=false for prompts as raw text, or a model with a template",
             )
 
-    def encode_prompts(self, prompts: Sequence[Turns]) -> list[tuple[int, ...]]:
-        """Token ids of each prompt, up to where the assistant begins to speak.
+    def encode_prompts(self, prompts: Sequence[Turns], tools: Sequence[Tools | None] = ()) -> list[Ids]:
+        """Token ids of each prompt, the generation prompt included.
+
+        Raw text gets the special tokens that the tokenizer puts in front, and none behind.
+
+        Args:
+            prompts: a text or turns each.
+            tools: those of each prompt; empty where none has any.
 
         Raises:
             ChatError: a prompt does not fit the template.
         """
-        if self.template:
-            texts = [self._render(self._turns(prompt), asks_for_answer=True) for prompt in prompts]
-        else:
-            texts = [_raw_text(prompt) for prompt in prompts]
-        return self._encode(texts, add_special_tokens=not self.template)
+        if not self.template:
+            return [(*self._raw_prefix, *ids) for ids in encode(self.tokenizer, [_raw_text(p) for p in prompts])]
+        of_prompt = tools or [None] * len(prompts)
+        return encode(self.tokenizer, [self._prompt_text(p, t) for p, t in zip(prompts, of_prompt, strict=True)])
 
-    def encode_conversation(self, messages: Sequence[Message]) -> list[Segment]:
-        """Segments of a conversation with assistant turns; the first is the prompt, the last ends with an assistant.
+    def encode_conversation(
+        self, messages: Sequence[Message], *, num_context: int = 0, tools: Tools | None = None
+    ) -> list[Segment]:
+        """Segments of a conversation: the prompt, then by turns what is trained and what is not.
+
+        Args:
+            messages: the last one is the assistant's.
+            num_context: messages at the beginning of which nothing is trained.
+            tools: that the assistant may call.
 
         Raises:
-            ChatError: no assistant turn, something follows the last one, or the template does not mark its end.
+            ChatError: no assistant turn, something follows the last one, or the template cannot express it.
         """
-        speaks = [message.get("role") == "assistant" for message in messages]
-        if not (speaks and speaks[-1]) or speaks[0]:
+        if not messages or is_assistant(messages[0]) or not is_assistant(messages[-1]):
             raise ChatError("the conversation must begin with a prompt and end with an assistant turn")
-        end = self._end_of_turn()
-        texts: list[tuple[str, bool]] = []
-        unsaid: list[Message] = []  # turns since the last assistant turn
-        for message, is_sampled in zip(messages, speaks, strict=True):
-            if is_sampled:
-                lead_in = self._between(unsaid, end) if texts else self._render(self._with_system_prompt(unsaid), True)
-                texts += [(lead_in, False), (self._spoken(message, end), True)]
-                unsaid = []
-            else:
-                unsaid.append(message)
-        ids = self._encode([text for text, _ in texts], add_special_tokens=False)
-        return [Segment(part, is_sampled) for part, (_, is_sampled) in zip(ids, texts, strict=True)]
+        if not self.template:
+            raise ChatError(_NEEDS_TEMPLATE)
+        opened = self._with_system_prompt(messages)
+        settled = self._settled(opened, tools)
+        rendering = render_conversation(
+            partial(self._render, tools=tools), settled, num_context + len(opened) - len(messages), self._added_tokens
+        )
+        return encode_spans(self.tokenizer, rendering.text, rendering.trained)
 
-    def encode_demonstration(self, prompt: Turns, response: str) -> list[Segment]:
+    def encode_demonstration(self, prompt: Turns, response: str, tools: Tools | None = None) -> list[Segment]:
         """Two segments: the prompt, and the response with the token that ends it.
 
         Raises:
             ChatError: the prompt does not fit the template.
         """
         if self.template:
-            return self.encode_conversation([*self._turns(prompt), {"role": "assistant", "content": response}])
+            turns = self._turns(prompt)
+            shown = [*turns, {"role": "assistant", "content": response}]
+            return self.encode_conversation(shown, num_context=len(turns), tools=tools)
         if not self.end_tokens():
             raise ChatError("the tokenizer has no end-of-sequence token, so a response cannot be ended")
         end = self.end_tokens()[0]
-        [prompt_ids] = self.encode_prompts([prompt])
-        [response_ids] = self._encode([response], add_special_tokens=False)
-        return [Segment(prompt_ids, sampled=False), Segment((*response_ids, end), sampled=True)]
+        start = len(_raw_text(prompt))
+        text = _raw_text(prompt) + response
+        head, *tail = encode_spans(self.tokenizer, text, [Span(start, len(text))])
+        ids = [token for segment in tail for token in segment.ids]
+        return [Segment((*self._raw_prefix, *head.ids), sampled=False), Segment((*ids, end), sampled=True)]
+
+    @cached_property
+    def renders_tools(self) -> bool:
+        """Whether the template writes the tools that are passed to it."""
+        try:
+            return self.template and MARK in self._render(_OPENING, tools=_A_TOOL)
+        except ChatError:
+            return False
+
+    @cached_property
+    def _raw_prefix(self) -> Ids:
+        return special_prefix(self.tokenizer)
+
+    @cached_property
+    def _added_tokens(self) -> re.Pattern[str]:
+        tokens = {token.content for token in self.tokenizer.added_tokens_decoder.values()}
+        tokens |= set(self.tokenizer.all_special_tokens)
+        longest_first = sorted(filter(None, tokens), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def _prompt_text(self, prompt: Turns, tools: Tools | None) -> str:
+        return self._render(self._settled(self._turns(prompt), tools), True, tools)
 
     def encode_observation(self, messages: Sequence[Message], after: int) -> tuple[int, ...]:
         """Token ids that follow an assistant turn, up to where the assistant speaks again; ``messages`` lie between.
@@ -133,11 +180,11 @@ class ChatFormat:
         if not self.template:
             raise ChatError("messages need a chat template, and data.apply_chat_template is false")
         asked = self._render(_OPENING, asks_for_answer=True)
-        spoken = {"role": "assistant", "content": _MARK}
+        spoken = {"role": "assistant", "content": MARK}
         whole = self._render([*_OPENING, spoken, *messages], asks_for_answer=True)
-        if not whole.startswith(asked + _MARK):
+        if not whole.startswith(asked + MARK):
             raise ChatError("the chat template writes an assistant turn otherwise once another turn follows it")
-        [ids] = self._encode([whole.removeprefix(asked + _MARK)], add_special_tokens=False)
+        [ids] = encode_behind(self.tokenizer, [whole.removeprefix(asked + MARK)])
         return ids[1:] if ids[:1] == (after,) else ids
 
     def end_of_turn(self) -> int | None:
@@ -145,11 +192,11 @@ class ChatFormat:
         if not self.template:
             return None
         try:
-            whole = self._render([*_OPENING, {"role": "assistant", "content": _MARK}])
+            whole = self._render([*_OPENING, {"role": "assistant", "content": MARK}])
         except ChatError:
             return None  # a template for prompts alone
-        words = whole.partition(_MARK)[2].split()
-        [ids] = self._encode([*words, ""][:1], add_special_tokens=False)
+        words = whole.partition(MARK)[2].split()
+        [ids] = encode(self.tokenizer, [*words, ""][:1])
         # The first piece of a word such as "###" that takes several tokens ends nothing by itself.
         is_whole = len(ids) == 1 or (len(ids) > 1 and ids[0] in self.tokenizer.added_tokens_decoder)
         return ids[0] if is_whole and ids[0] != self.tokenizer.unk_token_id else None
@@ -161,8 +208,8 @@ class ChatFormat:
 
     def _turns(self, prompt: Turns) -> Sequence[Message]:
         turns = as_turns(prompt)
-        if turns[-1]["role"] == "assistant":
-            raise ChatError("a prompt must not end with an assistant turn, there would be nothing left to say")
+        if is_assistant(turns[-1]):
+            raise ChatError("a prompt must not end with an assistant turn, there would be nothing left to answer")
         return self._with_system_prompt(turns)
 
     def _with_system_prompt(self, turns: Sequence[Message]) -> Sequence[Message]:
@@ -170,93 +217,63 @@ class ChatFormat:
             return turns
         return [{"role": "system", "content": self.system_prompt}, *turns]
 
-    def _end_of_turn(self) -> str:
-        whole = self._render([*_OPENING, {"role": "assistant", "content": _MARK}])
-        end = whole.partition(_MARK)[2].rstrip()  # the line break after the end token is not sampled
-        if not end:
-            raise ChatError("the chat template puts no token after an assistant turn, so no model could learn to stop")
-        return end
+    def _settled(self, messages: Sequence[Message], tools: Tools | None) -> Sequence[Message]:
+        """The messages in a form that the template accepts.
 
-    def _spoken(self, message: Message, end: str) -> str:
-        header = self._render(_OPENING, asks_for_answer=True)
-        whole = self._render([*_OPENING, message])
-        if not whole.startswith(header):
-            raise ChatError("the chat template opens an assistant turn otherwise than it asks for one")
-        body, found, _ = whole.removeprefix(header).rpartition(end)
-        if not found:
-            raise ChatError(f"the chat template does not end this assistant turn with {end}")
-        return body + end
+        Templates differ in what they want of a turn with tool calls: arguments as a mapping or as JSON text; no
+        content, null or the empty text where it has none. All turns get the first form that the template accepts.
 
-    def _between(self, messages: Sequence[Message], end: str) -> str:
-        marked = {"role": "assistant", "content": _MARK}
-        whole = self._render([*_OPENING, marked, *messages], asks_for_answer=True)
-        return whole.partition(_MARK)[2].removeprefix(end)
+        Raises:
+            ChatError: the template accepts none.
+        """
+        if not any(message.get("tool_calls") for message in messages):
+            return messages
+        errors = []
+        for form in _forms(messages):
+            try:
+                check_tool_calls(form, self._render(form, tools=tools))
+            except ChatError as error:
+                errors.append(error)
+            else:
+                return form
+        raise errors[-1]
 
-    def _render(self, messages: Sequence[Message], asks_for_answer: bool = False) -> str:
+    def _render(self, messages: Sequence[Message], asks_for_answer: bool = False, tools: Tools | None = None) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
                 tokenize=False,
                 add_generation_prompt=asks_for_answer,
                 **(self.arguments or {}),
             )
-        except (TemplateError, TypeError) as error:  # a template adds strings, and fails on what is none
+        except (TemplateError, TypeError) as error:  # templates add strings, and fail on values of other types
             raise ChatError(f"the chat template refuses it: {error}") from error
         assert isinstance(text, str)
         return text
 
-    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[tuple[int, ...]]:
-        for text in texts:
-            if not _is_unicode(text):
-                raise ChatError("the text holds half of a surrogate pair, which is not valid Unicode")
-        encoded = self.tokenizer(list(texts), add_special_tokens=add_special_tokens)
-        return [tuple(ids) for ids in encoded["input_ids"]]
+
+_NEEDS_TEMPLATE = "a list of turns needs a chat template, and data.apply_chat_template is false"
 
 
-def as_turns(prompt: Turns) -> Sequence[Message]:
-    """The prompt as turns; a text is one user turn."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
+    no_content: tuple[Message, ...] = ({}, {"content": None}, {"content": ""})
+    for arguments, content in product((with_arguments_as_mappings, with_arguments_as_texts), no_content):
+        yield [
+            arguments(message) if _has_content(message) else _filled(arguments(message), content)
+            for message in messages
+        ]
 
 
-def prompt_text(prompt: Turns) -> str:
-    """The prompt as a person reads it."""
-    if isinstance(prompt, str):
-        return prompt
-    if len(prompt) == 1:
-        return str(prompt[0].get("content", ""))
-    return "\n".join(f"{message.get('role')}: {message.get('content', '')}" for message in prompt)
+def _has_content(message: Message) -> bool:
+    return message.get("content") is not None or not message.get("tool_calls")
 
 
-def check_messages(value: object) -> None:
-    """Refuse what is not a conversation of text turns.
-
-    Raises:
-        ChatError: says what is wrong with which turn.
-    """
-    if not isinstance(value, list | tuple) or not value:
-        raise ChatError(f"a prompt is a text or a list of turns, this is {described(value)}")
-    for number, message in enumerate(value, start=1):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ChatError(f"turn {number} must be a mapping with a role, this is {described(message)}")
-        if not isinstance(message.get("content", ""), str):
-            raise ChatError(f"turn {number} must have a text as content, this is {described(message['content'])}")
+def _filled(message: Message, content: Message) -> Message:
+    return {**{name: value for name, value in message.items() if name != "content"}, **content}
 
 
 def _raw_text(prompt: Turns) -> str:
     if not isinstance(prompt, str):
-        raise ChatError("a list of turns needs a chat template, and data.apply_chat_template is false")
+        raise ChatError(_NEEDS_TEMPLATE)
     return prompt
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def described(value: object) -> str:
-    """Type and value of what should not be there, for errors."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"

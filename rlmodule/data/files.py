@@ -1,7 +1,7 @@
-"""Local files -> raw rows by position: .jsonl, .json, .parquet. Nothing is decoded that is not asked for.
+"""Local files -> raw rows by position: .jsonl, .json, .parquet. Only what is read is decoded.
 
-A table answers with plain dicts and knows where each row stands, so that an error can say so. Leaves out what columns
-mean (``formats.py``) and everything that is not on a local disk.
+A table gives plain dicts and knows the location of each row, so that an error can name it. Leaves out what columns mean
+(``formats.py``), how Arrow's values become Python's (``arrow.py``) and everything that is not on a local disk.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rlmodule.core.errors import ConfigError, DataError
+from rlmodule.data.arrow import Converter
+from rlmodule.data.json_text import HALF_PAIR, is_unicode, load_json
 
 RawRow = dict[str, Any]
 
@@ -27,10 +29,10 @@ UTF8_MARK = b"\xef\xbb\xbf"
 
 
 class RowTable(ABC):
-    """Raw rows of one source, read when asked for.
+    """Raw rows of one source, read on demand.
 
     Args:
-        name: the file, or what stands for it in errors.
+        name: the file, or its name in errors.
         columns: every column that some row has.
     """
 
@@ -43,11 +45,11 @@ class RowTable(ABC):
 
     @abstractmethod
     def location(self, row: int) -> str:
-        """Where row ``row`` (from 0) stands, for errors: ``file:line``, or ``file:row`` where there are no lines."""
+        """Location of row ``row`` (from 0) for errors: ``file:line``, or ``file:row`` where there are no lines."""
 
     @abstractmethod
     def select(self, rows: Sequence[int]) -> list[RawRow]:
-        """The rows asked for, in the order asked for."""
+        """The rows of these positions, in the same order."""
 
     def batches(self, columns: Sequence[str]) -> Iterator[list[RawRow]]:
         """All rows in order, a batch at a time; other columns than ``columns`` may be missing from them."""
@@ -135,6 +137,7 @@ class ParquetTable(RowTable):
                 location=path, because=f"not a readable parquet file: {error}", fix="Write the file again"
             ) from None
         self.columns = tuple(self._file.schema_arrow.names)
+        self._to_python = Converter(self._file.schema_arrow)
         groups = range(self._file.num_row_groups)
         sizes = [self._file.metadata.row_group(group).num_rows for group in groups]
         self._first = np.cumsum([0, *sizes])  # first row of each group, and the number of rows
@@ -152,18 +155,18 @@ class ParquetTable(RowTable):
         for index in np.argsort(groups, kind="stable"):  # each group is read once
             group = int(groups[index])
             table = self._group(group)
-            [found[index]] = table.slice(rows[index] - int(self._first[group]), 1).to_pylist()
+            [found[index]] = self._to_python(table.slice(rows[index] - int(self._first[group]), 1).to_pylist())
         return found
 
     def batches(self, columns: Sequence[str]) -> Iterator[list[RawRow]]:
         for group in range(self._file.num_row_groups):  # one by one: buffers of a group are freed before the next
             part = {"row_groups": [group], "columns": list(columns), "use_threads": False}
             for batch in self._file.iter_batches(batch_size=BATCH_ROWS, **part):
-                yield batch.to_pylist()
+                yield self._to_python(batch.to_pylist())
 
     def _group(self, group: int) -> pa.Table:
         if self._cached is None or self._cached[0] != group:
-            self._cached = None  # let go of one before the next is read
+            self._cached = None  # free one group before the next is read
             self._cached = group, self._file.read_row_group(group, use_threads=False)
         return self._cached[1]
 
@@ -189,7 +192,7 @@ class TableChain:
         return self.tables[table].location(inside)
 
     def select(self, rows: Sequence[int]) -> list[tuple[int, RawRow]]:
-        """(number of the table, row) of the rows asked for, in the order asked for; each file is visited once."""
+        """(number of the table, row) of these positions, in the same order; each file is visited once."""
         located = [self._locate(row) for row in rows]
         found: dict[int, RawRow] = {}
         for index, table in enumerate(self.tables):
@@ -204,7 +207,7 @@ class TableChain:
 
 
 def open_files(paths: Sequence[str], key: str) -> list[RowTable]:
-    """Open every file of ``paths``, folders standing for the data files in them, by name.
+    """Open every file of ``paths``; a folder means the data files in it, sorted by name.
 
     Args:
         paths: files and folders on a local disk.
@@ -249,9 +252,11 @@ def _open_json(path: Path) -> RowTable:
     content = path.read_bytes().removeprefix(UTF8_MARK)
     if not content.lstrip().startswith(b"["):
         return JsonLinesTable(path)  # many tools write lines under this name as well
-    rows = _parse(content, str(path))
+    rows = _parse(content, str(path), json.loads)
     for number, row in enumerate(rows, start=1):
         _check_object(row, f"{path}:{number}")
+        if b"\\u" in content and not is_unicode(row):
+            raise DataError(location=f"{path}:{number}", because=HALF_PAIR, fix="Fix or delete it")
     return MemoryTable(str(path), rows)
 
 
@@ -273,9 +278,9 @@ def _check_object(row: object, location: str) -> None:
         )
 
 
-def _parse(content: bytes, location: str) -> Any:
+def _parse(content: bytes, location: str, load: Callable[[str], Any] = load_json) -> Any:
     try:
-        return json.loads(content.decode("utf-8"))
+        return load(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         because = f"byte {error.start + 1} (0x{content[error.start]:02x}) is not valid UTF-8"
         raise DataError(location=location, because=because, fix="Save the file as UTF-8") from None

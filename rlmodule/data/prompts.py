@@ -1,6 +1,6 @@
 """Rows of an environment or of files -> prompts with token ids, checked before anything else is loaded.
 
-Every row is read and measured once at the start; after that a prompt is made when it is asked for, so memory holds
+Every row is read and measured once at the start; after that a prompt is made when it is needed, so memory holds
 lengths, not texts. Leaves out the order they come in (``stream.py``) and responses (``demonstrations.py``).
 """
 
@@ -17,9 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import Prompt
-from rlmodule.data.chat import ChatError, ChatFormat, Turns, prompt_text
+from rlmodule.data.chat import ChatError, ChatFormat, prompt_text
 from rlmodule.data.files import RowTable, TableChain, open_files
-from rlmodule.data.formats import FORMATS, ColumnKeys, Row, choose_columns, read_row, top_level
+from rlmodule.data.formats import FORMATS, ColumnKeys, Row, choose_columns, read_row
+from rlmodule.data.tokens import Ids
 
 SPLITS = ("train", "test")
 READ_AT_ONCE = 4096  # rows
@@ -34,11 +35,15 @@ class DataConfig:
     rollouts: str | None = (
         None  # file or folder of stored responses to train from; prompts are then for validation only
     )
-    format: str = "auto"  # column names of: rlmodule, verl, trl, openrlhf, verifiers; auto judges file by file
+    format: str = (
+        "auto"  # column names of: rlmodule, verl, trl, alpaca, openrlhf, verifiers; auto decides for each file
+    )
     prompt_key: str = ""  # column of the prompt (a text or turns); empty: as the format says. a.b reaches into a
     answer_key: str = ""  # column of the ground truth
     source_key: str = ""  # column of the data source's name
     completion_key: str = ""  # column of the demonstrated response, for supervised training
+    system_key: str | None = ""  # column of the system turn; empty: as the format says; None: such a column is not read
+    tools_key: str | None = ""  # column of the tools the assistant may call (a list or JSON text); likewise
     chosen_key: str = "chosen"  # column of the better response, for preferences
     rejected_key: str = "rejected"  # column of the worse response, for preferences
     apply_chat_template: bool = True  # False: prompts are raw text
@@ -74,13 +79,20 @@ class DataConfig:
             return self.train_files, "data.train_files", None
         return self.val_files, "data.val_files", self.val_max_rows
 
+    @property
+    def column_keys(self) -> ColumnKeys:
+        """The columns that the user names."""
+        return ColumnKeys(
+            self.prompt_key, self.answer_key, self.source_key, self.completion_key, self.system_key, self.tools_key
+        )
+
     def chat_format(self, tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
         """How prompts become tokens."""
         return ChatFormat(tokenizer, self.apply_chat_template, self.chat_template_args, self.system_prompt)
 
 
 class RowSource:
-    """The rows of one split in our own words, over all its files; columns are checked when it is made.
+    """The rows of one split over all its files; columns are checked when it is made.
 
     Args:
         tables: one per file.
@@ -106,22 +118,48 @@ class RowSource:
         return self._chain.location(row)
 
     def select(self, rows: Sequence[int]) -> list[Row]:
-        """The rows asked for, in the order asked for; each file is visited once."""
+        """The rows of these positions, in the same order; each file is visited once."""
         found = zip(rows, self._chain.select(rows), strict=True)
         return [read_row(raw, self._columns[table], self.location(row)) for row, (table, raw) in found]
 
-    def prompts(self) -> Iterator[list[Turns]]:
-        """The prompts of all rows in order, a batch at a time; reads no more columns than it must."""
+    def prompts(self) -> Iterator[list[Row]]:
+        """All rows in order, a batch at a time, with no more than their prompts and tools."""
         left = len(self)
         for table, columns in zip(self._chain.tables, self._columns, strict=True):
             inside = 0
-            for batch in table.batches(sorted({top_level(column) for column in columns.required})):
+            for batch in table.batches(columns.of_prompt):
                 kept = batch[:left]
-                yield [read_row(raw, columns, table.location(inside + i)).prompt for i, raw in enumerate(kept)]
+                yield [read_row(raw, columns, table.location(inside + i)) for i, raw in enumerate(kept)]
                 inside += len(kept)
                 left -= len(kept)
                 if not left:
                     return
+
+    def check_completions(self) -> None:
+        """Every file has a column with responses, or conversations that hold them.
+
+        Raises:
+            DataError: names the file and its columns.
+        """
+        for table, columns in zip(self._chain.tables, self._columns, strict=True):
+            [first] = table.select([0])
+            if columns.completion is None and isinstance(read_row(first, columns, table.location(0)).prompt, str):
+                raise DataError(
+                    location=table.location(0),
+                    because=f"no completion column to learn from; the columns are {', '.join(table.columns)}",
+                    fix="Set data.completion_key to the one with the response",
+                )
+
+    def describe_columns(self, roles: Sequence[str], others: str) -> str:
+        """For the run's plan: which column is read as what; see ``Columns.describe``."""
+        tables = zip(self._chain.tables, self._columns, strict=True)
+        lines = dict.fromkeys(columns.describe(roles, table.columns, others) for table, columns in tables)
+        return " | ".join(lines)
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether a file has a column with tools that is read."""
+        return any(columns.tools for columns in self._columns)
 
 
 def open_rows(config: DataConfig, split: str, table: RowTable | None = None) -> RowSource:
@@ -139,13 +177,12 @@ def open_rows(config: DataConfig, split: str, table: RowTable | None = None) -> 
     files, key, limit = config.files_of(split)
     if table is not None:
         return RowSource([table], "rlmodule", ColumnKeys(), limit)
-    keys = ColumnKeys(config.prompt_key, config.answer_key, config.source_key, config.completion_key)
-    assert files, f"{key} is empty; has_validation says so"
-    return RowSource(open_files(files, key), config.format, keys, limit)
+    assert files, f"{key} is empty; ask has_validation first"
+    return RowSource(open_files(files, key), config.format, config.column_keys, limit)
 
 
 class PromptTable(Sequence[Prompt]):
-    """Prompts by position, encoded when asked for.
+    """Prompts by position, encoded when they are needed.
 
     Args:
         rows: where they come from.
@@ -153,12 +190,20 @@ class PromptTable(Sequence[Prompt]):
         kept: [P] int64, positions in ``rows`` of the prompts in use.
         lengths: [P] int32, tokens of each, before truncation.
         limit: prompts longer than this lose tokens on the left.
+        largest_ids: [P] int32, the largest token id of each, before truncation.
     """
 
     def __init__(
-        self, rows: RowSource, chat: ChatFormat, kept: NDArray[np.int64], lengths: NDArray[np.int32], limit: int
+        self,
+        rows: RowSource,
+        chat: ChatFormat,
+        kept: NDArray[np.int64],
+        lengths: NDArray[np.int32],
+        limit: int,
+        largest_ids: NDArray[np.int32],
     ) -> None:
         self._rows, self._chat, self._kept, self._limit = rows, chat, kept, limit
+        self._largest_ids = largest_ids
         self.lengths = np.minimum(lengths, limit)
         self.num_filtered = len(rows) - len(kept)
         self.num_truncated = int((lengths > limit).sum())
@@ -176,13 +221,13 @@ class PromptTable(Sequence[Prompt]):
         return self.select([range(len(self))[index]])[0]
 
     def select(self, indices: Sequence[int]) -> list[Prompt]:
-        """The prompts asked for, in the order asked for; cheaper than one by one.
+        """The prompts of these positions, in the same order; cheaper than one by one.
 
         ``Prompt.row`` is the position before filtering, over all files of the split: what ``location`` understands.
         """
         positions = [int(self._kept[index]) for index in indices]
         rows = self._rows.select(positions)
-        ids = self._chat.encode_prompts([row.prompt for row in rows])
+        ids = self._chat.encode_prompts([row.prompt for row in rows], [row.tools for row in rows])
         return [
             Prompt(
                 row=position,
@@ -191,12 +236,14 @@ class PromptTable(Sequence[Prompt]):
                 answer=row.answer,
                 source=row.source,
                 meta=row.meta,
+                answer_value=row.answer_value,
+                location=self.location(position),
             )
             for position, row, ids_of_row in zip(positions, rows, ids, strict=True)
         ]
 
     def check(self, missing_fields: Callable[[str | None, Mapping[str, Any]], str | None]) -> None:
-        """Refuse the first prompt that cannot be judged; see ``Reward.missing_fields``.
+        """Refuse the first prompt whose answers cannot be scored; see ``Reward.missing_fields``.
 
         Raises:
             DataError: ``file:line`` and what is missing.
@@ -213,9 +260,26 @@ class PromptTable(Sequence[Prompt]):
                         "reward",
                     )
 
+    def check_ids(self, vocab_size: int) -> None:
+        """Refuse the first prompt with a token that the model does not have.
+
+        Raises:
+            DataError: ``file:line``.
+        """
+        unknown = np.flatnonzero(self._largest_ids >= vocab_size)
+        if len(unknown):
+            position = int(self._kept[unknown[0]])
+            raise unknown_token(self.location(position), int(self._largest_ids[unknown[0]]), vocab_size)
+
     def location(self, row: int) -> str:
         """``file:line`` of ``Prompt.row``."""
         return self._rows.location(row)
+
+    def describe_columns(self) -> str:
+        """For the run's plan: which column is read as what."""
+        others = "for the reward alone"
+        text = self._rows.describe_columns(("prompt", "context", "system", "tools", "answer", "source"), others)
+        return text + tools_note(self._rows, self._chat)
 
     def describe(self) -> str:
         """One line for the run's plan."""
@@ -245,13 +309,27 @@ def load_prompts(
     """
     rows = open_rows(config, split, table)
     chat = config.chat_format(tokenizer)
-    lengths = np.array(_measure(rows, chat), dtype=np.int32)
+    lengths, largest = _measure(rows, chat)
     kept = keep_by_length(lengths, config, rows.location)
-    return PromptTable(rows, chat, kept, lengths[kept], config.max_prompt_length)
+    return PromptTable(rows, chat, kept, lengths[kept], config.max_prompt_length, largest[kept])
+
+
+def tools_note(rows: RowSource, chat: ChatFormat) -> str:
+    """For the run's plan: that tools are read and the template does not write them; else empty."""
+    return " (the chat template does not write tools)" if rows.has_tools and not chat.renders_tools else ""
+
+
+def unknown_token(location: str, token: int, vocab_size: int) -> DataError:
+    """The error for a row with a token that the model does not have."""
+    return DataError(
+        location=location,
+        because=f"it has the token id {token}, and the model knows ids 0 to {vocab_size - 1}",
+        fix="Use the tokenizer of the model, or delete the row",
+    )
 
 
 def keep_by_length(lengths: NDArray[np.int32], config: DataConfig, location: Callable[[int], str]) -> NDArray[np.int64]:
-    """Which rows stay in use, given what ``overlong_prompt`` says of long prompts.
+    """Positions of the rows that stay in use under the rule ``overlong_prompt``.
 
     Args:
         lengths: [rows] tokens of each prompt, chat template included.
@@ -281,21 +359,30 @@ def keep_by_length(lengths: NDArray[np.int32], config: DataConfig, location: Cal
     return kept
 
 
-def _measure(rows: RowSource, chat: ChatFormat) -> list[int]:
-    lengths: list[int] = []
+def _measure(rows: RowSource, chat: ChatFormat) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """[rows] tokens of each prompt, and [rows] the largest token id of each."""
+    lengths, largest = list[int](), list[int]()
     for batch in rows.prompts():
-        try:
-            lengths += [len(ids) for ids in chat.encode_prompts(batch)]
-        except ChatError:
-            lengths += [_length(chat, prompt, rows.location(len(lengths) + i)) for i, prompt in enumerate(batch)]
-    for row, length in enumerate(lengths):
-        if length == 0:
-            raise DataError(location=rows.location(row), because="the prompt is empty", fix="Fix or delete the row")
-    return lengths
+        for ids in _encoded(batch, chat, rows, len(lengths)):
+            if not ids:
+                raise DataError(
+                    location=rows.location(len(lengths)), because="the prompt is empty", fix="Fix or delete the row"
+                )
+            lengths.append(len(ids))
+            largest.append(max(ids))
+    return np.array(lengths, dtype=np.int32), np.array(largest, dtype=np.int32)
 
 
-def _length(chat: ChatFormat, prompt: Turns, location: str) -> int:
+def _encoded(batch: Sequence[Row], chat: ChatFormat, rows: RowSource, first: int) -> list[Ids]:
+    """Token ids of the prompts of a batch, which begins with row ``first``."""
     try:
-        return len(chat.encode_prompts([prompt])[0])
+        return chat.encode_prompts([row.prompt for row in batch], [row.tools for row in batch])
+    except ChatError:
+        return [_encoded_alone(row, chat, rows.location(first + i)) for i, row in enumerate(batch)]
+
+
+def _encoded_alone(row: Row, chat: ChatFormat, location: str) -> Ids:
+    try:
+        return chat.encode_prompts([row.prompt], [row.tools])[0]
     except ChatError as error:
         raise DataError(location=location, because=str(error), fix="Fix or delete the row") from error

@@ -21,8 +21,9 @@ from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.data.chat import ChatError, ChatFormat, described
 from rlmodule.data.files import RawRow, RowTable
 from rlmodule.data.formats import read_turns
+from rlmodule.data.tokens import encode_behind
 
-# What a row says -> names of its column; of several in one file the first counts. Prompt and response must be there as
+# Field -> names of its column; of several in one file the first is read. Prompt and response must be there as
 # ids or as text, and the reward; the rest may be missing.
 COLUMNS: Mapping[str, tuple[str, ...]] = {
     "prompt_ids": ("prompt_ids", "prompt_token_ids"),
@@ -67,8 +68,8 @@ class StoredResponse:
         teacher_logprob: likewise of a teacher.
         finish_reason: ``stop`` or ``length``.
         text: the response to read.
-        score: the verdict.
-        group: what the row calls its group; None makes a group of its own.
+        score: the reward and its components.
+        group: id of the row's group in the file; None makes a group of its own.
         sampling: how it was drawn, None where the row does not say.
         is_encoded: the ids were made from text.
     """
@@ -181,7 +182,7 @@ class RowReader:
                 location, "response", f"must be a text where there are no ids, this is {described(value)}"
             )
         end = [] if finish_reason == "length" else list(self.chat().end_tokens()[:1])
-        ids = [*self.tokenizer(value, add_special_tokens=False)["input_ids"], *end]
+        ids = [*encode_behind(self.tokenizer, [value])[0], *end]
         if not ids or (finish_reason != "length" and not end):
             raise self._error(location, "response", "comes to no token, or the tokenizer has no end token")
         return np.array(ids, dtype=np.int64)
@@ -261,7 +262,7 @@ class RowReader:
 
 
 def choose_columns(table: RowTable) -> dict[str, str]:
-    """What a row says -> the column of ``table`` that says it.
+    """Field -> the column of ``table`` that has it.
 
     Raises:
         DataError: a column that is needed is not in the file; names those that are.

@@ -1,8 +1,8 @@
-"""Responses that were sampled and judged earlier, by group; every row is checked before anything is loaded.
+"""Responses that were sampled and rewarded earlier, by group; every row is checked before anything is loaded.
 
 Reads what a run leaves in ``rollouts/``, and tables of other engines that say the same in columns of other names. Every
-row is read once at the start; after that a group is read when it is asked for, so memory holds lengths, not tokens.
-Leaves out what a row says (``rollout_rows.py``), the order of groups (``stream.py``) and who trains on them.
+row is read once at the start; after that a group is read when it is needed, so memory holds lengths, not tokens.
+Leaves out the fields of a row (``rollout_rows.py``), the order of groups (``stream.py``) and training on them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rlmodule.data.rollout_rows import RowReader, Sampling, StoredResponse, choo
 
 @dataclass
 class RolloutTable:
-    """Stored responses by group, read when asked for.
+    """Stored responses by group, read on demand.
 
     Args:
         name: where they are.
@@ -60,9 +60,16 @@ class RolloutTable:
         return self.chain.location(row)
 
     def read(self, rows: Sequence[int]) -> list[StoredResponse]:
-        """The rows asked for, in the order asked for."""
+        """The rows of these positions, in the same order."""
         found = zip(rows, self.chain.select(rows), strict=True)
         return [self.readers[table](raw, row, self.location(row)) for row, (table, raw) in found]
+
+    def describe_columns(self) -> str:
+        """For the run's plan: columns that are not read; empty where there are none."""
+        pairs = zip(self.chain.tables, self.readers, strict=True)
+        read = [(table.columns, set(reader.columns.values())) for table, reader in pairs]
+        left = dict.fromkeys(column for columns, used in read for column in columns if column not in used)
+        return f"not read: {', '.join(left)}" if left else ""
 
     def describe(self) -> str:
         """One line for the run's plan."""
@@ -98,7 +105,7 @@ def load_rollouts(path: str, config: DataConfig, tokenizer: PreTrainedTokenizerB
             number = len(prompts) if response.group is None else numbers.setdefault(response.group, len(prompts))
             _take_note(made, prompts, number, row, response)
     if made.num_unscored == len(made.lengths):
-        raise DataError(location=path, because="no row has a finite reward", fix="Judge the responses first")
+        raise DataError(location=path, because="no row has a finite reward", fix="Reward the responses first")
     return made
 
 

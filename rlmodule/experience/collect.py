@@ -15,6 +15,7 @@ from rlmodule.algorithm.shaping import first_groups, has_reward_variance
 from rlmodule.core.contract import Collectives
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import Sample, ScoredSample
+from rlmodule.experience.failures import check_not_all_failed, reward_counts
 from rlmodule.experience.sample_info import SampleInfo, gather_sample_info, rewards_of
 
 
@@ -36,7 +37,8 @@ def collect_groups(
 
     mine, sample_info = last_mine, last_facts = more()
     if not config.filter_groups.enable:
-        return mine, sample_info, {}
+        check_not_all_failed(sample_info, "the iteration")
+        return mine, sample_info, reward_counts(sample_info)
     num_groups = len({f.meta.group_id for f in sample_info})
     rounds = 1
     kept = _groups_with_variance(sample_info, num_groups)
@@ -44,8 +46,10 @@ def collect_groups(
         last_mine, last_facts = more()
         mine, sample_info, rounds = mine + last_mine, sample_info + last_facts, rounds + 1
         kept = _groups_with_variance(sample_info, num_groups)
+    check_not_all_failed(sample_info, "the iteration")
     rewards = [f.reward for f in sample_info if f.reward is not None and math.isfinite(f.reward)]
     metrics = {
+        **reward_counts(sample_info),
         "filter_groups/gen_batches": float(rounds),
         "filter_groups/kept": len(kept) / max(len({f.meta.group_id for f in sample_info}), 1),
         "filter_groups/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,

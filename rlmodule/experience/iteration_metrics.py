@@ -63,8 +63,8 @@ def reward_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
     """``reward/*``; NaN where nothing was scored.
 
     Responses without a finite reward are counted in ``reward/unscored`` and leave everything else. ``zero_std_groups``
-    is the share of groups, among those with a scored response, whose rewards are all equal. A component of the reward
-    that has the name of one of these is logged as ``reward/<component>_part``.
+    is the share of groups, among those with a scored response, whose rewards are all equal. A component or diagnostic
+    of the reward that has the name of one of these, or of what the reward counts, is logged as ``reward/<name>_part``.
     """
     counted = without_padding(sample_info)
     scored = [f for f in counted if is_scored(f)]
@@ -82,10 +82,11 @@ def reward_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
     }
     parts: dict[str, list[float]] = defaultdict(list)
     for info in scored:
-        for name, value in info.parts.items():
+        for name, value in {**info.diagnostics, **info.parts}.items():
             parts[name].append(value)
+    taken = {*metrics, *(f"reward/{name}" for info in counted for name in info.counts)}
     for name in sorted(parts):
-        key = f"reward/{name}" if f"reward/{name}" not in metrics else f"reward/{name}_part"
+        key = f"reward/{name}" if f"reward/{name}" not in taken else f"reward/{name}_part"
         metrics[key] = mean(parts[name])
     return metrics
 

@@ -69,18 +69,25 @@ class ExperienceMaker:
         return Iteration(sample_info, means(advantages), scorer.experience(rows, len(sample_info)), sampler, metrics)
 
     def _metas(self, sample_info: Sequence[SampleInfo], advantages: Sequence[Tensor] | None) -> list[SampleMeta]:
-        """What is planned: samples that cannot change the gradient are marked to be left out."""
-        has_gradient = [f.meta.loss_tokens > 0 for f in sample_info]
-        if advantages is not None and self.scorer.objective.ignores_zero_advantage:
-            # As float32, in which the loss sees them.
-            has_gradient = [a and bool((b.float() != 0).any()) for a, b in zip(has_gradient, advantages, strict=True)]
-        return [replace(f.meta, is_skipped=not has) for f, has in zip(sample_info, has_gradient, strict=True)]
+        """What is planned: samples without a gradient are marked, and left out where the config says so."""
+        objective, metas = self.scorer.objective, []
+        for number, meta in enumerate(f.meta for f in sample_info):
+            # As float32, in which the loss sees advantages.
+            is_zero = advantages is not None and not bool((advantages[number].float() != 0).any())
+            has_gradient = meta.loss_tokens > 0 and not (is_zero and objective.no_gradient_at_zero_advantage)
+            is_skipped = meta.loss_tokens == 0 or (is_zero and objective.ignores_zero_advantage)
+            metas.append(replace(meta, is_skipped=is_skipped, has_gradient=has_gradient))
+        return metas
 
     def resumed(self, saved: SavedIteration) -> Iteration:
         """An iteration that a checkpoint interrupted, from the rows of all its ranks; nothing is scored anew."""
         info = saved.sample_info
+        # Advantages that needed a plan first had no say in it, and have none now.
+        is_planned_first = self.scorer.value_model is not None or self.advantage_stage.needs_scores
+        known = None if is_planned_first or saved.advantages is None else list(saved.advantages[:, None])
+        metas = self._metas(info, known)
         # What no rank holds was left out of the plan, and is again.
-        sampler = self.make_sampler([replace(f.meta, is_skipped=p not in saved.rows) for p, f in enumerate(info)])
+        sampler = self.make_sampler([replace(meta, is_skipped=p not in saved.rows) for p, meta in enumerate(metas)])
         sampler.load_state_dict(saved.sampler)
         owners = sampler.owners(sampler.plans)
         mine = {p: row for p, row in saved.rows.items() if self.scorer.strategy.layout.dp_rank in owners.get(p, ())}

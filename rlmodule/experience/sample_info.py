@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ class SampleInfo:
         truncated: whether the response was cut at the limit.
         baseline: reward of the greedy response to the same prompt, where there is one.
         version: iterations trained before it was drawn.
+        diagnostics: further numbers that the reward gives, for logs.
+        counts: what the reward counts, for logs.
+        failure: what went wrong where the reward function failed, empty for all but a rank's first; None elsewhere.
     """
 
     meta: SampleMeta
@@ -33,6 +36,9 @@ class SampleInfo:
     truncated: bool
     baseline: float | None = None
     version: int = 0
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    failure: str | None = None
 
 
 def gather_sample_info(
@@ -49,17 +55,10 @@ def gather_sample_info(
         scored, failure = [_masked(s, mask_truncated) for s in collect()], None
     except RLModuleError as error:
         scored, failure = [], error
-    sample_info = [
-        SampleInfo(
-            s.sample.meta,
-            s.score.value,
-            dict(s.score.parts),
-            s.sample.finish_reason == "length",
-            s.baseline,
-            s.sample.version,
-        )
-        for s in scored
-    ]
+    sample_info = [_info_of(s) for s in scored]
+    failed = [i for i, info in enumerate(sample_info) if info.failure is not None]
+    for i in failed[1:]:  # one traceback of each rank is enough to send around
+        sample_info[i] = replace(sample_info[i], failure="")
     everyone = collectives.gather_objects((sample_info, None if failure is None else str(failure)))
     if failure is not None:
         raise failure
@@ -67,6 +66,21 @@ def gather_sample_info(
         if reason is not None:
             raise TrainingError(f"rank {rank} could not collect its responses: {reason}")
     return [s.sample for s in scored], sorted((f for part, _ in everyone for f in part), key=lambda f: f.meta.sample_id)
+
+
+def _info_of(scored: ScoredSample) -> SampleInfo:
+    sample, score = scored.sample, scored.score
+    return SampleInfo(
+        sample.meta,
+        score.value,
+        dict(score.parts),
+        sample.finish_reason == "length",
+        scored.baseline,
+        sample.version,
+        dict(score.diagnostics),
+        dict(score.counts),
+        score.failure,
+    )
 
 
 def _masked(scored: ScoredSample, mask_truncated: bool) -> ScoredSample:

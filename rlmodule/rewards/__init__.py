@@ -1,4 +1,4 @@
-"""Judges of responses: one file each. Leaves out what is made of the scores (``experience/``)."""
+"""Reward functions: one file each. Leaves out what is made of the scores (``experience/``)."""
 
 from rlmodule.core.contract import Reward
 from rlmodule.core.registry import Registry

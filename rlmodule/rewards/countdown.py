@@ -1,4 +1,4 @@
-"""1 for an expression that uses each number once and reaches the target, else 0. The judge of
+"""1 for an expression that uses each number once and reaches the target, else 0. The reward of
 ``environments/countdown.py``.
 
 The response is parsed, never evaluated as code: numbers joined by + and -, nothing else.
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from rlmodule.core.types import RewardResult, Sample
 from rlmodule.rewards import REWARDS
 
-NUMBER = "(?:0|[1-9][0-9]{0,8})"  # ASCII digits, no leading zero; short enough to add without a thought
+NUMBER = "(?:0|[1-9][0-9]{0,8})"  # ASCII digits, no leading zero; short enough that sums stay small
 EXPRESSION = re.compile(f"{NUMBER}(?: *[+-] *{NUMBER})*")
 
 
@@ -29,11 +29,11 @@ class Countdown:
     knows_one_response: ClassVar[bool] = False
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """One score per sample, in order; part ``valid`` is 1 where the expression uses the right numbers."""
+        """One score per sample, in order; the diagnostic ``valid`` is 1 where the expression uses the right numbers."""
         return [self._score(sample) for sample in samples]
 
     def missing_fields(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
-        """A target, or the numbers to reach it with."""
+        """What a row lacks: a target, or the numbers to reach it with."""
         try:
             self._read(answer, columns)
         except (KeyError, TypeError, ValueError):
@@ -47,10 +47,11 @@ class Countdown:
         target, numbers = self._read(sample.prompt.answer, sample.prompt.meta)
         terms = terms_of(sample.text)
         is_valid = terms is not None and sorted(map(abs, terms)) == sorted(numbers)
-        parts = {"valid": float(is_valid)}
+        diagnostics = {"valid": float(is_valid)}
         if sample.finish_reason == "length":
-            return RewardResult(self.truncated, parts)
-        return RewardResult(float(terms is not None and is_valid and sum(terms) == target), parts)
+            return RewardResult(self.truncated, diagnostics=diagnostics)
+        hits = terms is not None and is_valid and sum(terms) == target
+        return RewardResult(float(hits), diagnostics=diagnostics)
 
     def _read(self, answer: str | None, columns: Mapping[str, Any]) -> tuple[int, list[int]]:
         return int(answer or ""), [int(number) for number in columns[self.numbers_key]]

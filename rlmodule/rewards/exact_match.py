@@ -1,4 +1,4 @@
-"""1 for the response that is the answer, letter by letter, else 0. Leaves out mathematics: ``0.5`` is not ``1/2``."""
+"""1 for a response that is the answer, letter by letter, else 0. Leaves out mathematics: ``0.5`` is not ``1/2``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlmodule.core.types import RewardResult, Sample
+from rlmodule.core.text import as_text
+from rlmodule.core.types import Prompt, RewardResult, Sample
 from rlmodule.rewards import REWARDS
 
 
 @REWARDS.register
 @dataclass(frozen=True)
 class ExactMatch:
-    """Compare the response with the ground truth of its row."""
+    """Compare the response with the ground truth of its row; where that is a list, with each entry of it."""
 
     strip: bool = True  # spaces and line breaks around either do not count
     ignore_case: bool = False
@@ -26,16 +27,24 @@ class ExactMatch:
         return [self._score(sample) for sample in samples]
 
     def missing_fields(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
-        """An answer to compare with."""
+        """What a row lacks: an answer to compare with."""
         return "it has no answer, and reward=exact_match compares with one" if answer is None else None
 
     def _score(self, sample: Sample) -> RewardResult:
-        answer = sample.prompt.answer
-        assert answer is not None, "rows are asked what they lack before a run begins"
         if sample.finish_reason == "length":
             return RewardResult(self.truncated)
-        return RewardResult(float(self._normal(sample.text) == self._normal(answer)))
+        right = {self._normal(answer) for answer in right_answers(sample.prompt)}
+        return RewardResult(float(self._normal(sample.text) in right))
 
     def _normal(self, text: str) -> str:
         text = text.strip() if self.strip else text
         return text.casefold() if self.ignore_case else text
+
+
+def right_answers(prompt: Prompt) -> list[str]:
+    """The right answers of a row as text: one, or the entries of a list of texts and numbers."""
+    value = prompt.answer_value
+    if isinstance(value, list | tuple) and all(isinstance(entry, str | int | float) for entry in value):
+        return [text for entry in value if (text := as_text(entry)) is not None]
+    assert prompt.answer is not None, "rows without an answer are refused before a run begins"
+    return [prompt.answer]

@@ -18,10 +18,10 @@ from rlmodule.algorithm.config import DEMONSTRATIONS, PREFERENCES, ROLLOUTS
 from rlmodule.core.contract import DemonstratedEnvironment, RolloutEngine
 from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, Sample
-from rlmodule.data.demonstrations import environment_demonstrations, file_demonstrations
+from rlmodule.data.demonstrations import DemonstrationSource, environment_demonstrations
 from rlmodule.data.end_tokens import EndTokens, find_end_tokens
 from rlmodule.data.files import MemoryTable
-from rlmodule.data.preferences import Pair, environment_preferences, file_preferences
+from rlmodule.data.preferences import Pair, PreferenceSource, environment_preferences
 from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.rollouts import RolloutTable, load_rollouts
 from rlmodule.environments.parts.single_turn import SingleTurnEpisode
@@ -31,6 +31,7 @@ from rlmodule.models.description import generation_end_tokens
 from rlmodule.run.config import STORED, RunConfig
 from rlmodule.run.preflight.lengths import check_lengths
 from rlmodule.run.preflight.stored_rollouts import check_rollouts
+from rlmodule.run.preflight.tokens import check_samples
 
 SYNTHETIC_DEMONSTRATIONS, SYNTHETIC_PAIRS = 16384, 4096  # that an environment is asked to make
 
@@ -55,6 +56,10 @@ class TrainingDataset(ABC):
     @abstractmethod
     def describe(self) -> str:
         """Number and kind of the rows, for the run plan."""
+
+    def describe_columns(self) -> str:
+        """For the run's plan: which columns of files are read as what; empty where rows come from no files."""
+        return ""
 
     @abstractmethod
     def describe_iteration(self) -> str:
@@ -84,7 +89,7 @@ class TrainingDataset(ABC):
         if not self.config.has_validation or self.config.reward is None:
             return []
         prompts = self._load_prompts("test")
-        self._check_rewardable(prompts)
+        self._check_prompts(prompts)
         return prompts
 
     @cached_property
@@ -131,8 +136,8 @@ class TrainingDataset(ABC):
             table = MemoryTable(f"environment {self.config.environment_name} ({split})", environment.rows(split))
         return load_prompts(self.config.data, self.tokenizer, split, table)
 
-    def _check_rewardable(self, prompts: PromptTable) -> None:
-        """Every row has what the reward function reads.
+    def _check_prompts(self, prompts: PromptTable) -> None:
+        """Check that every row has what the reward function reads, and token ids that the model has.
 
         Raises:
             DataError: names the first row that does not.
@@ -140,6 +145,7 @@ class TrainingDataset(ABC):
         environment, reward = self.config.environment, self.config.reward
         if reward is not None and (environment is None or not environment.gives_rewards):
             prompts.check(reward.missing_fields)
+        prompts.check_ids(self.hf_config.get_text_config().vocab_size)
 
     @property
     def _demonstrated(self) -> DemonstratedEnvironment:
@@ -169,6 +175,10 @@ class Prompts(TrainingDataset):
         """Number of prompts and their lengths."""
         return self.table.describe()
 
+    def describe_columns(self) -> str:
+        """Columns of prompts."""
+        return "" if self.config.environment is not None else self.table.describe_columns()
+
     def describe_iteration(self) -> str:
         """Prompts, responses to each, and samples."""
         prompts, n = self.config.algorithm.train_batch_size, self.config.sampling.n
@@ -176,7 +186,7 @@ class Prompts(TrainingDataset):
 
     def check(self, layout: Layout) -> None:
         """Read every prompt, and find what ends responses; their lengths follow from the configuration."""
-        self._check_rewardable(self.table)
+        self._check_prompts(self.table)
         _ = self.end_tokens
 
     def examples(self) -> Sequence[Prompt | Sample]:
@@ -228,6 +238,7 @@ class OfflineDataset(TrainingDataset):
     def check(self, layout: Layout) -> None:
         """Read every row; the samples of each fit into a micro-batch."""
         check_lengths(_lengths(self.rows, "row"), self.config, layout)
+        check_samples((sample for samples in self.rows for sample in samples), self.hf_config)
 
     def examples(self) -> Sequence[Prompt | Sample]:
         """All samples."""
@@ -244,13 +255,24 @@ class Demonstrations(OfflineDataset):
     rewards: ClassVar[tuple[float, ...]] = (1.0,)
 
     @cached_property
+    def _source(self) -> DemonstrationSource:
+        return DemonstrationSource(self.config.data, "train")
+
+    @cached_property
     def samples(self) -> Sequence[Sample]:
         """The demonstrations of the environment or of files."""
         s = self.config
         if s.environment is None:
-            return file_demonstrations(s.data, self.tokenizer, "train")
+            return self._source.samples(self.tokenizer)
         made = self._demonstrated.demonstrations(SYNTHETIC_DEMONSTRATIONS, s.general.seed)
         return environment_demonstrations(made, s.environment_name, s.data, self.tokenizer)
+
+    def describe_columns(self) -> str:
+        """Columns of demonstrations, and turns that are not trained."""
+        if self.config.environment is not None:
+            return ""
+        _ = self.samples  # which turns are trained is known once they are read
+        return self._source.describe_columns()
 
     @cached_property
     def rows(self) -> Sequence[Sequence[Sample]]:
@@ -264,11 +286,15 @@ class Preferences(OfflineDataset):
     rewards: ClassVar[tuple[float, ...]] = (1.0, -1.0)
 
     @cached_property
+    def _source(self) -> PreferenceSource:
+        return PreferenceSource(self.config.data, "train")
+
+    @cached_property
     def pairs(self) -> Sequence[Pair]:
         """The pairs of the environment or of files."""
         s = self.config
         if s.environment is None:
-            return self._to_score(file_preferences(s.data, self.tokenizer, "train"))
+            return self._to_score(self._source.pairs(self.tokenizer))
         return self._made(self._demonstrated.preferences(SYNTHETIC_PAIRS, s.general.seed))
 
     @cached_property
@@ -278,7 +304,7 @@ class Preferences(OfflineDataset):
         if not s.has_validation or "group" not in s.loss.needs:
             return []
         if s.environment is None:
-            return self._to_score(file_preferences(s.data, self.tokenizer, "test"))
+            return self._to_score(PreferenceSource(s.data, "test").pairs(self.tokenizer))
         return self._made(self._demonstrated.held_out_preferences()[: s.data.val_max_rows])
 
     @cached_property
@@ -290,6 +316,10 @@ class Preferences(OfflineDataset):
         """Pairs of (prompt, right response, wrong response) that the environment has made."""
         s = self.config
         return self._to_score(environment_preferences(triples, s.environment_name, s.data, self.tokenizer))
+
+    def describe_columns(self) -> str:
+        """Columns of pairs."""
+        return "" if self.config.environment is not None else self._source.describe_columns()
 
     def _to_score(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
         """The pairs as the model reads them: a reward model gives its score at the position after the end."""
@@ -307,6 +337,7 @@ class Preferences(OfflineDataset):
         super().check(layout)
         held_out = [pair.samples for pair in self.val_pairs]
         check_lengths(_lengths(held_out, "held-out row"), self.config, layout)
+        check_samples((sample for samples in held_out for sample in samples), self.hf_config)
 
 
 class StoredRollouts(TrainingDataset):
@@ -332,6 +363,10 @@ class StoredRollouts(TrainingDataset):
         """Number of responses, groups and files."""
         return self.table.describe()
 
+    def describe_columns(self) -> str:
+        """Columns that are not read."""
+        return self.table.describe_columns()
+
     def describe_iteration(self) -> str:
         """Groups per iteration, and about how many samples they have."""
         groups = self.config.algorithm.train_batch_size
@@ -354,8 +389,9 @@ class StoredRollouts(TrainingDataset):
 
 
 def _lengths(rows: Sequence[Sequence[Sample]], word: str) -> Iterator[tuple[str, list[int]]]:
-    """(words for the row, tokens of each of its samples)."""
-    return ((f"{word} {r[0].prompt.row + 1}", [sample.meta.length for sample in r]) for r in rows)
+    """(location of the row, tokens of each of its samples)."""
+    prompts = ((samples[0].prompt, samples) for samples in rows)
+    return ((f"{p.location}: {word} {p.row + 1}", [sample.meta.length for sample in s]) for p, s in prompts)
 
 
 DATASETS: Mapping[str, type[TrainingDataset]] = {

@@ -30,6 +30,7 @@ class RunPlan:
         samples: what an iteration takes of that.
         held_out: what is validated on; empty for nothing.
         sampling: length and end of responses; empty where none are sampled.
+        columns: which columns of the files are read as what; empty where there are no files.
         samples_per_row: samples that a row comes to.
         loading: how the weights of other models come from disk, by model, where it is not as with the one that trains.
     """
@@ -42,6 +43,7 @@ class RunPlan:
     samples: str
     held_out: str
     sampling: str
+    columns: str
     samples_per_row: float
     loading: Mapping[str, str] = field(default_factory=dict)
 
@@ -73,6 +75,7 @@ class RunPlan:
             **self._value_model(),
             **({"weights": "; ".join(f"{name}: {how}" for name, how in self.loading.items())} if self.loading else {}),
             "data": self.rows,
+            **({"columns": self.columns} if self.columns else {}),
             **({"held out": self.held_out} if self.held_out else {}),
             **({"sampling": self.sampling} if self.sampling else {}),
             "objective": f"{type(s.loss).__name__}, {s.algorithm.loss_agg_mode}"

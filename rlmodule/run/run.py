@@ -25,6 +25,7 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.callbacks.parts.context import RunContext
 from rlmodule.checkpoint.state import STATE_FILE, newest_whole, read_manifest, verify
 from rlmodule.core.errors import CheckpointError, ConfigError
+from rlmodule.core.layout import Layout
 from rlmodule.datamodule import RLDataModule
 from rlmodule.models.building import parameter_count
 from rlmodule.models.compiled import check_compiler
@@ -40,7 +41,7 @@ from rlmodule.run.build.provenance import flat, save_config
 from rlmodule.run.build.strategy import StrategyChoice, StrategyRegistry
 from rlmodule.run.build.trainer import build_trainer, reraise_keyboard_interrupt, silence_warnings
 from rlmodule.run.config import RunConfig
-from rlmodule.run.datasets import DATASETS, TrainingDataset
+from rlmodule.run.datasets import DATASETS, Demonstrations, TrainingDataset
 from rlmodule.run.digests import check_unchanged, digests
 from rlmodule.run.digests import save as save_digests
 from rlmodule.run.launchers.local import process_rank
@@ -48,6 +49,7 @@ from rlmodule.run.plan import ModelSummary, RunPlan
 from rlmodule.run.preflight.checks import check
 from rlmodule.run.preflight.layout import check_layout
 from rlmodule.run.preflight.teacher import check_teacher
+from rlmodule.run.preflight.tokens import check_tokenizer
 from rlmodule.run.preflight.value_model import check_value_model
 
 AUTO_BACKEND = "auto"
@@ -148,12 +150,15 @@ class Run:
         check(config, self.hf_config, layout)
         if config.model.value == SEPARATE:
             check_value_model(config, self.hf_config, load_model_config(critic_model(config), "critic"), layout)
+        check_tokenizer(config.model, self.tokenizer, self.hf_config)
         check_teacher(config, self.hf_config, self.tokenizer)
         if config.model.compile:
             check_compiler(self.machine.device)
         if config.model.activation_offload:
             check_offload(self.machine.device)
         self.dataset.check(layout)
+        if config.needs_warm_start and config.environment is None:
+            Demonstrations(config.for_warm_start(), self.tokenizer, self.hf_config).check(Layout())
         _ = self.dataset.val_prompts  # reading them checks them
         self.resume_from(say=lambda line: print(line) if self.is_rank_zero else None)
         if self.config.general.resume:
@@ -297,6 +302,7 @@ class Run:
             dataset.describe_iteration(),
             dataset.describe_held_out(),
             dataset.describe_sampling(),
+            dataset.describe_columns(),
             dataset.samples_per_row,
             {name: str(m.loading) for name, m in models.items() if m is not leading and m.loading != leading.loading},
         )

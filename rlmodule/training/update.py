@@ -46,12 +46,14 @@ class StepResult:
         grad_norm: global norm before clipping; NaN for an empty mini-batch.
         stepped: whether parameters were updated.
         empty: whether the whole mini-batch, over all ranks, had no loss token.
+        zero_gradient: whether it had loss tokens, and no sample that can have a gradient.
     """
 
     metrics: dict[str, Metric]
     grad_norm: float
     stepped: bool
     empty: bool = False
+    zero_gradient: bool = False
 
     @classmethod
     def of_all(cls, results: Sequence[StepResult]) -> StepResult:
@@ -60,7 +62,7 @@ class StepResult:
         If a model took no step, ``grad_norm``, ``stepped`` and ``empty`` are those of the first such model.
         """
         worst = next((r for r in results if not r.stepped), results[0])
-        return cls(merge(r.metrics for r in results), worst.grad_norm, worst.stepped, worst.empty)
+        return cls(merge(r.metrics for r in results), worst.grad_norm, worst.stepped, worst.empty, worst.zero_gradient)
 
 
 def update(
@@ -80,6 +82,8 @@ def update(
     name, objective, totals = trainable.name, trainable.objective, mini_batch.totals
     if totals.tokens == 0:
         return StepResult({}, math.nan, stepped=False, empty=True)
+    if not mini_batch.has_gradient:  # moments alone would move the weights
+        return StepResult({}, math.nan, stepped=False, zero_gradient=True)
     if objective.selects is not None:
         mini_batch = with_selection(mini_batch, objective.selects, name, strategy)
     with strategy.train_mode(name):

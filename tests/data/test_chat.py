@@ -63,27 +63,34 @@ def test_segments_are_the_whole_conversation_and_agree_with_the_templates_own_ma
     assert (ids, [int(sampled) for sampled in mask]) == (whole["input_ids"], whole["assistant_masks"])
 
 
-def test_dropped_reasoning_leaves_earlier_ids_alone():
-    chat = ChatFormat(with_template(REASONING_TEMPLATE))
-    short = [turn("user", "q"), turn("assistant", "<think>x</think>a")]
-    long = [
-        *short,
+def test_turns_of_which_the_template_drops_words_are_context():
+    """The text is the template's own of the whole conversation; no turn is trained without its reasoning (T2B-44)."""
+    tokenizer = with_template(REASONING_TEMPLATE)
+    messages = [
+        turn("user", "q"),
+        turn("assistant", "<think>x</think>a"),
         turn("tool", "1"),
         turn("tool", "2"),
         turn("assistant", "b"),
         turn("user", "r"),
-        turn("assistant", "c"),
+        turn("assistant", "<think>y</think>c"),
     ]
-    segments = chat.encode_conversation(long)
-    assert segments[:2] == chat.encode_conversation(short)
+    segments = ChatFormat(tokenizer).encode_conversation(messages)
     assert text_of(segments) == [
-        ("<|u|>u:q\n<|a|>", False),
-        ("<think>x</think>a<|e|>", True),
-        ("\n<|u|>[1][2]<|a|>", False),  # the line break after the end token was not sampled
+        ("<|u|>u:q\n<|a|>a<|e|>\n<|u|>[1][2]<|a|>", False),
         ("b<|e|>", True),
-        ("\n<|u|>u:r\n<|a|>", False),
-        ("c<|e|>", True),
+        ("\n<|u|>u:r\n<|a|>", False),  # the line break after the end token was not sampled
+        ("<think>y</think>c<|e|>", True),
     ]
+    ids, _ = join(segments)
+    assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False).rstrip()
+
+
+def test_context_turns_are_not_trained():
+    messages = [turn("user", "q"), turn("assistant", "a"), turn("user", "r"), turn("assistant", "b")]
+    prompt, said = CHAT.encode_conversation(messages, num_context=3)
+    assert (prompt.ids, prompt.sampled) == ((USER, *b"q", ASSISTANT, *b"a", END, USER, *b"r", ASSISTANT), False)
+    assert (said.ids, said.sampled) == ((*b"b", END), True)
 
 
 def test_a_demonstration_is_a_prompt_and_a_response_with_its_end():
@@ -138,8 +145,11 @@ def test_what_a_template_cannot_express_is_refused():
         ChatFormat(with_template("{{ raise_exception('only users') }}")).encode_prompts(["q"])
     with pytest.raises(ChatError, match="surrogate"):
         CHAT.encode_prompts(["\ud800"])
+    raw = ChatFormat(TOKENIZER, template=False)
     with pytest.raises(ChatError, match="needs a chat template"):
-        ChatFormat(TOKENIZER, template=False).encode_prompts([[turn("user", "q")]])
+        raw.encode_prompts([[turn("user", "q")]])
+    with pytest.raises(ChatError, match="needs a chat template"):
+        raw.encode_conversation([turn("user", "q"), turn("assistant", "a")])
 
 
 @pytest.mark.parametrize(
@@ -150,6 +160,9 @@ def test_what_a_template_cannot_express_is_refused():
         (["q"], "turn 1 must be a mapping with a role"),
         ([turn("user", "q"), {"content": "x"}], "turn 2 must be a mapping with a role"),
         ([turn("user", [{"type": "image"}])], "turn 1 must have a text as content, this is list"),
+        ([turn("user", None)], "turn 1 must have a text as content, this is NoneType None"),
+        ([turn("user", "q"), {**turn("assistant", None), "tool_calls": []}], "turn 2 must have a text as content"),
+        ([{**turn("assistant", "a"), "tool_calls": "f"}], "tool_calls of turn 1 must be a list of mappings"),
     ],
 )
 def test_what_is_no_conversation_is_described(value, reason):

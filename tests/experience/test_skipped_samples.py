@@ -43,14 +43,18 @@ def responses(rewards=REWARDS, rollout_logprob=True):
     return out
 
 
-def iteration_of(stepper, algorithm, scored, config=CONFIG, epochs=1, loss=None):
+def maker_of(stepper, algorithm, config=CONFIG, epochs=1, loss=None):
     strategy, objective = stepper.strategy, Objective(loss or PPOClip(), algorithm)
-    layout = strategy.layout
-    maker = ExperienceMaker(
+    return ExperienceMaker(
         Scorer(strategy, objective, DynamicCollator(), torch.device("cpu")),
         AdvantageStage(objective, GRPO(), strategy.collectives),
-        lambda metas: BalancedSampler(metas, config, layout, seed=0, iteration=0, epochs=epochs),
+        lambda metas: BalancedSampler(metas, config, strategy.layout, seed=0, iteration=0, epochs=epochs),
     )
+
+
+def iteration_of(stepper, algorithm, scored, config=CONFIG, epochs=1, loss=None):
+    layout = stepper.strategy.layout
+    maker = maker_of(stepper, algorithm, config, epochs, loss)
     return maker(lambda: scored[layout.dp_rank :: layout.dp_size], Timer())
 
 
@@ -116,16 +120,55 @@ def test_every_planner_can_leave_out(config):
     assert skipped[3] == set(range(12)) - (set() if config.equal_counts else LEFT_OUT)
 
 
+def steps_of(rank, skip, rewards, equal_counts=False):
+    """(weights, moments and schedule after each mini-batch, results) of two iterations: ``REWARDS``, then these."""
+    layout = current_layout()
+    algorithm = AlgorithmConfig(skip_zero_advantage=skip)
+    stepper = Stepper(tiny_policy(), single if layout.world_size == 1 else ddp, algorithm=algorithm, optimizer=SMOOTH)
+    config = CONFIG
+    if equal_counts:
+        config = BatchingConfig(
+            mini_batch_size=6, max_token_len_per_gpu=40, planner="karmarkar_karp", equal_counts=True
+        )
+    states, results = [], []
+    for drawn in (REWARDS, rewards):
+        iteration = iteration_of(stepper, algorithm, responses(drawn), config)
+        for share in iteration.sampler:
+            results.append(stepper(DynamicCollator()(iteration.experience.__getitems__(share))))
+            moments = [s["exp_avg"].sum().item() for s in stepper.optimizer.state.values()]
+            weights = [p.sum().item() for p in stepper.policy.parameters()]
+            states.append((weights, moments, stepper.schedule.last_epoch))
+    return states, [(r.stepped, r.zero_gradient, r.empty) for r in results]
+
+
+@pytest.mark.parametrize("equal_counts", [False, True])
+@pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_step_of_which_nothing_is_left_is_taken_all_the_same(world_size):
-    """Its gradient is 0, but moments and weight decay go on as they would."""
-    flat = [0.5] * 12
-    expected = train(0, False, rewards=flat)
-    work = partial(train, skip=True, rewards=flat)
-    for got in [work(0)] if world_size == 1 else run_on_ranks(world_size, work):
-        assert got[3] == set()
-        assert got[1] == [0, 0, 0, 0]
-        assert_same_step(got, expected)
+def test_a_mini_batch_without_a_gradient_is_no_optimizer_step(world_size, skip, equal_counts):
+    """Issue 10, point 7: weights, moments and schedule stay; moments alone would move the weights."""
+    work = partial(steps_of, skip=skip, rewards=[0.5] * 12, equal_counts=equal_counts)
+    for states, results in [work(0)] if world_size == 1 else run_on_ranks(world_size, work):
+        assert results == [(True, False, False)] * 2 + [(False, True, False)] * 2
+        assert states[1] == states[2] == states[3]
+
+
+def test_one_group_with_a_gradient_makes_a_step_of_its_mini_batch_alone():
+    states, results = steps_of(0, True, [0.5] * 11 + [0.0])
+    taken = [stepped for stepped, _, _ in results[2:]]
+    assert any(taken)
+    assert [zero for _, zero, _ in results[2:]] == [not stepped for stepped in taken]
+    assert states[3] != states[1]
+
+
+def test_what_has_a_gradient_outlives_a_restart():
+    """An iteration that a checkpoint interrupts plans the same steps afterwards."""
+    algorithm = AlgorithmConfig(skip_zero_advantage=False)
+    stepper, ordered = Stepper(tiny_policy(), algorithm=algorithm), replace(CONFIG, shuffle=False)
+    maker = maker_of(stepper, algorithm, ordered)
+    before = maker(lambda: responses([0.5] * 11 + [0.0]), Timer())
+    after = maker.restored(before.sample_info, before.experience.rows, before.advantages, {})
+    for iteration in (before, after):
+        assert [share.has_gradient for share in iteration.sampler.remaining()] == [False, True]
 
 
 def test_metrics_per_token_are_means_over_trained_tokens():

@@ -45,25 +45,26 @@ def sample(text, answer="8", meta=None, finish_reason="stop"):
     ],
 )
 def test_only_a_sum_of_the_numbers_that_hits_the_target_scores(text, valid, score):
-    [verdict] = Countdown()([sample(text)])
-    assert (verdict.value, verdict.parts) == (score, {"valid": valid})
+    [result] = Countdown()([sample(text)])
+    assert (result.value, result.diagnostics) == (score, {"valid": valid})
+    assert result.parts == {}, "advantage estimators would take a component for the reward"
 
 
 def test_a_number_given_twice_is_used_twice():
     meta = {"numbers": [4, 4, 1]}
-    assert [verdict.value for verdict in Countdown()([sample("4+4-1", "7", meta), sample("4-1", "3", meta)])] == [1, 0]
+    assert [result.value for result in Countdown()([sample("4+4-1", "7", meta), sample("4-1", "3", meta)])] == [1, 0]
 
 
 def test_every_solution_of_the_environment_scores():
     rows = CountdownEnvironment(train_size=300).rows("train")
     samples = [sample(row["solution"], row["answer"], {"numbers": row["numbers"]}) for row in rows]
-    assert {verdict.value for verdict in Countdown()(samples)} == {1.0}
+    assert {result.value for result in Countdown()(samples)} == {1.0}
 
 
 @pytest.mark.parametrize("truncated", [0.0, None])
 def test_a_truncated_response_gets_the_score_set_for_it(truncated):
-    [verdict] = Countdown(truncated=truncated)([sample("3+7-2", finish_reason="length")])
-    assert verdict.value == truncated
+    [result] = Countdown(truncated=truncated)([sample("3+7-2", finish_reason="length")])
+    assert result.value == truncated
 
 
 @pytest.mark.parametrize(("answer", "meta"), [(None, None), ("x", None), ("8", {}), ("8", {"numbers": 3})])
@@ -78,5 +79,5 @@ def test_a_row_of_the_environment_lacks_nothing():
 
 
 def test_the_numbers_may_be_called_otherwise():
-    [verdict] = Countdown(numbers_key="nums")([sample("3+7-2", "8", {"nums": ["3", "7", "2"]})])
-    assert verdict.value == 1
+    [result] = Countdown(numbers_key="nums")([sample("3+7-2", "8", {"nums": ["3", "7", "2"]})])
+    assert result.value == 1

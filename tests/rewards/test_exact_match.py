@@ -1,5 +1,7 @@
 """A table of responses and scores."""
 
+import json
+
 import pytest
 import torch
 
@@ -7,9 +9,9 @@ from rlmodule.core.types import Prompt, Sample
 from rlmodule.rewards.exact_match import ExactMatch
 
 
-def sample(text, answer="0123", finish_reason="stop"):
+def sample(text, answer="0123", finish_reason="stop", answer_value=None):
     ids = torch.tensor([1])
-    prompt = Prompt(row=4, ids=(1,), text="p", answer=answer, source="sort")
+    prompt = Prompt(row=4, ids=(1,), text="p", answer=answer, source="sort", answer_value=answer_value)
     return Sample(0, 0, prompt, ids, ids.bool(), finish_reason=finish_reason, text=text)
 
 
@@ -29,7 +31,7 @@ def sample(text, answer="0123", finish_reason="stop"):
     ],
 )
 def test_a_response_scores_one_when_it_is_the_answer(keys, text, answer, score):
-    assert [verdict.value for verdict in ExactMatch(**keys)([sample(text, answer)])] == [score]
+    assert [result.value for result in ExactMatch(**keys)([sample(text, answer)])] == [score]
 
 
 @pytest.mark.parametrize("truncated", [0.0, -1.0, None])
@@ -41,3 +43,20 @@ def test_a_truncated_response_gets_the_score_set_for_it(truncated):
 def test_a_row_without_an_answer_lacks_it():
     assert "it has no answer" in (ExactMatch().missing_fields(None, {}) or "")
     assert ExactMatch().missing_fields("", {}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "answers", "score"),
+    [
+        ("", ["", "none"], 1.0),
+        ("none", ["", "none"], 1.0),
+        ('["", "none"]', ["", "none"], 0.0),
+        ("72", [72.0, "seventy-two"], 1.0),
+        ("b", ["a", None, "c"], 0.0),
+        ('[{"a": 1}]', [{"a": 1}], 1.0),  # no list of answers, so the answer is its JSON
+    ],
+)
+def test_t2b_25_one_of_several_right_answers_is_enough(text, answers, score):
+    """T2B-25."""
+    [result] = ExactMatch()([sample(text, answer=json.dumps(answers), answer_value=answers)])
+    assert result.value == score

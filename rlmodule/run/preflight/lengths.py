@@ -64,8 +64,11 @@ def check_lengths(rows: Iterable[tuple[str, Sequence[int]]], config: RunConfig, 
 
 
 def check_positions(config: RunConfig, hf_config: PreTrainedConfig) -> None:
-    """The longest sample that settings allow has a position for every token."""
-    limit = positions_of(hf_config)
+    """The longest sample that settings allow has a position for every token.
+
+    Without a reward function nothing is sampled, and the rows are checked one by one, see ``check_samples``.
+    """
+    limit = None if config.reward is None else positions_of(hf_config)
     if limit is not None and config.longest_sample > limit:
         raise ConfigError(
             key="rollout.max_response_length",

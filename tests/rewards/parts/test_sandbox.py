@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlmodule.rewards.parts.sandbox import LoadError, Outcome, Pool
+from rlmodule.rewards.parts import sandbox
+from rlmodule.rewards.parts.sandbox import OUTPUT_BYTES, RESULT_BYTES, LoadError, Outcome, Pool
 
 CODE = """
 import os, subprocess, time
@@ -36,6 +37,24 @@ def start_other():
     open(NOTE, "w").write(str(child.pid))
     time.sleep(1000)
 def unsayable(): return {1, 2}
+def forks(x):
+    os.fork()
+    return x
+def floods(x, size):
+    for _ in range(size): print("x" * (1 << 20))
+    return x
+def says(x):
+    print("seen", x)
+    return x
+def large(size): return "x" * size
+def fails(size): raise ValueError("x" * size + "the end")
+def knows(name):
+    import sys
+    return name in sys.modules
+async def waits(x):
+    import asyncio
+    await asyncio.sleep(0)
+    return x
 
 class Number:
     def __float__(self): return 2.5
@@ -142,6 +161,56 @@ def test_what_a_child_started_dies_with_it(pool_of, tmp_path):
     assert is_gone(int((tmp_path / "note").read_text()))
 
 
+def test_a_function_that_forks_and_returns_twice_gives_each_call_its_own_result(pool_of):
+    """Issue 10, point 20: the second return is no reply to the next call."""
+    pool = pool_of("forks", size=1, timeout=10)
+    for _ in range(3):
+        assert [outcome.result for outcome in pool.map([{"x": x} for x in range(8)])] == list(range(8))
+
+
+def test_a_flood_of_output_is_read_and_thrown_away(pool_of, capsys):
+    """Issue 10, point 20: neither the terminal nor this process holds it."""
+    pool = pool_of("floods", size=2, timeout=60)
+    outcomes = pool.map([{"x": x, "size": 64} for x in range(4)])
+    assert [outcome.result for outcome in outcomes] == list(range(4))
+    shown = capsys.readouterr().err
+    assert OUTPUT_BYTES <= len(shown) < OUTPUT_BYTES + 300
+    assert "prints more than 64 KiB; the rest is not shown" in shown
+
+
+def test_what_a_call_prints_is_shown_with_it(pool_of, capsys):
+    pool_of("says", size=1, timeout=5).map([{"x": 1}, {"x": 2}])
+    assert capsys.readouterr().err == "seen 1\nseen 2\n"
+
+
+def test_a_child_has_nothing_of_the_trainer_in_it(pool_of):
+    """It starts in a tenth of a second, and holds no device."""
+    outcomes = pool_of("knows", size=1, timeout=5).map([{"name": "torch"}, {"name": "rlmodule"}, {"name": "json"}])
+    assert [outcome.result for outcome in outcomes] == [False, False, True]
+
+
+def test_replies_are_bounded(pool_of):
+    pool = pool_of("large", size=1, timeout=30)
+    small, large, again = pool.map([{"size": 10}, {"size": 2 * RESULT_BYTES}, {"size": 10}])
+    assert (small.result, again.result) == ("x" * 10, "x" * 10)
+    assert f"bytes, and {RESULT_BYTES} at most are read" in large.fault
+    [failed] = pool_of("fails", size=1, timeout=30).map([{"size": 2 * RESULT_BYTES}])
+    assert failed.fault.endswith("the end\n")
+    assert len(failed.fault) < 5000
+
+
+def test_a_coroutine_function_is_awaited(pool_of):
+    assert [outcome.result for outcome in pool_of("waits", timeout=5).map([{"x": 1}, {"x": 2}])] == [1, 2]
+
+
+def test_an_import_that_is_waited_for_is_said(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "code.py"
+    file.write_text("import time; time.sleep(0.5)\ndef score(): return 1\n")
+    monkeypatch.setattr(sandbox, "PATIENT_SECONDS", 0.05)
+    assert Pool(f"{file}:score", 1, 1.0, start_timeout=30).map([{}]) == [Outcome(result=1)]
+    assert "this is given up after 30 seconds" in capsys.readouterr().out
+
+
 def test_threads_take_turns(pool_of):
     pool, answers = pool_of("hang_on"), {}
 
@@ -215,6 +284,7 @@ time.sleep(1000)
     ("content", "reason"),
     [
         ("", "has no attribute 'score'"),
+        ("score = 5", "score is 5, which cannot be called"),
         ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
         ("def score(:", "SyntaxError"),
         ("raise SystemExit(1)", "SystemExit: 1"),

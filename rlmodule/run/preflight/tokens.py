@@ -1,0 +1,72 @@
+"""Tokens and positions that the model does not have: of the tokenizer, and of samples that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from rlmodule.core.errors import ConfigError, DataError
+from rlmodule.core.types import Sample
+from rlmodule.data.prompts import unknown_token
+from rlmodule.models.description import ModelConfig, positions_of
+
+
+def check_tokenizer(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, hf_config: PreTrainedConfig) -> None:
+    """Every token that may come up has an embedding.
+
+    Special tokens that neither the chat template nor the tokenizer itself uses may lie beyond the model: some families
+    have them for images. Rows that hold one are refused one by one, see ``check_samples``.
+
+    Raises:
+        ConfigError: names the first token that the model does not have.
+    """
+    vocab_size = hf_config.get_text_config().vocab_size
+    unused = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special} - _used_tokens(tokenizer)
+    template = str(tokenizer.chat_template or "")
+    beyond = sorted(
+        (number, token)
+        for token, number in tokenizer.get_vocab().items()
+        if number >= vocab_size and (token not in unused or token in template)
+    )
+    if beyond:
+        number, token = beyond[0]
+        raise ConfigError(
+            key="model.tokenizer" if model.tokenizer else "model.path",
+            got=model.tokenizer or model.path,
+            because=f"the tokenizer has {len(beyond)} tokens that the model lacks; the first is {token!r} with id "
+            f"{number}, and the model knows ids 0 to {vocab_size - 1}",
+            fix="Use the tokenizer that the model was made for, or a model with as many tokens",
+        )
+
+
+def check_samples(samples: Iterable[Sample], hf_config: PreTrainedConfig) -> None:
+    """Every sample has only tokens and positions that the model has.
+
+    Raises:
+        DataError: names the first row that has others.
+    """
+    limit, vocab_size = positions_of(hf_config), hf_config.get_text_config().vocab_size
+    for sample in samples:
+        length, largest = sample.meta.length, max(*sample.prompt.ids, int(sample.response_ids.max()))
+        if largest >= vocab_size:
+            raise unknown_token(sample.prompt.location, largest, vocab_size)
+        if limit is not None and length > limit:
+            raise DataError(
+                location=sample.prompt.location,
+                because=f"prompt and response have {length} tokens, and the model has {limit} positions",
+                fix="Shorten or delete the row, or use a model with more positions",
+            )
+
+
+def _used_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The special tokens that the tokenizer puts into sequences itself."""
+    own = (
+        tokenizer.bos_token,
+        tokenizer.eos_token,
+        tokenizer.pad_token,
+        tokenizer.unk_token,
+        tokenizer.sep_token,
+        tokenizer.cls_token,
+    )
+    return {str(token) for token in own if token is not None}
