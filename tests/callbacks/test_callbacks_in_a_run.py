@@ -203,7 +203,10 @@ def test_the_summary_says_what_the_run_came_to(finished):
     accuracies = [r.metrics["val/accuracy"] for r in context.metrics_log.records if r.kind == "validation"]
     assert summary["finished"] is True
     assert (summary["val_accuracy_start"], summary["val_accuracy_end"]) == (accuracies[0], accuracies[-1])
-    assert (summary["iterations"], summary["optimizer_steps"], summary["samples"]) == (3, 6, 24)
+    last = [r.metrics for r in context.metrics_log.records if r.kind == "step"][-1]
+    taken, flat = last["train/optimizer_steps"], last["train/zero_gradient_steps"]
+    assert taken + flat == 6, "a mini-batch without a gradient is no step"
+    assert (summary["iterations"], summary["optimizer_steps"], summary["samples"]) == (3, taken, 24)
     assert (summary["skipped_steps"], summary["empty_steps"], summary["seed"]) == (0, 0, 0)
     assert summary["layout"] == {"world_size": 1, "dp_size": 1, "sp_size": 1, "tp_size": 1, "pp_size": 1, "ep_size": 1}
     assert {"python", "torch", "lightning", "transformers", "rlmodule"} == set(summary["versions"])
