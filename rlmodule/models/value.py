@@ -31,6 +31,8 @@ from rlmodule.models.lora import LoraConfig, is_adapter
 from rlmodule.models.policy import PolicyModel, packed_hidden, silence_dropout
 from rlmodule.models.pretrained import (
     check_attention_is_ours,
+    check_exists,
+    check_reloads,
     check_unused,
     config_errors,
     lm_options,
@@ -252,7 +254,7 @@ def check_value_family(hf_config: PreTrainedConfig, config: ModelConfig, section
     Raises:
         ConfigError: names the kind of model and the reason.
     """
-    return check_agreement(hf_config, config, section, _small_value_models(config, section), VALUES)
+    return check_agreement(hf_config, config, section, small_value_models(config, section), VALUES)
 
 
 def _own_values(lm: PreTrainedModel, samples: Sequence[Sample]) -> Tensor:
@@ -282,13 +284,15 @@ VALUES: Reading[ValueModel] = Reading(
 )
 
 
-def _small_value_models(config: ModelConfig, section: str) -> SmallModels[ValueModel]:
+def small_value_models(config: ModelConfig, section: str) -> SmallModels[ValueModel]:
     """How the models are made that are compared."""
     auto = AutoModelForTokenClassification
 
     def stock(hf_config: PreTrainedConfig) -> PreTrainedModel:
+        check_exists(hf_config, auto, config, section)
         lm = random_lm(auto, hf_config, config, seed=0, attention="eager")
         check_attention_is_ours(lm, config, section)
+        check_reloads(lm, auto, config, section)
         _check_is_linear(lm, config, section)
         return lm
 
