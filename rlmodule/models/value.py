@@ -176,8 +176,7 @@ def build_value_model(config: ModelConfig, *, seed: int, section: str = "critic"
         ConfigError: it cannot be built, lacks weights that a value model has, or would not be computed as its own
             forward does.
     """
-    hf_config = _config_of_one_score(config, section)
-    found = check_value_family(hf_config, config, section)
+    hf_config, found = _config_of_one_score(config, section), check_value_family(config, section)
     auto = AutoModelForTokenClassification
     missing: set[str] = set()
     unused: set[str] = set()
@@ -196,8 +195,7 @@ def build_value_model_on_meta(config: ModelConfig, *, seed: int, section: str = 
     """``build_value_model``, but a trunk that can be read tensor by tensor is left on disk for the strategy to read."""
     if config.path is None or is_adapter(config.path):
         return build_value_model(config, seed=seed, section=section)
-    hf_config = _config_of_one_score(config, section)
-    found = check_value_family(hf_config, config, section)
+    hf_config, found = _config_of_one_score(config, section), check_value_family(config, section)
     try:
         with config_errors(config, section):
             make = partial(AutoModelForTokenClassification.from_config, hf_config, **lm_options(config))
@@ -248,12 +246,13 @@ def _put_value_head(lm: PreTrainedModel, score: Mapping[str, Tensor]) -> None:
     lm.score = head
 
 
-def check_value_family(hf_config: PreTrainedConfig, config: ModelConfig, section: str) -> Agreement:
+def check_value_family(config: ModelConfig, section: str) -> Agreement:
     """Refuse a value model that would not be computed as its own forward does.
 
     Raises:
         ConfigError: names the kind of model and the reason.
     """
+    hf_config = _config_of_one_score(config, section)
     return check_agreement(hf_config, config, section, small_value_models(config, section), VALUES)
 
 

@@ -42,6 +42,7 @@ from rlmodule.run.datasets import DATASETS, TrainingDataset
 from rlmodule.run.launchers.local import launched_from_outside
 from rlmodule.run.plan import ModelSummary, RunPlan
 from rlmodule.run.preflight.checks import check
+from rlmodule.run.preflight.family import check_families
 from rlmodule.run.preflight.layout import check_layout
 from rlmodule.run.preflight.teacher import check_teacher
 from rlmodule.run.preflight.value_model import check_value_model
@@ -122,6 +123,7 @@ class Run:
         if config.model.value == SEPARATE:
             check_value_model(config, self.hf_config, load_model_config(critic_model(config), "critic"), layout)
         check_teacher(config, self.hf_config, self.tokenizer)
+        check_families(config)
         if config.model.compile:
             check_compiler(self.machine.device)
         if config.model.activation_offload:
