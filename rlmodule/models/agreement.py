@@ -187,7 +187,7 @@ def compare(config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Rea
         except Exception as error:  # any family, for any reason
             found.failures["a forward pass"] = _in_a_line(error)
             return found
-        samples = _samples(small)
+        samples = small_samples(small)
         _compare_pair(found, reading, stock, ours, samples)
         found.unreached = tuple(_unreached(stock))
         reached = {name for name, p in stock.named_parameters() if p.grad is not None}
@@ -230,7 +230,7 @@ def _small_pair(
             ours = models.ours(copy.deepcopy(small))
             _randomise(stock)
             _share_weights(stock, ours)
-            reading.of_stock(stock, _samples(small))
+            reading.of_stock(stock, small_samples(small))
         except RLModuleError:
             raise
         except Exception as error:  # the next copy is closer to the real one
@@ -270,7 +270,8 @@ def _randomise(model: nn.Module) -> None:
             parameter.add_(torch.randn(parameter.shape) * 0.1 * size)
 
 
-def _samples(config: PreTrainedConfig) -> list[Sample]:
+def small_samples(config: PreTrainedConfig) -> list[Sample]:
+    """Samples of random tokens, no longer than the model has positions."""
     size, limit = config.get_text_config().vocab_size, positions_of(config)
     samples = []
     for number, (prompt, response) in enumerate(LENGTHS):
@@ -303,7 +304,8 @@ def _own_logprobs(lm: PreTrainedModel, samples: Sequence[Sample]) -> Tensor:
     return torch.cat(parts)
 
 
-def _packed(samples: Sequence[Sample]) -> MicroBatch:
+def packed(samples: Sequence[Sample]) -> MicroBatch:
+    """The samples laid end to end."""
     return pack_rows([TrainingSample(sample) for sample in samples], StepTotals(tokens=1, sequences=1))
 
 
@@ -347,7 +349,7 @@ def _compare_pair(
     weights = torch.rand(len(own)) + 0.5
     stock.zero_grad()
     (own * weights).sum().backward()  # type: ignore[no-untyped-call]
-    batch = _packed(samples)
+    batch = packed(samples)
 
     def difference() -> float:
         with torch.no_grad():
@@ -418,7 +420,7 @@ def _bypassed(
     """Adapters that get no gradient in training, beside weights that have one without them."""
     weights = torch.ones(sum(len(sample.response_ids) for sample in samples))
     ours.train()
-    reading.loss(ours, _packed(samples), weights).backward()  # type: ignore[no-untyped-call]
+    reading.loss(ours, packed(samples), weights).backward()  # type: ignore[no-untyped-call]
     lm = ours.get_submodule("lm")
     return [
         one

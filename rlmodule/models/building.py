@@ -24,6 +24,8 @@ from rlmodule.models.output_head import UnknownHeadError
 from rlmodule.models.policy import PolicyModel
 from rlmodule.models.pretrained import (
     check_attention_is_ours,
+    check_exists,
+    check_reloads,
     check_unused,
     config_errors,
     lm_options,
@@ -152,8 +154,10 @@ def small_models(config: ModelConfig) -> SmallModels[PolicyModel]:
     auto = AutoModelForCausalLM
 
     def stock(hf_config: PreTrainedConfig) -> PreTrainedModel:
+        check_exists(hf_config, auto, config)
         lm = random_lm(auto, hf_config, config, seed=0, attention="eager")
         check_attention_is_ours(lm, config)
+        check_reloads(lm, auto, config)
         return lm
 
     def policy(hf_config: PreTrainedConfig) -> PolicyModel:

@@ -147,3 +147,33 @@ def check_attention_is_ours(lm: PreTrainedModel, config: ModelConfig, section: s
         "in which samples laid end to end would see each other",
         fix="Choose a causal LM whose attention goes through transformers' attention interface in every layer",
     )
+
+
+def check_exists(hf_config: PreTrainedConfig, auto: Any, config: ModelConfig, section: str = "model") -> None:
+    """Refuse a kind of model that transformers' class ``auto`` does not make.
+
+    Raises:
+        ConfigError: names the kind and the class.
+    """
+    if type(hf_config) not in auto._model_mapping and not config.trust_remote_code:
+        raise ConfigError(
+            **source_of(config, section),
+            because=f"transformers has no {hf_config.model_type} for {auto.__name__}",
+            fix="Choose another model; docs/models.md lists the families that are computed exactly",
+        )
+
+
+def check_reloads(lm: PreTrainedModel, auto: Any, config: ModelConfig, section: str = "model") -> None:
+    """Refuse a model that is saved as one of a kind that transformers' class ``auto`` does not read.
+
+    Raises:
+        ConfigError: names the class and the kind it is saved as.
+    """
+    if type(lm.config) in auto._model_mapping or config.trust_remote_code:
+        return
+    raise ConfigError(
+        **source_of(config, section),
+        because=f"{type(lm).__name__} is saved as {lm.config.model_type}, which {auto.__name__} does not read, so what "
+        "a run exports could not be loaded",
+        fix="Choose another model",
+    )

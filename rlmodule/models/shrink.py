@@ -48,17 +48,20 @@ def small_copies(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
         yield _small(config, fewer_layers)
 
 
-def _small(config: PreTrainedConfig, fewer_layers: bool) -> PreTrainedConfig:
+def _small(config: PreTrainedConfig, fewer_layers: bool, widths: tuple[int, int] | None = None) -> PreTrainedConfig:
+    """``widths``: the hidden size of the configuration around this one, before and after; a part may have it, too."""
     small = copy.deepcopy(config)
     if fewer_layers:
         _keep_one_layer_of_each_kind(small)
-    _narrow(small)
+    widths = _narrow(small) or widths
     for name, value in _values(small).items():
         limit = next((most for pattern, most in LIMITS if pattern.search(name)), None)
-        if limit is not None:
-            setattr(small, name, _at_most(value, limit))
         if isinstance(value, PreTrainedConfig):
-            setattr(small, name, _small(value, fewer_layers))
+            setattr(small, name, _small(value, fewer_layers, widths))
+        elif limit is not None:
+            setattr(small, name, _at_most(value, limit))
+        elif widths is not None and value == widths[0] and _is_number(value) and AS_WIDE.search(name):
+            setattr(small, name, widths[1])
     for name, token in SPECIAL.items():
         if getattr(small, name, None) is not None:
             setattr(small, name, token)
@@ -86,25 +89,27 @@ def _raw(config: PreTrainedConfig, name: str) -> Any:
     return vars(config).get(config.attribute_map.get(name, name))
 
 
-def _narrow(config: PreTrainedConfig) -> None:
-    """At most two key-value heads with two query heads each; the size of a head stays (rotary tables depend on it)."""
+def _narrow(config: PreTrainedConfig) -> tuple[int, int] | None:
+    """At most two key-value heads with two query heads each; the size of a head stays (rotary tables depend on it).
+
+    Returns:
+        (hidden size before, after); None where nothing was changed.
+    """
     heads, hidden = _raw(config, "num_attention_heads"), _raw(config, "hidden_size")
     if not (_is_number(heads) and _is_number(hidden)):
-        return
+        return None
     size = _raw(config, "head_dim") or hidden // heads
     kv_heads = _raw(config, "num_key_value_heads") or heads
     few = min(kv_heads, 2) * min(heads // kv_heads, 2)
     if few >= heads:
-        return
-    wide = min(hidden, few * size)
+        return None
     for name, value in _values(config).items():
         if PER_HEAD.match(name):
             setattr(config, name, _at_most(value, few))
-        elif value == hidden and _is_number(value) and AS_WIDE.search(name):
-            setattr(config, name, wide)
-    config.hidden_size, config.num_attention_heads = wide, few
+    config.hidden_size, config.num_attention_heads = min(hidden, few * size), few
     if _raw(config, "num_key_value_heads") is not None:
         config.num_key_value_heads = min(kv_heads, 2)
+    return hidden, config.hidden_size
 
 
 def _keep_one_layer_of_each_kind(config: PreTrainedConfig) -> None:

@@ -31,6 +31,8 @@ from rlmodule.models.lora import LoraConfig, is_adapter
 from rlmodule.models.policy import PolicyModel, packed_hidden, silence_dropout
 from rlmodule.models.pretrained import (
     check_attention_is_ours,
+    check_exists,
+    check_reloads,
     check_unused,
     config_errors,
     lm_options,
@@ -181,8 +183,7 @@ def build_value_model(config: ModelConfig, *, seed: int, section: str = "critic"
         ConfigError: it cannot be built, lacks weights that a value model has, or would not be computed as its own
             forward does.
     """
-    hf_config = _config_of_one_score(config, section)
-    found = check_value_family(hf_config, config, section)
+    hf_config, found = _config_of_one_score(config, section), check_value_family(config, section)
     auto = AutoModelForTokenClassification
     missing: set[str] = set()
     unused: set[str] = set()
@@ -201,8 +202,7 @@ def build_value_model_on_meta(config: ModelConfig, *, seed: int, section: str = 
     """``build_value_model``, but a trunk that can be read tensor by tensor is left on disk for the strategy to read."""
     if config.path is None or is_adapter(config.path):
         return build_value_model(config, seed=seed, section=section)
-    hf_config = _config_of_one_score(config, section)
-    found = check_value_family(hf_config, config, section)
+    hf_config, found = _config_of_one_score(config, section), check_value_family(config, section)
     try:
         with config_errors(config, section):
             make = partial(AutoModelForTokenClassification.from_config, hf_config, **lm_options(config))
@@ -253,13 +253,14 @@ def _put_value_head(lm: PreTrainedModel, score: Mapping[str, Tensor]) -> None:
     lm.score = head
 
 
-def check_value_family(hf_config: PreTrainedConfig, config: ModelConfig, section: str) -> Agreement:
+def check_value_family(config: ModelConfig, section: str) -> Agreement:
     """Refuse a value model that would not be computed as its own forward does.
 
     Raises:
         ConfigError: names the kind of model and the reason.
     """
-    return check_agreement(hf_config, config, section, _small_value_models(config, section), VALUES)
+    hf_config = _config_of_one_score(config, section)
+    return check_agreement(hf_config, config, section, small_value_models(config, section), VALUES)
 
 
 def _own_values(lm: PreTrainedModel, samples: Sequence[Sample]) -> Tensor:
@@ -289,13 +290,15 @@ VALUES: Reading[ValueModel] = Reading(
 )
 
 
-def _small_value_models(config: ModelConfig, section: str) -> SmallModels[ValueModel]:
+def small_value_models(config: ModelConfig, section: str) -> SmallModels[ValueModel]:
     """How the models are made that are compared."""
     auto = AutoModelForTokenClassification
 
     def stock(hf_config: PreTrainedConfig) -> PreTrainedModel:
+        check_exists(hf_config, auto, config, section)
         lm = random_lm(auto, hf_config, config, seed=0, attention="eager")
         check_attention_is_ours(lm, config, section)
+        check_reloads(lm, auto, config, section)
         _check_is_linear(lm, config, section)
         return lm
 

@@ -47,6 +47,7 @@ from rlmodule.run.digests import save as save_digests
 from rlmodule.run.launchers.local import process_rank
 from rlmodule.run.plan import ModelSummary, RunPlan
 from rlmodule.run.preflight.checks import check
+from rlmodule.run.preflight.family import check_families
 from rlmodule.run.preflight.layout import check_layout
 from rlmodule.run.preflight.teacher import check_teacher
 from rlmodule.run.preflight.tokens import check_tokenizer
@@ -152,6 +153,7 @@ class Run:
             check_value_model(config, self.hf_config, load_model_config(critic_model(config), "critic"), layout)
         check_tokenizer(config.model, self.tokenizer, self.hf_config)
         check_teacher(config, self.hf_config, self.tokenizer)
+        check_families(config)
         if config.model.compile:
             check_compiler(self.machine.device)
         if config.model.activation_offload:

@@ -9,6 +9,7 @@ import hydra
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,8 +21,10 @@ from rlmodule.models.description import ModelConfig
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
+from tests.helpers.tiny import tiny_policy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+SPOKEN = {"vocab_size": 260, "eos_token_id": 257, "pad_token_id": 256}  # of the byte tokenizer
 RUN = [
     "debug=fast",
     "trainer.num_threads=1",
@@ -69,6 +72,45 @@ def test_merged_and_adapter_are_the_same_model(tmp_path: Path) -> None:
     torch.testing.assert_close(adapted, logits(merged), rtol=1e-5, atol=1e-5)
     assert (adapted - before).abs().max() > 1e-2
     assert AutoTokenizer.from_pretrained(folder).encode("7") == byte_tokenizer().encode("7")
+
+
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [("qwen3_moe", "all-linear"), ("mixtral", "all-linear"), ("gpt2", "[attn.c_proj]"), ("llama", "[q_proj,lm_head]")],
+)
+def test_t2a_05_07_08_what_a_run_has_trained_is_what_it_exports(tmp_path: Path, family: str, modules: str) -> None:
+    """Fused experts, matrices that are stored the other way round, and the head; as adapter over its base, and merged."""
+    policy = tiny_policy(family, **SPOKEN)
+    save_pretrained(tmp_path / "base", policy.lm, byte_tokenizer())
+    model = ["model=local", f"model.path={tmp_path / 'base'}", f"model.lora.target_modules={modules}"]
+    found = []
+    for kind in ("merged", "adapter"):
+        run = session_in(tmp_path / kind, *model, f"callbacks.export.lora={kind}")
+        run.check()
+        run.fit()
+        folder = tmp_path / kind / "run" / "policy"
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base" if kind == "adapter" else folder)
+        found.append(logits(peft.PeftModel.from_pretrained(base, str(folder)) if kind == "adapter" else base))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    start = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "base"))
+    assert (found[0] - start).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("lora", ["model.lora.r=4", "model.lora.r=0"])
+def test_t2a_15_an_export_in_bfloat16_keeps_a_router_in_float32(tmp_path: Path, lora: str) -> None:
+    policy = tiny_policy("deepseek_v3", **SPOKEN)
+    bias = torch.tensor([10.001, 10.002, 10.003, 10.004])
+    gate = "model.layers.1.mlp.gate."
+    policy.lm.get_buffer(f"{gate}e_score_correction_bias").copy_(bias)
+    save_pretrained(tmp_path / "base", policy.lm, byte_tokenizer())
+    model = ["model=local", f"model.path={tmp_path / 'base'}", lora, "callbacks.export.dtype=bfloat16"]
+    run = session_in(tmp_path, *model)
+    run.check()
+    run.fit()
+    stored = load_file(tmp_path / "run" / "policy" / "model.safetensors")
+    assert torch.equal(stored[f"{gate}e_score_correction_bias"], bias)
+    assert stored[f"{gate}weight"].dtype == torch.float32
+    assert {tensor.dtype for name, tensor in stored.items() if gate not in name} == {torch.bfloat16}
 
 
 def test_an_adapter_alone_needs_a_base_that_is_kept(tmp_path: Path) -> None:

@@ -267,6 +267,21 @@ def test_decoding_one_token_is_the_last_row_of_the_whole_segment(options, heads,
     assert torch.equal(ragged_decode_attention(query, key, value, torch.tensor(lengths), SCALING, **options), out)
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("width", [4, 12])
+def test_t2a_11_values_may_be_narrower_or_wider_than_queries(options, width):
+    """Packed and decoding, as multi-head latent attention needs it."""
+    query, key, value = draw(LENGTHS)
+    value = torch.cat([value, value.flip(-1)], -1)[..., :width]
+    out = packed_attention(query, key, value, segments(LENGTHS), SCALING, **options)
+    assert out.shape == (1, sum(LENGTHS), 4, width)
+    torch.testing.assert_close(out.double(), by_definition(query, key, value, LENGTHS, **options), rtol=0, atol=2e-6)
+    last = ragged_decode_attention(
+        query[:, :, 4:5], key[:, :, :5], value[:, :, :5], torch.tensor([5]), SCALING, **options
+    )
+    torch.testing.assert_close(last[0], out[0, 4:5], rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 4}, {"softcap": 0.5}])
 def test_sinks_take_a_share_of_every_softmax(options):
     """Packed, behind a shared prefix, and decoding; gradients of the sinks too."""
