@@ -288,7 +288,7 @@ def test_settings_that_cannot_work_are_refused(wrong):
 
 def test_a_plan_that_holds_a_sample_twice_is_refused():
     totals = StepTotals(tokens=2, sequences=2)
-    with pytest.raises(AssertionError, match=r"twice here: \[3\]"):
+    with pytest.raises(AssertionError, match=r"several times \[3\]"):
         MiniBatchPlan((((3,), (3,)),), totals, ((1.0, 1.0),), (2,), (2,), 0)
 
 

@@ -60,8 +60,8 @@ def test_the_cut_changes_nothing(whole, cut):
     assert_same_training(got, whole)
 
 
-def test_fillers_change_nothing(whole):
-    """12 samples on a multiple of 8: four fillers, in the mini-batches of other samples; so only the first step compares."""
+def test_padding_samples_change_nothing(whole):
+    """12 samples on a multiple of 8: four padding samples, in the mini-batches of other samples; so only the first step compares."""
     got = train_on(0, ROWS[:8], FILLED, algorithm=EVERYTHING)
     assert_same_training(got, train_on(0, ROWS[:8], WHOLE, algorithm=EVERYTHING))
 
