@@ -11,25 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-_STEP = np.uint64(0x9E3779B97F4A7C15)
-
-
-def _mixed(x: np.ndarray) -> np.ndarray:
-    """Finaliser of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
-    with np.errstate(over="ignore"):
-        x = (x ^ (x >> np.uint64(30))) * _MIX[0]
-        x = (x ^ (x >> np.uint64(27))) * _MIX[1]
-    return x ^ (x >> np.uint64(31))
+from rlmodule.ops.random import uniform_of_token
 
 
 def uniforms(seeds: np.ndarray, sample_ids: np.ndarray, position: int) -> np.ndarray:
     """[B] float64 in [0, 1): a function of (seed, sample id, position) and nothing else."""
-    with np.errstate(over="ignore"):
-        key = _mixed(seeds.astype(np.uint64) * _STEP + np.uint64(1))
-        key = _mixed(key ^ (sample_ids.astype(np.int64).view(np.uint64) * _STEP))
-        key = _mixed(key + np.uint64(position + 1) * _STEP)
-    return (key >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    seed, sample_id = (torch.from_numpy(values.astype(np.int64)) for values in (seeds, sample_ids))
+    return uniform_of_token(seed, sample_id, position).numpy()
 
 
 @dataclass(frozen=True)
