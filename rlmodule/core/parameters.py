@@ -1,4 +1,4 @@
-"""Parameters of a module by all of their names: some are tied, one tensor in several places."""
+"""Parameters of a module by all of their names; a tied parameter has several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def tied(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Parameter]]:
-    """(all names, parameter) of each distinct parameter."""
+    """Yield (all names, parameter) of each distinct parameter."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -16,6 +16,6 @@ def tied(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Parameter]]:
 
 
 def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Set the parameter of that name, and none of the others it is tied to."""
+    """Set the parameter of that name only, not the others it is tied to."""
     owner, _, leaf = name.rpartition(".")
     model.get_submodule(owner)._parameters[leaf] = parameter
