@@ -104,6 +104,7 @@ MENUS = {
     "environments": "TASKS",
     "rollout": "ROLLOUTS",
     "callbacks": "CALLBACKS",
+    "optim": "OPTIMIZERS",
 }
 
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}

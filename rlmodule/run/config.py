@@ -28,7 +28,9 @@ from rlmodule.losses import LOSSES
 from rlmodule.losses.sft import SFT
 from rlmodule.models.description import NO_VALUE, SEPARATE, SHARED, ModelConfig
 from rlmodule.models.lora import LoraConfig
-from rlmodule.optim.adamw import OptimizerConfig
+from rlmodule.optim import OPTIMIZERS
+from rlmodule.optim.adamw import AdamW
+from rlmodule.optim.parts.config import OptimizerConfig
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.hf import HFRolloutConfig
@@ -166,14 +168,14 @@ class RunConfig:
             algorithm=algorithm if data.rollouts is None else algorithm.for_stored_rollouts(),
             loss=loss,
             batching=convert(BatchingConfig, node.batching, "batching"),
-            optimizer=convert(OptimizerConfig, node.optimizer, "optimizer"),
+            optimizer=component(OPTIMIZERS, node.optimizer),
             warm_start=convert(WarmStartConfig, node.warm_start, "warm_start"),
             trainer=convert(TrainerConfig, node.trainer, "trainer"),
             backend=str(node.strategy.get("name")),
             parity=convert(ParityConfig, node.parity, "parity"),
             critic=replace(
                 convert(CriticConfig, node.critic, "critic", ignore=("optimizer",)),
-                optimizer=convert(OptimizerConfig, node.critic.optimizer, "critic.optimizer"),
+                optimizer=component(OPTIMIZERS, node.critic.optimizer, "critic.optimizer"),
             ),
             task=None
             if data.task is None
@@ -206,7 +208,7 @@ class RunConfig:
         """
         warm = self.warm_start
         steps_per_iteration = min(10, warm.steps)
-        optimizer = OptimizerConfig(
+        optimizer = AdamW(
             lr=warm.lr,
             betas=(0.9, 0.98),
             weight_decay=0.01,
@@ -314,17 +316,24 @@ class RunConfig:
         )
 
 
-def component(registry: Registry[Any], node: DictConfig) -> Any:
-    """The component a section names, made of the section's other keys."""
+def component(registry: Registry[Any], node: DictConfig, key: str | None = None) -> Any:
+    """Build the component that a section names from the section's other keys.
+
+    Args:
+        registry: registry of the component.
+        node: the section.
+        key: dotted key of the section; by default the registry's kind, which is the config group.
+    """
+    key = key or registry.kind
     name = node.get("name")
     if name is None:
         raise ConfigError(
-            key=f"{registry.kind}.name",
+            key=f"{key}.name",
             got=None,
             because=f"no {registry.kind} is chosen",
             fix=did_you_mean("", registry.names()),
         )
-    return convert(registry.get(str(name)), node, registry.kind, ignore=("name",))
+    return convert(registry.get(str(name), key), node, key, ignore=("name",))
 
 
 def _check_sections(node: DictConfig) -> None:
