@@ -37,7 +37,8 @@ from rlmodule.core.types import TrainingSample
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.description import shape_of
 from rlmodule.models.policy import PolicyModel
-from rlmodule.optim.adamw import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.optim.adamw import AdamW
+from rlmodule.optim.parts.schedule import build_schedule
 from rlmodule.training.update import Trainable, update
 from strategies.single import SingleConfig, SingleStrategy
 
@@ -157,8 +158,8 @@ class Training:
         self.policy = PolicyModel(model, compute_dtype=compute)
         self.strategy = SingleStrategy(SingleConfig(), device=device, num_processes=1, num_nodes=1)
         self.strategy.shard({"policy": self.policy})
-        optimizer = OptimizerConfig(lr=1e-4, warmup_steps=0)
-        self.optimizer = build_optimizer(optimizer, self.policy)
+        optimizer = AdamW(lr=1e-4, warmup_steps=0)
+        self.optimizer = optimizer.build_for(self.policy)
         self.schedule = build_schedule(optimizer, self.optimizer, run_steps=100)
         self.trainable = Trainable("policy", Objective(PPOClip(), AlgorithmConfig()), optimizer, run_steps=100)
         self.useful_flops = float(

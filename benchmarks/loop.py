@@ -40,7 +40,7 @@ from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.building import parameter_count
 from rlmodule.models.policy import PolicyModel
 from rlmodule.module import RLModule
-from rlmodule.optim.adamw import OptimizerConfig
+from rlmodule.optim.adamw import AdamW
 from rlmodule.run.build.trainer import silence_warnings
 from rlmodule.training.reduction import reduce_metrics
 from rlmodule.training.update import Trainable, update
@@ -97,7 +97,7 @@ def fit(loaded: Loaded, sizes: Sizes, strategy: Strategy, callbacks: list[L.Call
     """Train a random model on everything that is loaded."""
     silence_warnings()
     objective = Objective(PPOClip(), AlgorithmConfig())
-    trainable = Trainable("policy", objective, OptimizerConfig(warmup_steps=0), run_steps=2 * loaded.steps)
+    trainable = Trainable("policy", objective, AdamW(warmup_steps=0), run_steps=2 * loaded.steps)
     module = RLModule({"policy": PolicyModel(sizes.model())}, [trainable], max_skipped_in_a_row=1)
     trainer = L.Trainer(
         accelerator="cpu",

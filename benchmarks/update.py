@@ -45,7 +45,8 @@ from rlmodule.models.attention import ATTENTION
 from rlmodule.models.description import shape_of
 from rlmodule.models.policy import PolicyModel
 from rlmodule.ops.segments import SegmentBuckets
-from rlmodule.optim.adamw import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.optim.adamw import AdamW
+from rlmodule.optim.parts.schedule import build_schedule
 from rlmodule.training.update import Trainable, update
 from strategies.single import SingleConfig, SingleStrategy
 
@@ -87,8 +88,8 @@ class Ours:
         self.policy = PolicyModel(model)
         self.strategy = SingleStrategy(SingleConfig(), device="cpu", num_processes=1, num_nodes=1)
         self.strategy.shard({"policy": self.policy})
-        optimizer = OptimizerConfig(warmup_steps=0, max_grad_norm=MAX_GRAD_NORM)
-        self.optimizer = build_optimizer(optimizer, self.policy)
+        optimizer = AdamW(warmup_steps=0, max_grad_norm=MAX_GRAD_NORM)
+        self.optimizer = optimizer.build_for(self.policy)
         self.schedule = build_schedule(optimizer, self.optimizer, run_steps=1)
         objective = Objective(PPOClip(), AlgorithmConfig())
         self.trainable = Trainable("policy", objective, optimizer, run_steps=1)

@@ -19,7 +19,8 @@ from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.metrics import Metric, ReduceType
 from rlmodule.core.types import MiniBatch
-from rlmodule.optim.adamw import build_schedule, matrices_of, optimizer_over
+from rlmodule.optim.parts.decay import decayed_parameters
+from rlmodule.optim.parts.schedule import build_schedule
 from rlmodule.training.preemption import PreemptionHandler
 from rlmodule.training.reduction import reduce_metrics
 from rlmodule.training.update import StepResult, Trainable, update
@@ -99,7 +100,7 @@ class RLModule(L.LightningModule):
         self.models = nn.ModuleDict(models)
         self.trainables = tuple(trainables)
         self.max_skipped_in_a_row = max_skipped_in_a_row
-        self.matrices = {name: matrices_of(model) for name, model in models.items()}
+        self.decayed = {name: decayed_parameters(model) for name, model in models.items()}
         self.counters = Counters()
         self.preemption = PreemptionHandler()
         self.must_stop = False
@@ -116,8 +117,7 @@ class RLModule(L.LightningModule):
 
     def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
         optimizers: list[Optimizer] = [
-            optimizer_over(t.optimizer, self.strategy.named_parameters(t.name), self.matrices[t.name])
-            for t in self.trainables
+            t.optimizer.build(self.strategy.named_parameters(t.name), self.decayed[t.name]) for t in self.trainables
         ]
         schedules: list[LRScheduler] = [
             build_schedule(t.optimizer, optimizer, t.run_steps)

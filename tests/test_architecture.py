@@ -114,6 +114,7 @@ MENUS = {
     "loggers": "LOGGERS",
     "callbacks": "CALLBACKS",
     "commands": "COMMANDS",
+    "optim": "OPTIMIZERS",
 }
 
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}

@@ -27,7 +27,7 @@ from rlmodule.experience.replay import ReplayConfig
 from rlmodule.loggers import LOGGERS
 from rlmodule.losses import LOSSES
 from rlmodule.models.description import ModelConfig
-from rlmodule.optim.adamw import OptimizerConfig
+from rlmodule.optim import OPTIMIZERS
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
@@ -42,7 +42,6 @@ SECTIONS = {
     "data": DataConfig,
     "algorithm": AlgorithmConfig,
     "batching": BatchingConfig,
-    "optimizer": OptimizerConfig,
     "critic": CriticConfig,
     "warm_start": WarmStartConfig,
     "trainer": TrainerConfig,
@@ -53,6 +52,7 @@ COMPONENTS = {
     "reward": REWARDS,
     "rollout": ROLLOUTS,
     "environment": ENVIRONMENTS,
+    "optimizer": OPTIMIZERS,
 }
 # What else a component's section holds, whatever the component.
 BESIDE = {"rollout": (SamplingConfig, ReplayConfig), "environment": (EnvironmentSizes,)}
@@ -237,7 +237,7 @@ def test_conf_says_what_the_code_says():
             value = tuple(given[field.name]) if isinstance(default, tuple) else given[field.name]
             if isinstance(default, dict):  # a section within a section
                 value = value | {k: default[k] for k in purpose.get(field.name, ())}
-                value = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
+                value = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items() if k != "name"}
             assert value == default, f"{group}.{field.name}"
 
 

@@ -1,4 +1,4 @@
-"""The menu of advantage estimators: one file each, the file's name is the estimator's name."""
+"""Advantage estimators: one file per estimator; the name of the file is the name of the estimator."""
 
 from __future__ import annotations
 

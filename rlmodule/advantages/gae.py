@@ -1,4 +1,4 @@
-"""Advantages from a value function: what a token brought more than was expected of it."""
+"""GAE: advantages per token from a value function."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from rlmodule.ops.value import lambda_advantages
 class GAE:
     """Generalised advantage estimation (arXiv:1506.02438).
 
-    The reward sits on the last loss token, charges on their own. Unscored responses leave the statistics and get 0.
+    The reward is on the last loss token, per-token penalties (KL) are on their tokens. Unscored responses are left out
+    of whitening and get 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"tokens"})
     per_token: ClassVar[bool] = True
 
     gamma: float = 1.0  # discount per loss token
-    lam: float = 0.95  # 0 trusts the values, 1 the rewards
+    lam: float = 0.95  # 0: one-step TD errors; 1: Monte-Carlo returns minus values
     whiten: bool = True  # mean 0 and variance 1 over the loss tokens of all data ranks
-    bootstrap_truncated: bool = False  # a response cut at the limit goes on in value; false: it ended there
+    bootstrap_truncated: bool = False  # add the value after a truncated response; false: it is terminal
 
     def __post_init__(self) -> None:
         more_than("gamma", self.gamma, 0)
@@ -44,7 +45,7 @@ class GAE:
         return torch.where(is_scored, whiten(advantage, is_scored), 0.0) if self.whiten else advantage
 
     def returns(self, x: AdvantageInputs) -> Tensor:
-        """[N] float64, what the value function is to say: the value plus the advantage before whitening."""
+        """[N] float64 targets of the value function: value plus advantage before whitening."""
         assert x.tokens is not None, "gae needs values"
         return torch.where(_is_scored(x), x.tokens.value + self._advantage(x), 0.0)
 

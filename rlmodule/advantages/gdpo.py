@@ -1,4 +1,4 @@
-"""Each component of the reward is normalised by itself before they are added."""
+"""GDPO: every component of the reward is normalised separately, then they are added."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from rlmodule.ops.masked import group_statistics
 class GDPO:
     """Group reward-decoupled normalisation (arXiv:2601.05242).
 
-    Per component: (value - group mean) / (group standard deviation + eps). Their weighted sum is divided by its
-    standard deviation over all scored responses of the iteration. Adding the components first, as GRPO does, gives
-    many different answers the same advantage. A component that a response lacks adds 0 to it; a reward without
-    components counts as one. Groups that are flat in every component give exactly 0; unscored responses get 0.
+    Per component: (value - group mean) / (group standard deviation + eps). The weighted sum of the components is
+    divided by its standard deviation over all scored responses of the iteration. If components were added first, as
+    GRPO does, many different combinations would get the same advantage. A missing component adds 0; a reward without
+    components counts as one component. Groups without variance in any component get exactly 0; unscored responses
+    get 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"group"})
     per_token: ClassVar[bool] = False
 
-    weights: dict[str, float] = field(default_factory=dict)  # component -> weight; empty for all of them, 1 each
+    weights: dict[str, float] = field(default_factory=dict)  # component -> weight; empty for all components, 1 each
     eps: float = 1e-6  # added to standard deviations
 
     def __post_init__(self) -> None:

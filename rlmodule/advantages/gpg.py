@@ -1,4 +1,4 @@
-"""Reward minus group mean, scaled up for the groups that say nothing."""
+"""GPG: reward minus group mean, scaled up for the groups without reward variance."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rlmodule.ops.masked import group_statistics
 class GPG:
     """Group policy gradient (arXiv:2504.02546).
 
-    alpha * (reward - group mean) / f_norm with alpha = scored responses over scored responses in groups that are not
-    flat: flat groups have no gradient but stand in the denominators, and alpha makes up for them. Flat groups and
-    groups of one give exactly 0; unscored responses leave the statistics and get 0.
+    alpha * (reward - group mean) / f_norm with alpha = scored responses over scored responses in groups with reward
+    variance. Groups of equal rewards have no gradient but count in the denominator of the mean; alpha compensates for
+    them. They and groups of one get exactly 0; unscored responses are left out of the statistics and get 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"group"})
@@ -36,6 +36,6 @@ class GPG:
         """[B] rewards of the whole iteration -> [B] float64 advantages."""
         is_scored = torch.isfinite(x.reward)
         group = group_statistics(x.reward, x.group, is_scored)
-        tells = is_scored & ~group.has_zero_std
-        alpha = is_scored.sum().double() / tells.sum().clamp(min=1)
-        return torch.where(tells, alpha * (x.reward.double() - group.mean) / self.f_norm, 0.0)
+        has_gradient = is_scored & ~group.has_zero_std
+        alpha = is_scored.sum().double() / has_gradient.sum().clamp(min=1)
+        return torch.where(has_gradient, alpha * (x.reward.double() - group.mean) / self.f_norm, 0.0)

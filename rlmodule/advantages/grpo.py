@@ -1,4 +1,4 @@
-"""Reward relative to the other answers to the same prompt."""
+"""GRPO: the reward normalised within its group."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from rlmodule.ops.masked import group_statistics
 class GRPO:
     """Reward minus group mean, over the group's sample standard deviation (arXiv:2402.03300).
 
-    Without the division it is the mean-centred estimator of Dr. GRPO (arXiv:2503.20783). Flat groups and groups of
-    one give exactly 0; unscored responses leave the statistics and get 0. ``std_over=batch`` divides by the standard
-    deviation of the rewards of the whole iteration instead (arXiv:2508.08221), which small groups estimate badly.
+    Without the division it is the mean-centred estimator of Dr. GRPO (arXiv:2503.20783). ``std_over=batch`` divides by
+    the standard deviation of the rewards of the whole iteration instead (arXiv:2508.08221), because small groups
+    estimate a standard deviation badly. Groups of equal rewards and groups of one get exactly 0; unscored responses are
+    left out of the statistics and get 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"group"})
     per_token: ClassVar[bool] = False
 
     normalize_by_std: bool = True  # divide by a standard deviation
-    std_over: str = "group"  # whose: that of the group, or of the batch (all scored responses of the iteration)
+    std_over: str = "group"  # of which rewards: group, or batch (all scored responses of the iteration)
     eps: float = 1e-6  # added to the standard deviation
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Only the best answer of a group is rewarded, by what it adds to the second best."""
+"""GRPO for pass@k: only the best response of a group has an advantage, its lead over the second best."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rlmodule.ops.masked import group_statistics
 @ADVANTAGES.register
 @dataclass(frozen=True)
 class GRPOPassK:
-    """Advantage for the best of k (arXiv:2503.19595).
+    """Leave-one-out advantage of pass@k (arXiv:2503.19595).
 
-    What a response adds to the best reward of its group: best minus second best for the best one, 0 for all others,
-    over the group's sample standard deviation where asked. Two equal best, flat groups and groups of one give exactly
-    0; unscored responses leave the comparison and get 0.
+    The advantage is what a response adds to the best reward of its group: best minus second best for the best one, 0
+    for all others, optionally over the group's sample standard deviation. Groups with two equal best rewards and groups
+    of one get exactly 0; unscored responses are left out of the comparison and get 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"group"})
@@ -37,18 +37,18 @@ class GRPOPassK:
         """[B] rewards of the whole iteration -> [B] float64 advantages."""
         is_scored = torch.isfinite(x.reward)
         reward = torch.where(is_scored, x.reward.double(), -torch.inf)
-        place = torch.unique(x.group, return_inverse=True)[1]  # [B], 0 to G-1
-        best = _largest(reward, place)
-        is_best = is_scored & (reward == best[place])
-        second = _largest(torch.where(is_best, -torch.inf, reward), place)
-        num_best = torch.zeros_like(best).index_add(0, place, is_best.double())
-        gain = torch.where((num_best == 1) & second.isfinite(), best - second, 0.0)[place]
+        index = torch.unique(x.group, return_inverse=True)[1]  # [B], 0 to G-1
+        best = _largest(reward, index)
+        is_best = is_scored & (reward == best[index])
+        second = _largest(torch.where(is_best, -torch.inf, reward), index)
+        num_best = torch.zeros_like(best).index_add(0, index, is_best.double())
+        gain = torch.where((num_best == 1) & second.isfinite(), best - second, 0.0)[index]
         if self.normalize_by_std:
             gain = gain / (group_statistics(x.reward, x.group, is_scored).std + self.eps)
         return torch.where(is_best, gain, 0.0)
 
 
-def _largest(value: Tensor, place: Tensor) -> Tensor:
-    """[B] values and their groups -> [G] largest of each."""
-    num_groups = int(place.max()) + 1 if len(place) else 0
-    return torch.full((num_groups,), -torch.inf, dtype=value.dtype).scatter_reduce(0, place, value, "amax")
+def _largest(value: Tensor, group: Tensor) -> Tensor:
+    """[B] values and group numbers -> [G] largest value of each group."""
+    num_groups = int(group.max()) + 1 if len(group) else 0
+    return torch.full((num_groups,), -torch.inf, dtype=value.dtype).scatter_reduce(0, group, value, "amax")

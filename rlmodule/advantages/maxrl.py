@@ -1,4 +1,4 @@
-"""Reward relative to the mean of its group, in units of that mean."""
+"""MaxRL: reward minus group mean, over the group mean."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rlmodule.ops.masked import group_statistics
 class MaxRL:
     """Maximum-likelihood reinforcement learning (arXiv:2602.02710): (reward - group mean) / group mean.
 
-    Dividing by the rate of success turns the gradient of the expected reward into that of its logarithm, so hard
-    prompts count more. For rewards that are 0 or more: a group whose mean is not positive has no such rate and gives
-    0. Flat groups and groups of one give exactly 0; unscored responses leave the statistics and get 0.
+    Dividing by the success rate turns the gradient of the expected reward into that of its logarithm, so hard prompts
+    count more. It is meant for rewards of 0 or more: a group whose mean is not positive gets 0. Groups of equal rewards
+    and groups of one get exactly 0; unscored responses are left out of the statistics and get 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"group"})

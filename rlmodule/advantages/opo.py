@@ -1,4 +1,4 @@
-"""Reward against the mean of its group, long answers counting more."""
+"""OPO: reward minus the length-weighted mean of its group."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from rlmodule.ops.masked import group_statistics
 class OPO:
     """On-policy optimal baseline (arXiv:2505.23585): sum(length * reward) / sum(length) over the group, in loss tokens.
 
-    It has the least variance when the squared norm of a response's gradient grows with its length. Flat groups and
-    groups of one give exactly 0; unscored responses leave the statistics and get 0.
+    This baseline has the least variance if the squared gradient norm of a response is proportional to its length.
+    Groups of equal rewards and groups of one get exactly 0; unscored responses are left out of the statistics and
+    get 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"group"})

@@ -1,4 +1,4 @@
-"""Reward against a baseline of each token's place, to which responses count by how much their gradient has grown."""
+"""Optimal token baseline: a baseline per token position, weighted by the gradient norm of each response so far."""
 
 from __future__ import annotations
 
@@ -20,38 +20,40 @@ class OptimalTokenBaseline:
     """Optimal token baseline (arXiv:2602.07078), for a reward of the whole response.
 
     The t-th loss token of response i gets R_i - b_t with b_t = sum(W_t R) / sum(W_t) over the responses of its group
-    that have a t-th loss token. W_t, the realised energy, adds 1 - 2 p + sum over the vocabulary of p^2 from the first
-    token to the t-th: the squared norm of the gradient of each token's log-probability by the logits, which stands for
-    that of the whole gradient so far. A token that no other response has a partner for gets 0, as does a flat group;
-    unscored responses leave the sums and get 0.
+    that have a t-th loss token. W_t, the realised energy, is the sum of 1 - 2 p + sum over the vocabulary of p^2 over
+    the first t tokens. Each term is the squared norm of the gradient of a token's log-probability by the logits; the
+    sum is a proxy for the squared norm of the gradient of all of them. A position that only one response has gets 0, as
+    do groups of equal rewards; unscored responses are left out of the sums and get 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"group", "energy"})
     per_token: ClassVar[bool] = True
 
-    eps: float = 1e-8  # added to an energy, so that responses the policy is sure of count alike
+    eps: float = 1e-8  # added to every W_t; where all energies are near 0, responses have equal weight
 
     def __post_init__(self) -> None:
         more_than("eps", self.eps, 0)
 
     def __call__(self, x: AdvantageInputs) -> Tensor:
         """[B] rewards of the whole iteration and [N] energies -> [N] float64 advantages."""
-        assert x.energy is not None, "this estimator needs energies"
+        assert x.energy is not None, "optimal_token_baseline needs energy"
         lengths = x.loss_tokens
         response = torch.arange(len(lengths)).repeat_interleave(lengths)  # [N]
         start = (lengths.cumsum(0) - lengths)[response]  # [N] first loss token of the same response
-        place = torch.arange(len(response)) - start  # [N] loss tokens before this one
-        summed = x.energy.double().cumsum(0)
-        weight = summed - (summed - x.energy.double())[start] + self.eps  # [N]
+        position = torch.arange(len(response)) - start  # [N] loss tokens before this one
+        cumulative = x.energy.double().cumsum(0)
+        weight = cumulative - (cumulative - x.energy.double())[start] + self.eps  # [N]
         is_scored = torch.isfinite(x.reward)
-        counts = (is_scored & ~group_statistics(x.reward, x.group, is_scored).has_zero_std)[response]  # [N]
+        is_valid = (is_scored & ~group_statistics(x.reward, x.group, is_scored).has_zero_std)[response]  # [N]
         reward = torch.where(is_scored, x.reward.double(), 0.0)[response]  # [N]
         _, group = torch.unique(x.group, return_inverse=True)
-        _, cell = torch.unique(torch.stack([group[response], place]), dim=1, return_inverse=True)  # [N] (group, place)
-        weight = torch.where(counts, weight, 0.0)
-        total, weighted, partners = torch.zeros(3, len(cell), dtype=torch.float64)
+        _, cell = torch.unique(
+            torch.stack([group[response], position]), dim=1, return_inverse=True
+        )  # [N] (group, position)
+        weight = torch.where(is_valid, weight, 0.0)
+        total, weighted, num_responses = torch.zeros(3, len(cell), dtype=torch.float64)
         total.index_add_(0, cell, weight)
         weighted.index_add_(0, cell, weight * reward)
-        partners.index_add_(0, cell, counts.double())
+        num_responses.index_add_(0, cell, is_valid.double())
         baseline = (weighted / total.clamp(min=torch.finfo(torch.float64).tiny))[cell]
-        return torch.where(counts & (partners[cell] > 1), reward - baseline, 0.0)
+        return torch.where(is_valid & (num_responses[cell] > 1), reward - baseline, 0.0)

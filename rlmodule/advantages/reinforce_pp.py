@@ -1,4 +1,4 @@
-"""Discounted return of every token, whitened over the iteration; no group needed."""
+"""REINFORCE++: discounted returns per token, whitened over the iteration; needs no groups."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rlmodule.ops.masked import whiten
 class ReinforcePP:
     """REINFORCE++ (arXiv:2501.03262).
 
-    The reward sits on the last loss token, so a token with k loss tokens after it has the return gamma^k * reward;
-    tool and observation tokens in between do not discount. Returns are whitened over the loss tokens of all data
-    ranks. Unscored responses leave the statistics and get 0.
+    The reward is on the last loss token, so a token followed by k loss tokens has the return gamma^k * reward; tool and
+    observation tokens in between do not discount. Returns are whitened over the loss tokens of all data ranks.
+    Unscored responses are left out of the statistics and get 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -37,7 +37,7 @@ class ReinforcePP:
         """[B] rewards of the whole iteration -> [N] float64 advantages."""
         is_scored = torch.isfinite(x.reward).repeat_interleave(x.loss_tokens)  # [N]
         ends = x.loss_tokens.cumsum(0).repeat_interleave(x.loss_tokens)  # [N]
-        to_go = ends - 1 - torch.arange(len(ends), device=ends.device)
+        remaining = ends - 1 - torch.arange(len(ends), device=ends.device)
         reward = x.reward.double().repeat_interleave(x.loss_tokens)
-        returns = torch.where(is_scored, self.gamma ** to_go.double() * reward, 0.0)
+        returns = torch.where(is_scored, self.gamma ** remaining.double() * reward, 0.0)
         return torch.where(is_scored, whiten(returns, is_scored), 0.0)

@@ -1,4 +1,4 @@
-"""Reward minus group mean, then whitened over all tokens of the iteration."""
+"""REINFORCE++-baseline: reward minus group mean, whitened over all tokens of the iteration."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from rlmodule.ops.masked import group_statistics, whiten_by_tokens
 class ReinforcePPBaseline:
     """REINFORCE++ with a group baseline (arXiv:2501.03262).
 
-    The group sets what is centred, the whole iteration sets the scale: mean and variance run over the loss tokens of
-    all data ranks, whose lengths every rank knows. Flat groups and groups of one stand in that scale as 0 and get
-    exactly 0; unscored responses leave the statistics and get 0.
+    Rewards are centred by group; mean and variance of whitening are over the loss tokens of all data ranks, whose
+    lengths every rank knows. Groups of equal rewards and groups of one count as 0 in these and get exactly 0; unscored
+    responses are left out of the statistics and get 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"group"})

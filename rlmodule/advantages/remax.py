@@ -1,4 +1,4 @@
-"""Reward against that of the greedy answer to the same prompt."""
+"""ReMax: reward minus that of the greedy response to the same prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from rlmodule.core.types import AdvantageInputs
 class ReMax:
     """ReMax (arXiv:2310.10505): reward - reward of the greedy response of the same policy to the same prompt.
 
-    Needs no group, and one more response per prompt. Responses that are unscored, or whose baseline is, get 0.
+    It needs no groups, but one more response per prompt. Unscored responses, and responses with an unscored baseline,
+    get 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"baseline"})

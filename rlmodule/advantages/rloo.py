@@ -1,4 +1,4 @@
-"""Reward against the mean of the other answers to the same prompt."""
+"""RLOO: reward minus the mean of the other responses to the same prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from rlmodule.ops.masked import group_statistics
 class RLOO:
     """Leave-one-out baseline, n/(n-1) * (reward - group mean) (arXiv:2402.14740).
 
-    Flat groups and groups of one give exactly 0; unscored responses leave the statistics and get 0.
+    Groups of equal rewards and groups of one get exactly 0; unscored responses are left out of the statistics and
+    get 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"group"})

@@ -1,1 +1,1 @@
-"""An algorithm beside its loss and its advantage: configuration, objective, critic, shaping, rollout correction."""
+"""Algorithms: configuration, objective, critic, reward shaping and rollout correction."""

@@ -1,6 +1,6 @@
-"""Configuration of an algorithm: everything beside its loss and its advantage, which have menus of their own.
+"""Configuration of an algorithm, except its loss and its advantage estimator, which have config groups of their own.
 
-Leaves out what is made of it (``objective.py``, ``shaping.py``, ``rollout_correction.py``).
+It is used in ``objective.py``, ``shaping.py`` and ``rollout_correction.py``.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ ROLLOUTS, DEMONSTRATIONS, PREFERENCES = SOURCES = ("rollouts", "demonstrations",
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """How responses become an objective; the loss and the advantage have menus of their own."""
+    """Data source, aggregation, KL, reward shaping and rollout correction of an algorithm."""
 
-    source: str = ROLLOUTS  # rollouts of the policy, demonstrations to imitate, or preferences: pairs to tell apart
+    source: str = ROLLOUTS  # rollouts of the policy, demonstrations (SFT), or preferences (pairs of responses)
     train_batch_size: int = 64  # prompts (or demonstrations, or pairs) of one iteration
     ppo_epochs: int = 1  # passes over the samples of an iteration
-    loss_agg_mode: str = "token-mean"  # how token losses become one number
+    loss_agg_mode: str = "token-mean"  # how token losses are aggregated
     loss_scale_factor: float | None = None  # divisor of seq-mean-token-sum-norm; default rollout.max_response_length
     entropy_coeff: float = 0.0  # weight of the entropy bonus
-    log_entropy: bool = True  # log actor/entropy also when it is not in the objective
-    use_kl_loss: bool = False  # add KL to the frozen starting policy
-    kl_loss_coef: float = 0.001  # weight of that KL
-    kl_loss_type: str = "k3"  # estimator of that KL
-    old_logprob: str = (
-        "auto"  # recompute by a pass of the trainer; sampler: its own; available: its own where known; auto
-    )
-    skip_zero_advantage: bool = True  # do not compute samples whose gradient is 0 for sure
-    use_kl_in_reward: bool = False  # take the KL to the frozen starting policy off the reward
+    log_entropy: bool = True  # log actor/entropy even if it is not in the objective
+    use_kl_loss: bool = False  # add a KL loss to the frozen starting policy
+    kl_loss_coef: float = 0.001  # weight of the KL loss
+    kl_loss_type: str = "k3"  # estimator of the KL loss
+    # recompute: one scoring pass; rollout: those of the rollout engine; available: rollout where stored, else
+    # recompute; auto: available for stored rollouts, else recompute
+    old_logprob: str = "auto"
+    skip_zero_advantage: bool = True  # skip samples whose gradient is certainly 0
+    use_kl_in_reward: bool = False  # subtract the KL to the frozen starting policy from the reward
     kl_in_reward: KLInReward = field(default_factory=KLInReward)
     filter_groups: FilterGroups = field(default_factory=FilterGroups)
     overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
-    mask_truncated: bool = False  # responses cut at the limit count in the group statistics but not in the loss
+    mask_truncated: bool = False  # truncated responses count in the group statistics but not in the loss
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
-    teacher: str | None = None  # folder of a frozen policy that a loss learns from
+    teacher: str | None = None  # folder of the frozen teacher of algorithm=distill
 
     def __post_init__(self) -> None:
         one_of("source", self.source, SOURCES)
@@ -71,39 +71,40 @@ class AlgorithmConfig:
             raise ConfigError(
                 key="kl_loss_type",
                 got="k1",
-                because="as a loss its expected gradient is 0, so it would pull nowhere",
+                because="the expected gradient of k1 as a loss is 0, so it has no effect",
                 fix="Use kl_loss_type=k2 or k1+ (gradient of the reverse KL), or use_kl_in_reward=true",
             )
         if self.rollout_correction.is_on and self.uses_rollout_logprob:
             raise ConfigError(
                 key="rollout_correction.mode",
                 got=self.rollout_correction.mode,
-                because=f"with old_logprob={self.old_logprob} there is no second opinion to compare the sampler's with",
+                because=f"with old_logprob={self.old_logprob} the trainer computes no log-probabilities to compare "
+                "with those of the rollout engine",
                 fix="Use old_logprob=recompute, or rollout_correction.mode=none",
             )
         if not self.is_sampled:
-            self._check_written_responses()
+            self._check_offline_source()
 
     @property
     def is_sampled(self) -> bool:
-        """Whether a policy made the responses; otherwise somebody wrote them."""
+        """Whether the responses are sampled from a policy; demonstrations and preferences are given."""
         return self.source == ROLLOUTS
 
     @property
     def uses_rollout_logprob(self) -> bool:
-        """Whether the sampler's log-probabilities stand for those of the policy that starts the update."""
+        """Whether log-probabilities of the rollout engine are used as those of the old policy."""
         return self.old_logprob in ("rollout", "available")
 
     def for_stored_rollouts(self) -> AlgorithmConfig:
-        """The same where responses were drawn long ago: ``auto`` then means ``available``, and else ``recompute``.
+        """The config for stored rollouts: ``old_logprob=auto`` becomes ``available``.
 
-        A correction compares the two, so with it the trainer's own are needed.
+        With rollout correction it stays ``auto`` (recompute), because the correction compares both log-probabilities.
         """
-        is_open = self.old_logprob == "auto" and self.is_sampled and not self.rollout_correction.is_on
-        return replace(self, old_logprob="available") if is_open else self
+        use_stored = self.old_logprob == "auto" and self.is_sampled and not self.rollout_correction.is_on
+        return replace(self, old_logprob="available") if use_stored else self
 
     def weights(self, batch: MicroBatch, totals: StepTotals) -> Tensor:
-        """[N] what each loss token of a micro-batch counts for in the loss of the whole step."""
+        """[N] weight of each loss token of a micro-batch in the loss of the whole step."""
         return token_weights(
             self.loss_agg_mode,
             sequence=batch.sequence,
@@ -113,7 +114,7 @@ class AlgorithmConfig:
             loss_scale_factor=self.loss_scale_factor,
         )
 
-    def _check_written_responses(self) -> None:
+    def _check_offline_source(self) -> None:
         for name, is_on, because in (
             ("use_kl_loss", self.use_kl_loss, "the KL is estimated on tokens that the policy drew"),
             ("use_kl_in_reward", self.use_kl_in_reward, f"{self.source} have no reward"),

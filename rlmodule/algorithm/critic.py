@@ -1,7 +1,7 @@
-"""What a value function minimises, alone or on the policy's trunk: the value loss, weighed like the policy's.
+"""The critic: its configuration, and the objectives of a separate value model and of a value head on the policy.
 
-Leaves out the maths (``ops/value.py``), where returns come from (``experience/advantage_stage.py``) and the models
-(``models/value.py``).
+The value loss is aggregated like the policy loss; its formula is in ``ops/value.py``. Returns are computed in
+``experience/advantage_stage.py``, the models are in ``models/value.py``.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from rlmodule.core.metrics import Metric, merge
 from rlmodule.core.types import MicroBatch, StepTotals
 from rlmodule.ops.aggregate import aggregate
 from rlmodule.ops.value import value_loss
-from rlmodule.optim.adamw import OptimizerConfig
+from rlmodule.optim.adamw import AdamW
+from rlmodule.optim.parts.config import OptimizerConfig
 
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The value function, where ``model.value`` asks for one. What only one of the two kinds reads says so."""
+    """Value-function config; keys marked ``shared`` or ``separate`` apply to that value of ``model.value`` only."""
 
-    clip_range: float | None = 0.5  # how far a value may move in one iteration and still have a gradient; null: any way
-    coef: float = 0.5  # shared: weight of the value loss beside the policy loss
-    path: str | None = None  # separate: weights it starts from, a reward model's too; null: what the policy starts from
-    architecture: dict[str, Any] = field(default_factory=dict)  # separate: a random model of another size instead
-    mini_batch_size: int | None = None  # separate: samples of one of its optimizer steps; null: as the policy's
-    warmup_iterations: int = 0  # separate: iterations at the start in which it trains and the policy does not
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-3))  # separate: its own AdamW
+    clip_range: float | None = 0.5  # largest change of a value per iteration that has a gradient; null: none
+    coef: float = 0.5  # shared: weight of the value loss added to the policy loss
+    path: str | None = None  # separate: initial weights, may be a reward model; null: those of the policy
+    architecture: dict[str, Any] = field(default_factory=dict)  # separate: a randomly initialised model instead
+    mini_batch_size: int | None = None  # separate: samples per optimizer step; null: as for the policy
+    warmup_iterations: int = 0  # separate: first iterations, in which only the critic trains
+    optimizer: OptimizerConfig = field(default_factory=lambda: AdamW(lr=1e-3))  # separate: its own optimizer
 
     def __post_init__(self) -> None:
         if self.clip_range is not None:
@@ -53,7 +54,7 @@ class CriticConfig:
 
 @dataclass(frozen=True)
 class CriticObjective:
-    """The value loss of a model that says nothing else, aggregated like the policy loss."""
+    """Objective of a separate value model: the value loss, aggregated like the policy loss."""
 
     label: ClassVar[str] = "critic"
     selects: ClassVar[None] = None
@@ -64,13 +65,13 @@ class CriticObjective:
     def for_micro_batch(
         self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None
     ) -> CriticLoss:
-        """The value loss of one micro-batch, ready to be given values."""
+        """The value loss of one micro-batch, a function of its values."""
         return CriticLoss(self.config.clip_range, batch, totals, self.algorithm.weights(batch, totals))
 
 
 @dataclass(frozen=True)
 class JointObjective:
-    """Policy loss and value loss of one model with two heads."""
+    """Objective of a policy with a value head: policy loss plus value loss."""
 
     label: ClassVar[str] = "actor"
 
@@ -79,13 +80,13 @@ class JointObjective:
 
     @property
     def selects(self) -> Any:
-        """The policy loss, where it picks tokens out of the whole mini-batch."""
+        """The policy loss if it selects tokens over the whole mini-batch, else None."""
         return self.policy.selects
 
     def for_micro_batch(
         self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None
     ) -> JointLoss:
-        """Both losses of one micro-batch."""
+        """Both losses of one micro-batch, functions of the outputs of the model."""
         return JointLoss(
             self.policy.for_micro_batch(batch, totals, sequence),
             self.critic.for_micro_batch(batch, totals, sequence),
@@ -94,13 +95,13 @@ class JointObjective:
 
 
 class CriticLoss:
-    """What a value model's forward pass is given to turn values into a loss.
+    """The value loss of one micro-batch as a callback of the forward pass.
 
     Args:
-        clip_range: of the value loss.
+        clip_range: clip range of the value loss.
         batch: the micro-batch.
         totals: counts of its mini-batch.
-        weight: [N] what each token counts for.
+        weight: [N] weight of each loss token.
     """
 
     def __init__(self, clip_range: float | None, batch: MicroBatch, totals: StepTotals, weight: Tensor) -> None:
@@ -108,21 +109,21 @@ class CriticLoss:
         self.metrics: dict[str, Metric] = {}
 
     def of_values(self, value: Tensor) -> Tensor:
-        """[N] values (with gradient) -> scalar to call backward on."""
+        """[N] values (with gradient) -> scalar for ``backward``."""
         batch = self.batch
-        assert batch.returns is not None, "a value function learns returns"
-        assert batch.old_value is not None, "a value function is held to where it was"
-        made = value_loss(value, batch.returns, batch.old_value, self.clip_range)
-        self.metrics = {"critic/vf_loss": share(made.loss, self.weight)}
-        self.metrics |= {f"critic/{name}": per_token(metric) for name, metric in made.metrics.items()}
-        return aggregate(made.loss, self.weight, self.totals)
+        assert batch.returns is not None, "the value loss needs returns"
+        assert batch.old_value is not None, "the value loss needs old_value"
+        token_loss = value_loss(value, batch.returns, batch.old_value, self.clip_range)
+        self.metrics = {"critic/vf_loss": share(token_loss.loss, self.weight)}
+        self.metrics |= {f"critic/{name}": per_token(metric) for name, metric in token_loss.metrics.items()}
+        return aggregate(token_loss.loss, self.weight, self.totals)
 
 
 class JointLoss:
-    """Both objectives for a model with two heads, which asks each for its part.
+    """The losses of one micro-batch of a policy with a value head, as callbacks of the forward pass.
 
     Args:
-        policy, critic: the two.
+        policy, critic: the two losses.
         coef: weight of the value loss.
     """
 
@@ -132,13 +133,13 @@ class JointLoss:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """Of both."""
+        """Policy and value metrics, merged."""
         return merge([self.policy.metrics, self.critic.metrics])
 
     def __call__(self, logprob: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
-        """[C] log-probabilities and entropies of the tokens ``part`` -> scalar."""
+        """[C] log-probabilities and entropies of the tokens ``part`` -> scalar policy loss."""
         return self.policy(logprob, entropy, part)
 
     def of_values(self, value: Tensor) -> Tensor:
-        """[N] values -> scalar."""
+        """[N] values -> scalar value loss times ``coef``."""
         return self.coef * self.critic.of_values(value)

@@ -1,7 +1,7 @@
-"""What is minimised: policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy || reference), put together once.
+"""The objective: policy loss - entropy_coeff * entropy + kl_loss_coef * KL(policy || reference).
 
-Losses say something about each token; the one reduction is here, with the totals of the whole mini-batch.
-Leaves out the losses themselves (``losses/``) and who runs forward and backward (``training/update.py``).
+Losses are per token; they are reduced here and nowhere else, with the totals of the whole mini-batch. The losses are in
+``losses/``; ``training/update.py`` runs forward and backward.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from rlmodule.ops.kl import kl_per_token
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of the menu with its additions; the same for every micro-batch.
+    """Policy loss with entropy bonus and KL loss; one object for all micro-batches.
 
     Args:
-        loss: of each token.
-        config: what is added to it, and how tokens become one number.
-        label: the first part of the names of its metrics.
+        loss: policy loss per token.
+        config: coefficients and aggregation mode.
+        label: prefix of the metric names.
     """
 
     loss: Loss
@@ -34,12 +34,12 @@ class Objective:
 
     @property
     def needs_entropy(self) -> bool:
-        """Whether the forward pass must give entropies."""
+        """Whether the forward pass must compute entropies."""
         return self.config.entropy_coeff != 0 or self.config.log_entropy
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a frozen reference policy must score the samples."""
+        """Whether the frozen reference policy must score the samples."""
         return self.config.use_kl_loss or self.config.use_kl_in_reward or self.needs("ref_logprob")
 
     @property
@@ -49,23 +49,21 @@ class Objective:
 
     @property
     def ignores_zero_advantage(self) -> bool:
-        """Whether samples with an advantage of 0 on every token are left out of the update.
+        """Whether samples with advantage 0 on every token are skipped in the update.
 
-        Metrics per token (clip fractions, ``ppo_kl``, ``entropy``) are then means over the tokens that were trained on;
-        ``pg_loss`` and ``loss`` are what they would be, because such a sample adds 0 to them.
+        This needs a loss without gradient at advantage 0 (``zero_at_zero_advantage``) and no other term in the
+        objective. With KL in the reward, advantages are known only after every sample was scored, so none is skipped.
+        Metrics per token (clip fractions, ``ppo_kl``, ``entropy``) are then means over the computed tokens; ``pg_loss``
+        and ``loss`` do not change, because a skipped sample contributes 0.
         """
         return self.config.skip_zero_advantage and self.no_gradient_at_zero_advantage
 
     @property
     def no_gradient_at_zero_advantage(self) -> bool:
-        """Whether samples with an advantage of 0 on every token have a gradient of exactly 0.
-
-        The loss must promise it, and nothing else in the objective may give them one. With KL in the reward advantages
-        are known only after every sample was scored, so nothing is said of them.
-        """
-        s = self.config
-        is_alone = s.entropy_coeff == 0 and not s.use_kl_loss and not s.use_kl_in_reward
-        return is_alone and self.loss.zero_at_zero_advantage
+        """Whether samples with an advantage of 0 on every token have a gradient of exactly 0."""
+        config = self.config
+        is_loss_alone = config.entropy_coeff == 0 and not config.use_kl_loss and not config.use_kl_in_reward
+        return is_loss_alone and self.loss.zero_at_zero_advantage
 
     def needs(self, name: str) -> bool:
         """Whether the policy loss reads the field ``name`` of LossInputs."""
@@ -73,7 +71,7 @@ class Objective:
 
     @property
     def selects(self) -> SelectingLoss | None:
-        """The policy loss, where it picks tokens out of the whole mini-batch."""
+        """The policy loss if it selects tokens over the whole mini-batch, else None."""
         if not self.needs("selected"):
             return None
         assert isinstance(self.loss, SelectingLoss), f"{type(self.loss).__name__} needs selected but selects nothing"
@@ -82,22 +80,22 @@ class Objective:
     def for_micro_batch(
         self, batch: MicroBatch, totals: StepTotals, sequence: SequenceRanks | None = None
     ) -> MicroBatchObjective:
-        """The objective of one micro-batch, ready to be given log-probabilities.
+        """The objective of one micro-batch, a function of its log-probabilities.
 
-        Where ``sequence`` ranks cut a row, each has the tokens of its own slice: shares and metrics add up over them.
+        With ``sequence`` ranks, each rank has the tokens of its shard of the row; losses and metrics add up over them.
         """
         return MicroBatchObjective(self, batch, totals, self.config.weights(batch, totals), sequence)
 
 
 class MicroBatchObjective:
-    """What the model's forward pass is given to turn log-probabilities into a loss, a chunk of tokens at a time.
+    """The objective of one micro-batch as a callback of the forward pass, called with one chunk of tokens at a time.
 
     Args:
-        objective: what is minimised.
+        objective: the objective.
         batch: the micro-batch.
         totals: counts of its mini-batch.
-        weight: [N] what each token counts for.
-        sequence: ranks that share the row, None where it is not cut.
+        weight: [N] weight of each loss token.
+        sequence: sequence-parallel ranks that share the row, None if it is not sharded.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class MicroBatchObjective:
         self.objective, self.batch, self.totals, self.weight = objective, batch, totals, weight
         self.needs_entropy = objective.needs_entropy
         self.whole_sequences = objective.loss.whole_sequences
-        # Only a loss that gets all tokens at once can add up sequences: chunks differ in number from slice to slice.
+        # Sums over sequences are collectives, and ranks may have different numbers of chunks: the loss is called once.
         self._over_slices = None
         if self.whole_sequences:
             self._over_slices = identity if sequence is None else sequence.sum_over_slices
@@ -119,15 +117,15 @@ class MicroBatchObjective:
 
     @property
     def metrics(self) -> dict[str, Metric]:
-        """What the tokens seen so far say."""
+        """Metrics of the chunks so far, merged."""
         return merge(self._parts)
 
     def of_values(self, value: Tensor) -> Tensor:
-        """[N] scores of a model that gives them in the place of log-probabilities -> scalar to call backward on."""
+        """[N] scores of a reward model, in place of log-probabilities -> scalar for ``backward``."""
         return self(value, None, slice(0, len(value)))
 
     def __call__(self, logprob: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
-        """[C] log-probabilities (with gradient) and entropies of the tokens ``part`` -> scalar to call backward on."""
+        """[C] log-probabilities (with gradient) and entropies of the tokens ``part`` -> scalar for ``backward``."""
         config, batch, weight = self.objective.config, self.batch, self.weight[part]
         inputs = LossInputs.of(batch, logprob, part, self._over_slices)
         policy = self.objective.loss(inputs)
@@ -150,10 +148,10 @@ class MicroBatchObjective:
 
 
 def share(value: Tensor, weight: Tensor) -> Metric:
-    """[C] per token -> its part of the number that is optimised, added up in float64."""
+    """[C] value per token -> its contribution to the aggregated value of the step, summed in float64."""
     return total(share_of(value.detach().double(), weight))
 
 
 def per_token(value: Tensor) -> Metric:
-    """[N] -> its mean over the loss tokens of the whole mini-batch."""
+    """[N] value per token -> its mean over the loss tokens of the whole mini-batch."""
     return ratio(value.detach().double().sum(), float(len(value)))

@@ -1,9 +1,9 @@
-"""Importance weights for responses of another engine: what the trainer thinks of a token against what the sampler did.
+"""Rollout correction: importance weights for the mismatch between the rollout engine and the trainer.
 
-The same weights in another arithmetic, or an engine a few versions behind, draw tokens from a slightly other policy.
-Each token's loss is multiplied by how much likelier the trainer's own policy was to draw it. Weights are made per
-response, before micro-batches exist. A weight of 0 leaves the token in every count of loss tokens: the correction
-changes what is averaged, never what it is divided by.
+An engine with the same weights in another arithmetic, or with weights a few versions behind, samples from a slightly
+different policy. The loss of each token is multiplied by its probability under the trainer's old policy over that under
+the rollout policy. Weights are computed per response, before micro-batches exist. Tokens of weight 0 still count as
+loss tokens: the correction changes what is averaged, never the divisor.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ LEVELS = ("token", "sequence", "geometric")
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """How the mismatch between sampler and trainer is corrected; needs one scoring pass for the trainer's view."""
+    """How the mismatch between rollout engine and trainer is corrected; needs old log-probabilities of the trainer."""
 
-    mode: str = "none"  # none; observe: only log; truncate: bound the weight; mask: weight 0 outside the bounds
-    level: str = "token"  # whose ratio: each token's, the sequence's product, or its geometric mean
+    mode: str = "none"  # none; observe: only log; truncate: clamp the weight; mask: weight 0 outside the bounds
+    level: str = "token"  # ratio of each token, product over the sequence, or geometric mean over it
     upper: float = 2.0  # largest weight
     lower: float = 0.0  # smallest weight
-    veto: float = 0.0  # a response with a token less likely by this factor counts 0 as a whole; 0 for no veto
+    veto: float = 0.0  # weight 0 for a response with any token ratio below this; 0: no veto
 
     def __post_init__(self) -> None:
         one_of("rollout_correction.mode", self.mode, MODES)
@@ -48,7 +48,7 @@ class RolloutCorrection:
 
     @property
     def is_on(self) -> bool:
-        """Whether the trainer's and the sampler's log-probabilities are compared at all."""
+        """Whether log-probabilities of trainer and rollout engine are compared."""
         return self.mode != "none"
 
 
@@ -56,8 +56,8 @@ def correction_weights(old_logprob: Tensor, rollout_logprob: Tensor, config: Rol
     """Weights of the loss tokens of one response.
 
     Args:
-        old_logprob: [N] under the policy that starts the update, as the trainer computes it.
-        rollout_logprob: [N] as the sampler drew the tokens.
+        old_logprob: [N] under the policy that starts the update, computed by the trainer.
+        rollout_logprob: [N] with which the rollout engine sampled the tokens.
         config: bounds and level.
 
     Returns:
@@ -85,14 +85,23 @@ def _is_vetoed(log_ratio: Tensor, config: RolloutCorrection) -> bool:
 
 
 def mismatch_sums(responses: Iterable[tuple[Tensor, Tensor, Tensor]], config: RolloutCorrection) -> Tensor:
-    """[7] float64 that add up over ranks; responses are ([N] old, [N] sampler, [N] weight) of loss tokens."""
+    """Sums for ``mismatch_metrics``, which add up over ranks.
+
+    Args:
+        responses: ([N] old log-probability, [N] rollout log-probability, [N] weight) of the loss tokens of each.
+        config: bounds and level.
+
+    Returns:
+        [7] float64: tokens, and the sums of the negative log-ratio, the k3 estimate, the weight, its square, changed
+        weights, and of the absolute mean log-ratio of each response.
+    """
     sums = torch.zeros(7, dtype=torch.float64)
-    for old, sampler, weight in responses:
+    for old, rollout, weight in responses:
         if not len(old):
             continue
-        log_ratio = old.double() - sampler.double()
-        untouched = bounded_exp(_at_level(log_ratio, config.level))
-        changed = (weight != untouched) if config.mode in ("truncate", "mask") else torch.zeros_like(weight)
+        log_ratio = old.double() - rollout.double()
+        unbounded = bounded_exp(_at_level(log_ratio, config.level))
+        changed = (weight != unbounded) if config.mode in ("truncate", "mask") else torch.zeros_like(weight)
         k3 = torch.expm1(log_ratio.clamp(max=20)) - log_ratio
         rows = (torch.ones_like(weight), -log_ratio, k3, weight, weight.square(), changed.double())
         sums[:6] += torch.stack([row.sum() for row in rows])
@@ -101,11 +110,11 @@ def mismatch_sums(responses: Iterable[tuple[Tensor, Tensor, Tensor]], config: Ro
 
 
 def mismatch_metrics(sums: Tensor, num_responses: int) -> dict[str, float]:
-    """``rollout_corr/*`` from the sums of all ranks.
+    """Metrics ``rollout_corr/*`` from the sums of all ranks.
 
-    ``kl`` and ``k3_kl`` estimate KL(sampler || trainer) per token, in nats; ``ess`` is the effective sample size over
-    the number of tokens; ``clip_frac`` the share of tokens whose weight is not the ratio itself; ``log_ppl_gap`` the
-    mean distance between the log-perplexities of a response under the two.
+    ``kl`` and ``k3_kl`` estimate KL(rollout || trainer) per token in nats. ``ess`` is the effective sample size over
+    the number of tokens. ``clip_frac`` is the share of tokens whose weight differs from the ratio. ``log_ppl_gap`` is
+    the mean absolute difference between the log-perplexities of a response under the two policies.
     """
     count, kl, k3, weight, square, changed, gap = sums.tolist()
     tokens = max(count, 1.0)

@@ -1,7 +1,7 @@
-"""What happens to verdicts between the judge and the advantage: groups left out, long answers and KL charged for.
+"""Reward shaping between the reward function and the advantage: group filter, overlong penalty, KL in the reward.
 
-The judge's own verdict stays what is logged and what decides whether a group tells anything; only advantages see the
-shaped reward. Leaves out where verdicts come from and who calls this (``experience/``).
+Only advantages see the shaped reward. The unshaped reward is logged, and decides whether a group is filtered out. The
+callers are in ``experience/``.
 """
 
 from __future__ import annotations
@@ -21,29 +21,27 @@ from rlmodule.ops.masked import group_statistics
 
 @dataclass(frozen=True)
 class FilterGroups:
-    """Dynamic sampling (DAPO, arXiv:2503.14476): groups whose rewards are all equal are replaced by new ones."""
+    """Dynamic sampling (DAPO, arXiv:2503.14476): groups of equal rewards are replaced by newly sampled ones."""
 
-    enable: bool = False  # leave flat groups out and sample more prompts
-    max_num_gen_batches: int = 10  # rounds of sampling in one iteration; then it trains on what there is
+    enable: bool = False  # drop groups of equal rewards and sample more prompts
+    max_num_gen_batches: int = 10  # most rounds of sampling per iteration; then it trains on the groups it has
 
     def __post_init__(self) -> None:
         at_least("filter_groups.max_num_gen_batches", self.max_num_gen_batches, 1)
 
 
 def has_reward_variance(reward: Tensor, group: Tensor) -> Tensor:
-    """[B] bool: the response is in a group with two different scored rewards; reward [B] is NaN where unscored."""
+    """[B] bool, whether the group of a response has two different rewards; ``reward`` [B] is NaN where unscored."""
     return ~group_statistics(reward, group, torch.isfinite(reward)).has_zero_std
 
 
 @dataclass(frozen=True)
 class OverlongBuffer:
-    """Soft punishment of overlong answers (DAPO, arXiv:2503.14476, equation 13)."""
+    """Soft overlong penalty (DAPO, arXiv:2503.14476, equation 13)."""
 
-    enable: bool = False  # charge responses that come close to the limit
-    length: int | None = (
-        None  # tokens before the limit in which the charge grows; a fifth of the limit, as in the paper
-    )
-    penalty_factor: float = 1.0  # charge at the limit
+    enable: bool = False  # penalise responses that come close to the limit
+    length: int | None = None  # tokens before the limit over which the penalty grows; None: a fifth of the limit
+    penalty_factor: float = 1.0  # penalty at the limit
     max_length: int | None = None  # the limit in tokens; rollout.max_response_length
 
     def __post_init__(self) -> None:
@@ -54,7 +52,7 @@ class OverlongBuffer:
             raise ConfigError(
                 key="overlong_buffer.max_length",
                 got=None,
-                because="the charge grows towards a limit",
+                because="the penalty grows towards a limit",
                 fix="Use ${rollout.max_response_length}",
             )
         if self.enable and self.start < 0:
@@ -67,17 +65,17 @@ class OverlongBuffer:
 
     @property
     def width(self) -> int:
-        """Tokens in which the charge grows."""
+        """Tokens over which the penalty grows; the default is a fifth of the limit, as in the paper."""
         return max(1, (self.max_length or 0) // 5) if self.length is None else self.length
 
     @property
     def start(self) -> int:
-        """Longest response that costs nothing."""
+        """Tokens of the longest response without penalty."""
         return (self.max_length or 0) - self.width
 
 
 def overlong_penalty(response_len: Tensor, config: OverlongBuffer) -> Tensor:
-    """[B] tokens -> [B] float64 to take off the reward: 0 before the buffer, then a line up to ``penalty_factor``."""
+    """[B] response tokens -> [B] float64 penalty: 0 before the buffer, then linear up to ``penalty_factor``."""
     if not config.enable:
         return torch.zeros_like(response_len, dtype=torch.float64)
     inside = (response_len.double() - config.start) / config.width
@@ -86,13 +84,13 @@ def overlong_penalty(response_len: Tensor, config: OverlongBuffer) -> Tensor:
 
 @dataclass(frozen=True)
 class KLInReward:
-    """Price of leaving the reference, taken off the reward: coef * sum of the response's token estimates, in nats."""
+    """KL penalty in the reward: coef times the sum of the response's per-token KL estimates, in nats."""
 
-    coef: float = 0.001  # price of a nat; where an adaptive controller starts
-    estimator: str = "k1"  # k1, abs, k2 or k3; in a reward only the value counts, and k1 is unbiased
-    controller: str = "fixed"  # fixed, or adaptive: steer the price towards target
-    target: float = 6.0  # KL of a response that an adaptive controller aims at, nats
-    horizon: float = 10000.0  # responses over which an adaptive controller moves
+    coef: float = 0.001  # reward subtracted per nat; initial value of the adaptive controller
+    estimator: str = "k1"  # k1, abs, k2 or k3; in a reward only the value matters, and k1 is unbiased
+    controller: str = "fixed"  # fixed, or adaptive: adjust coef so that the KL approaches target
+    target: float = 6.0  # KL per response that the adaptive controller aims at, nats
+    horizon: float = 10000.0  # time constant of the adaptive controller, responses
 
     def __post_init__(self) -> None:
         at_least("kl_in_reward.coef", self.coef, 0)
@@ -104,7 +102,7 @@ class KLInReward:
 
 @dataclass
 class KLController:
-    """The price of a nat as training goes on; its state is saved with checkpoints (arXiv:1909.08593, section 2.2)."""
+    """The KL coefficient during training (arXiv:1909.08593, section 2.2); its state is in checkpoints."""
 
     config: KLInReward
     coef: float = field(init=False)
@@ -113,9 +111,9 @@ class KLController:
         self.coef = self.config.coef
 
     def update(self, kl: float, num_responses: int) -> None:
-        """Take note of the mean KL of ``num_responses`` responses.
+        """Adjust the coefficient after ``num_responses`` responses of mean KL ``kl``.
 
-        The price moves by at most a fifth of ``num_responses / horizon``, so one odd batch does little.
+        Its relative change is at most ``0.2 * num_responses / horizon``, so a single unusual batch has little effect.
         """
         if self.config.controller == "fixed" or num_responses == 0:
             return
@@ -123,14 +121,14 @@ class KLController:
         self.coef *= 1 + error * num_responses / self.config.horizon
 
     def state_dict(self) -> dict[str, Any]:
-        """The price of the iteration to come."""
+        """The coefficient of the next iteration."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the saved price."""
+        """Restore the saved coefficient."""
         self.coef = float(state["coef"])
 
 
 def first_groups(group: Sequence[int], keep: Sequence[bool], count: int) -> set[int]:
-    """The ``count`` smallest ids among the groups of kept responses; ids grow with the order of the prompts."""
+    """The first ``count`` groups with a kept response; group ids grow with the order of the prompts."""
     return set(sorted({g for g, kept in zip(group, keep, strict=True) if kept})[:count])

@@ -1,1 +1,1 @@
-"""Which samples train when and where: cost of a sample, number partitioning, the plan of a mini-batch."""
+"""Which samples train in which step, on which rank: cost model, planners, sampler, packing."""

@@ -1,12 +1,14 @@
-"""Samples -> packed micro-batches: laid end to end, no padding, labels shifted before anything is cut.
+"""Collation: samples -> packed micro-batches, laid end to end without padding.
 
-Samples of a group that have the same prompt may share it: the row then holds the prompt once, and each of them goes on
-from there. No prompt token but the last predicts anything, and no token predicts what follows the last of a response.
-So the shared part is the prompt without its last token, and a sample's own part is as long as its response: the last
-prompt token (once for each sample, whose first loss position it is) and the response without its last token. Positions,
-and so log-probabilities, are those of the sample laid out alone.
+Labels are shifted before a row is sharded over sequence ranks, so no label is lost at a shard's border.
 
-Leaves out which samples go together (``sampler.py``).
+Samples of a group that have the same prompt may share it. The row then holds the prompt once, followed by one segment
+per sample. Of a prompt only the last token predicts a response token, and the last response token predicts nothing. So
+the shared segment is the prompt without its last token, and the segment of a sample is the last prompt token followed
+by the response without its last token: as many tokens as the response has. Position ids, and therefore
+log-probabilities, are those of the sample packed without sharing.
+
+Which samples form a micro-batch is decided in ``sampler.py``.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from rlmodule.core.types import MicroBatch, MiniBatch, Prompt, Sample, StepTotal
 
 IGNORED_LABEL = -100  # what torch's cross entropy ignores by default
 
-# Fields of an TrainingSample, [R], that a MicroBatch holds of its loss tokens, [N].
-OF_LOSS_TOKENS = (
+# Fields that are [R] in a TrainingSample and [N] (loss tokens only) in a MicroBatch.
+LOSS_TOKEN_FIELDS = (
     "old_logprob",
     "ref_logprob",
     "teacher_logprob",
@@ -39,13 +41,13 @@ OF_LOSS_TOKENS = (
 
 @dataclass(frozen=True)
 class DynamicCollator:
-    """Builds this rank's MiniBatch from the rows its plan names.
+    """Builds this rank's MiniBatch from the samples its plan names.
 
     Args:
-        pad_token_id: id of the tokens in fillers, dummies and the padding segment.
-        sp_size: sequence ranks; the packed row is made a multiple of it by a segment of its own.
-        sp_rank: which slice of the row this process keeps.
-        share_prompts: compute a prompt once for the samples of a group that are in one micro-batch.
+        pad_token_id: token id of padding samples, dummy micro-batches and the padding segment.
+        sp_size: sequence-parallel ranks; the packed row is padded to a multiple of it by an extra segment.
+        sp_rank: which shard of the row this process keeps.
+        share_prompts: compute a prompt once for all samples of its group that are in the same micro-batch.
     """
 
     pad_token_id: int = 0
@@ -54,7 +56,7 @@ class DynamicCollator:
     share_prompts: bool = False
 
     def __call__(self, fetched: tuple[RankShare, Sequence[Sequence[TrainingSample]]]) -> MiniBatch:
-        """(share, its rows by micro-batch) -> MiniBatch."""
+        """(share of this rank, its samples by micro-batch) -> MiniBatch."""
         share, rows = fetched
         micro_batches = [
             self.pack(part, share.totals, positions) for part, positions in zip(rows, share.micro_batches, strict=True)
@@ -62,7 +64,7 @@ class DynamicCollator:
         return MiniBatch(tuple(micro_batches), share.totals, share.metrics, share.trained_models, share.has_gradient)
 
     def pack(self, rows: Sequence[TrainingSample], totals: StepTotals, positions: tuple[int, ...] = ()) -> MicroBatch:
-        """Lay ``rows`` end to end; no rows give a dummy: two tokens, no loss."""
+        """Pack ``rows`` into one micro-batch; no rows give a dummy micro-batch of two tokens without loss."""
         rows = rows or [padding_sample(self.pad_token_id)]
         packed = pack_rows(rows, totals, positions, share_prompts=self.share_prompts)
         packed = pad_to_multiple(packed, self.sp_size, self.pad_token_id)
@@ -76,12 +78,22 @@ def pack_rows(
     *,
     share_prompts: bool = False,
 ) -> MicroBatch:
-    """Rows laid end to end; loss tokens are listed by the position that predicts them, row by row."""
+    """Lay samples end to end in one row.
+
+    Args:
+        rows: samples of the micro-batch, B; none of their prompts is empty.
+        totals: counts of the whole mini-batch.
+        positions: index of each sample among those of the iteration.
+        share_prompts: see ``DynamicCollator``.
+
+    Returns:
+        The micro-batch; loss tokens are in the order of the samples, each at the position that predicts it.
+    """
     samples = [row.sample for row in rows]
     assert all(s.prompt.ids for s in samples), (
         "a response token is predicted by one before it: prompts must not be empty"
     )
-    segments, first = _segments(samples, share_prompts)
+    segments, first_loss_position = _segments(samples, share_prompts)
     lengths = np.array([len(s.ids) for s in segments])
     masks = [s.loss_mask for s in samples]
     loss_tokens = torch.tensor([int(mask.sum()) for mask in masks])
@@ -91,7 +103,9 @@ def pack_rows(
             np.concatenate([np.arange(s.position, s.position + n) for s, n in zip(segments, lengths, strict=True)])
         ),
         cu_seqlens=torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32)),
-        loss_positions=torch.cat([mask.nonzero().squeeze(-1) + at for mask, at in zip(masks, first, strict=True)]),
+        loss_positions=torch.cat(
+            [mask.nonzero().squeeze(-1) + first for mask, first in zip(masks, first_loss_position, strict=True)]
+        ),
         labels=torch.cat([s.response_ids[s.loss_mask] for s in samples]),
         sequence=torch.arange(len(rows)).repeat_interleave(loss_tokens),
         loss_tokens=loss_tokens,
@@ -101,13 +115,19 @@ def pack_rows(
         sample_id=torch.tensor([s.sample_id for s in samples]),
         group=torch.from_numpy(numbered_by_appearance(np.array([s.group_id for s in samples]))),
         positions=positions,
-        **{name: _loss_tokens_of([getattr(row, name) for row in rows], masks) for name in OF_LOSS_TOKENS},  # type: ignore[arg-type]
+        **{name: _loss_tokens_of([getattr(row, name) for row in rows], masks) for name in LOSS_TOKEN_FIELDS},  # type: ignore[arg-type]
     )
 
 
 @dataclass(frozen=True, eq=False)
 class _Segment:
-    """A stretch of the row: ``ids`` [length] from place ``position`` of their sample on, after segment ``prefix``."""
+    """Consecutive tokens of a packed row.
+
+    Args:
+        ids: [length] int64 token ids.
+        position: position id of the first one.
+        prefix: index of the segment these tokens continue (a shared prompt), -1 for none.
+    """
 
     ids: Tensor
     position: int = 0
@@ -115,31 +135,31 @@ class _Segment:
 
 
 def _segments(samples: Sequence[Sample], share_prompts: bool) -> tuple[list[_Segment], list[int]]:
-    """Segments in the order of the row, and for each sample the position that predicts its first response token.
+    """Segments in packed order, and for each sample the position that predicts its first response token.
 
-    A prompt of one token has nothing to share.
+    A prompt of one token is never shared: its last token belongs to each sample's own segment.
     """
-    together = Counter(_prompt_of(s) for s in samples if share_prompts and len(s.prompt.ids) > 1)
+    num_sharing = Counter(_prompt_of(s) for s in samples if share_prompts and len(s.prompt.ids) > 1)
     segments: list[_Segment] = []
-    first: list[int] = []
+    first_loss_position: list[int] = []
     segment_of: dict[tuple[int, tuple[int, ...]], int] = {}
-    end = 0  # of the row so far
+    end = 0  # tokens packed so far
     for sample in samples:
         prompt, before = torch.tensor(sample.prompt.ids), len(sample.prompt.ids) - 1
         key = _prompt_of(sample)
-        if together[key] < 2:
-            first.append(end + before)
+        if num_sharing[key] < 2:
+            first_loss_position.append(end + before)
             segments.append(_Segment(torch.cat([prompt, sample.response_ids])))
         else:
             if key not in segment_of:
                 segment_of[key] = len(segments)
                 segments.append(_Segment(prompt[:-1]))
                 end += before
-            first.append(end)
+            first_loss_position.append(end)
             own = torch.cat([prompt[-1:], sample.response_ids[:-1]])
             segments.append(_Segment(own, before, segment_of[key]))
         end += len(segments[-1].ids)
-    return segments, first
+    return segments, first_loss_position
 
 
 def _prompt_of(sample: Sample) -> tuple[int, tuple[int, ...]]:
@@ -147,7 +167,15 @@ def _prompt_of(sample: Sample) -> tuple[int, tuple[int, ...]]:
 
 
 def _loss_tokens_of(values: Sequence[Tensor | None], masks: Sequence[Tensor]) -> Tensor | None:
-    """[R] per row -> [N], None where no row has the value; rows without it (fillers) must have no loss tokens."""
+    """Concatenate the loss tokens of a per-token value.
+
+    Args:
+        values: [R] of each sample, or None for a sample without it (a padding sample, which has no loss tokens).
+        masks: [R] bool of each sample.
+
+    Returns:
+        [N] float32, or None when no sample has the value.
+    """
     if all(value is None for value in values) and any(bool(mask.any()) for mask in masks):
         return None
     parts = [torch.zeros(0) if v is None else v[m] for v, m in zip(values, masks, strict=True)]
@@ -158,7 +186,7 @@ def _loss_tokens_of(values: Sequence[Tensor | None], masks: Sequence[Tensor]) ->
 
 
 def pad_to_multiple(batch: MicroBatch, multiple: int, pad_token_id: int) -> MicroBatch:
-    """Make T a multiple by one more segment without loss tokens, so that no sample attends to padding."""
+    """Pad T to a multiple by one more segment without loss tokens; samples do not attend to it."""
     missing = -len(batch.input_ids) % multiple
     if missing == 0:
         return batch
@@ -179,21 +207,24 @@ def pad_to_multiple(batch: MicroBatch, multiple: int, pad_token_id: int) -> Micr
 
 
 def shifted_labels(batch: MicroBatch) -> Tensor:
-    """[T] int64: the token each position must predict, ``IGNORED_LABEL`` where it carries no loss."""
+    """[T] int64 label of each position, ``IGNORED_LABEL`` at positions without loss."""
     labels = torch.full_like(batch.input_ids, IGNORED_LABEL)
     labels[batch.loss_positions] = batch.labels
     return labels
 
 
 def shard_for_rank(batch: MicroBatch, sp_rank: int, sp_size: int) -> MicroBatch:
-    """The ``sp_rank``-th of ``sp_size`` equal slices; segments and max_length stay those of the whole row."""
+    """Keep the ``sp_rank``-th of ``sp_size`` equal slices of a packed row.
+
+    ``cu_seqlens``, ``prefix`` and ``max_length`` still describe the whole row: attention sees all of it (Ulysses).
+    """
     if sp_size == 1:
         return batch
     width, rest = divmod(len(batch.input_ids), sp_size)
     assert rest == 0, f"{len(batch.input_ids)} positions do not split over {sp_size} sequence ranks"
     first = sp_rank * width
     mine = (batch.loss_positions >= first) & (batch.loss_positions < first + width)
-    values: dict[str, Tensor | None] = {name: getattr(batch, name) for name in OF_LOSS_TOKENS}
+    values: dict[str, Tensor | None] = {name: getattr(batch, name) for name in LOSS_TOKEN_FIELDS}
     return replace(
         batch,
         input_ids=batch.input_ids[first : first + width],
@@ -206,7 +237,7 @@ def shard_for_rank(batch: MicroBatch, sp_rank: int, sp_size: int) -> MicroBatch:
 
 
 def padding_sample(token_id: int, sample_id: int = -1) -> TrainingSample:
-    """A row of two tokens without loss; it counts nowhere."""
+    """A sample of two tokens without loss, which no count or metric includes."""
     prompt = Prompt(row=-1, ids=(token_id,), text="")
     sample = Sample(
         sample_id=sample_id,

@@ -1,7 +1,8 @@
-"""First packings of a mini-batch: how high each micro-step shall be, and samples put in one by one, dearest first.
+"""Initial packings of the joint planner: target costs of micro-steps, and greedy bin packing under them.
 
-A height is the cost meant for the dearest cell of a micro-step; a cell is one micro-batch, ``micro-step * dp_size +
-place``. Levelling what comes out is in ``local_search.py``.
+A cell is one micro-batch of one data rank, numbered ``micro-step * dp_size + rank``. The target of a micro-step is the
+planned cost of its most expensive cell. Samples are placed one by one, most expensive first. ``local_search.py``
+improves the result by swaps.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from numpy.typing import NDArray
 from rlmodule.batching.partition import Ints
 from rlmodule.batching.workload import Floats
 
-# How many cells a close or tight fit looks at in order of preference.
+# Cells that best_fit and fill_by_tokens try for a sample, in order of preference.
 FIT_ATTEMPTS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """One mini-batch to be packed.
+    """One mini-batch to pack.
 
     Args:
-        cost: [n] float64, falling.
-        length: [n] int64, tokens of the same samples; none is longer than the budget.
-        dp_size: cells of a micro-step.
+        cost: [n] float64 cost of each sample, falling.
+        length: [n] int64 tokens of each sample, at most ``token_budget``.
+        dp_size: data ranks, the cells of a micro-step.
         token_budget: most tokens of a cell.
     """
 
@@ -39,32 +40,32 @@ class Problem:
     token_budget: int
 
     def fewest_steps(self) -> int:
-        """Micro-steps without which the tokens do not fit, even cut at will."""
+        """Lower bound on the micro-steps, from the number of tokens."""
         return max(1, -(-int(self.length.sum()) // (self.dp_size * self.token_budget)))
 
     def fullness(self, num_steps: int) -> float:
-        """Tokens over what the cells can hold."""
+        """Tokens over the capacity of all cells, 0 to 1."""
         return float(self.length.sum()) / (num_steps * self.dp_size * self.token_budget)
 
     def least_cost(self, num_steps: int) -> float:
-        """Lock-step cost that no packing can beat."""
-        run_state = np.concatenate([[0.0], np.cumsum(self.cost)])  # [n + 1]
-        # Samples above half the budget never share a cell: dp_size of them at most go into one micro-step.
+        """Lower bound on the lock-step cost of any packing."""
+        cumulative = np.concatenate([[0.0], np.cumsum(self.cost)])  # [n + 1]
+        # Samples above half the budget never share a cell, so a micro-step holds at most dp_size of them.
         big = self.cost[self.length > self.token_budget / 2][:: self.dp_size].sum()
-        # Of the dearest k * num_cells + 1 samples some cell holds k + 1, and these cost the k + 1 cheapest or more.
+        # Some cell holds k + 1 of the k * num_cells + 1 most expensive samples; it costs at least the cheapest k + 1.
         num_cells = num_steps * self.dp_size
         last = np.arange(0, len(self.cost), num_cells)  # k * num_cells
-        crowded = (run_state[last + 1] - run_state[last - np.arange(len(last))]).max(initial=0.0)
-        return max(float(run_state[-1]) / self.dp_size, float(big), float(crowded))
+        pigeonhole = (cumulative[last + 1] - cumulative[last - np.arange(len(last))]).max(initial=0.0)
+        return max(float(cumulative[-1]) / self.dp_size, float(big), float(pigeonhole))
 
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What the dearest cell of each micro-step is meant to cost.
+    """Planned cost of the most expensive cell of each micro-step.
 
     Args:
-        target: [M] falling.
-        from_sample: [M] bool, True where the largest sample of the micro-step leaves no choice.
+        target: [M] float64, falling.
+        from_sample: [M] bool, True where the largest sample of the micro-step alone sets the target.
     """
 
     target: Floats
@@ -72,16 +73,16 @@ class Targets:
 
 
 def water_filled(problem: Problem, num_steps: int, tilt: float = 0.0) -> Targets:
-    """Targets that add up to the work of a rank: as high as the largest sample must be, level for the rest.
+    """Targets by water filling: all equal, except where the largest sample of a micro-step is above that level.
 
     Args:
-        problem: the samples; sample ``i * dp_size`` is taken to open micro-step i.
+        problem: the samples; sample ``i * dp_size`` is assumed to be the largest of micro-step i.
         num_steps: micro-steps, M.
-        tilt: the rest falls from ``1 + tilt`` to ``1 - tilt`` times its mean. Where few large samples make up a cell,
-            equal heights may fit none of their sums; unequal ones fit some.
+        tilt: targets that no sample sets fall linearly from ``1 + tilt`` to ``1 - tilt`` times their mean. Where a cell
+            holds a few large samples, no sum of them may come near one common target; different targets help.
 
     Returns:
-        M heights; their sum is more than the work of a rank where the largest samples ask for it.
+        M targets; their sum exceeds the mean work of a rank only where the largest samples force it.
     """
     opening = problem.cost[:: problem.dp_size][:num_steps]
     largest = np.concatenate([opening, np.zeros(num_steps - len(opening))])
@@ -98,89 +99,89 @@ def water_filled(problem: Problem, num_steps: int, tilt: float = 0.0) -> Targets
 
 
 def worst_fit(problem: Problem, targets: Targets) -> Ints | None:
-    """Each sample into the cell with most room below its height among those that can hold its tokens.
+    """Place each sample in the cell with the most room below its target among those that can hold its tokens.
 
     Returns:
-        [n] cell of each sample; None when a sample finds no cell.
+        [n] cell of each sample, or None when a sample fits in no cell.
     """
     target = np.repeat(targets.target, problem.dp_size).tolist()
     cells = _CellsByRoom(target, range(len(target)), problem.token_budget)
-    return _collected(cells.place(cost, tokens) for cost, tokens in _samples(problem))
+    return _to_array(cells.place(cost, tokens) for cost, tokens in _samples(problem))
 
 
 def best_fit(problem: Problem, targets: Targets) -> Ints | None:
-    """Each sample into the cell it fills up closest to its height; where it fits under none, into the roomiest.
+    """Place each sample in the cell that it fills closest to the target, or the one with most room if it exceeds all.
 
-    Sees to large samples that have to share cells: they meet partners that leave no gap.
+    Good for large samples that must share cells: each is combined with samples that fill the rest of its cell.
 
     Returns:
         As ``worst_fit``.
     """
     target = np.repeat(targets.target, problem.dp_size).tolist()
-    by_room = sorted((height, cell) for cell, height in enumerate(target))
+    by_room = sorted((room, cell) for cell, room in enumerate(target))
     free = [problem.token_budget] * len(target)
 
     def place(cost: float, tokens: int) -> int | None:
         start = bisect_left(by_room, (cost, -1))
-        for at in chain(range(start, len(by_room))[:FIT_ATTEMPTS], range(start)[: -FIT_ATTEMPTS - 1 : -1]):
-            room, cell = by_room[at]
+        for index in chain(range(start, len(by_room))[:FIT_ATTEMPTS], range(start)[: -FIT_ATTEMPTS - 1 : -1]):
+            room, cell = by_room[index]
             if free[cell] >= tokens:
-                del by_room[at]
+                del by_room[index]
                 free[cell] -= tokens
                 insort(by_room, (room - cost, cell))
                 return cell
         return None
 
-    return _collected(place(cost, tokens) for cost, tokens in _samples(problem))
+    return _to_array(place(cost, tokens) for cost, tokens in _samples(problem))
 
 
 def fill_by_tokens(problem: Problem, targets: Targets) -> Ints | None:
-    """All micro-steps but the last as full of tokens as they go; what is left shares the last one evenly.
+    """Fill all micro-steps but the last up to the token budget; spread the remaining samples evenly over the last one.
 
-    For budgets that bind: the last micro-step then holds short samples only, and is cheap.
+    Good for tight token budgets: the last micro-step then holds short samples only, and is cheap.
 
     Returns:
-        As ``worst_fit``; None too when there is but one micro-step.
+        As ``worst_fit``; None also when there is a single micro-step.
     """
     target = np.repeat(targets.target, problem.dp_size).tolist()
-    num_tall = len(target) - problem.dp_size
-    if num_tall == 0:
+    num_full = len(target) - problem.dp_size
+    if num_full == 0:
         return None
-    room = target[:num_tall]
-    by_free = [(problem.token_budget, cell) for cell in range(num_tall)]
-    rest = _CellsByRoom(target, range(num_tall, len(target)), problem.token_budget)
+    room = target[:num_full]
+    by_free = [(problem.token_budget, cell) for cell in range(num_full)]
+    rest = _CellsByRoom(target, range(num_full, len(target)), problem.token_budget)
 
     def place(cost: float, tokens: int) -> int | None:
         start = bisect_left(by_free, (tokens, -1))
-        for at in range(start, min(start + FIT_ATTEMPTS, len(by_free))):
-            free, cell = by_free[at]
-            # 1e-9: the largest sample fits under its own height in spite of rounding.
+        for index in range(start, min(start + FIT_ATTEMPTS, len(by_free))):
+            free, cell = by_free[index]
+            # 1e-9 for rounding: the largest sample of a micro-step must fit under the target that it sets.
             if cost <= room[cell] * (1 + 1e-9):
-                del by_free[at]
+                del by_free[index]
                 room[cell] -= cost
                 insort(by_free, (free - tokens, cell))
                 return cell
         return rest.place(cost, tokens)
 
-    return _collected(place(cost, tokens) for cost, tokens in _samples(problem))
+    return _to_array(place(cost, tokens) for cost, tokens in _samples(problem))
 
 
 class _CellsByRoom:
-    """A heap of cells by room; those that could not hold the last sample wait aside by free tokens.
+    """Cells in a heap by room below the target; cells without space for the tokens of a sample wait in a second heap.
 
-    Samples get shorter on the whole, so a cell comes back once, not for every sample.
+    Most samples are shorter than the ones before them, so a waiting cell usually returns once, not for every sample.
     """
 
     def __init__(self, target: list[float], cells: range, token_budget: int) -> None:
         self.free = dict.fromkeys(cells, token_budget)
         self.by_room = [(-target[cell], cell) for cell in cells]
-        self.aside: list[tuple[int, float, int]] = []
+        self.waiting: list[tuple[int, float, int]] = []
         heapq.heapify(self.by_room)
 
     def place(self, cost: float, tokens: int) -> int | None:
-        """Take the cell with most room that can hold the tokens; None when there is none."""
-        while self.aside and -self.aside[0][0] >= tokens:
-            _, room, cell = heapq.heappop(self.aside)
+        """Add a sample to the cell with most room that can hold its tokens; None when there is none."""
+        while self.waiting and -self.waiting[0][0] >= tokens:
+            _, room, cell = heapq.heappop(self.waiting)
             heapq.heappush(self.by_room, (room, cell))
         while self.by_room:
             room, cell = self.by_room[0]
@@ -190,7 +191,7 @@ class _CellsByRoom:
                 heapq.heapreplace(self.by_room, (room + cost, cell))
                 return cell
             heapq.heappop(self.by_room)
-            heapq.heappush(self.aside, (-self.free[cell], room, cell))
+            heapq.heappush(self.waiting, (-self.free[cell], room, cell))
         return None
 
 
@@ -198,9 +199,10 @@ def _samples(problem: Problem) -> Iterable[tuple[float, int]]:
     return zip(problem.cost.tolist(), problem.length.tolist(), strict=True)
 
 
-def _collected(places: Iterable[int | None]) -> Ints | None:
+def _to_array(placed: Iterable[int | None]) -> Ints | None:
+    """[n] cell of each sample; None as soon as a sample has none."""
     cells = []
-    for cell in places:
+    for cell in placed:
         if cell is None:
             return None
         cells.append(cell)

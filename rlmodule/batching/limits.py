@@ -1,6 +1,7 @@
-"""What optimizer steps and micro-batches hold at most; samples and groups that no plan has room for are refused.
+"""Upper limits of mini-batches and micro-batches, and the errors for samples and groups that exceed them.
 
-The plan assumes afterwards that every unit fits. Leaves out what follows from the settings alone (``run/preflight/``).
+Planners rely on these checks: every sample (or group, if groups stay together) fits into a micro-batch. Checks that
+need the configuration alone are in ``run/preflight/``.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from rlmodule.core.types import SampleMeta
 
 @dataclass(frozen=True)
 class Limits:
-    """Room for samples and tokens.
+    """The most samples and tokens of a mini-batch and of a micro-batch.
 
     Args:
         mini_batch_size: samples of one optimizer step.
-        token_budget: tokens of one micro-batch, on all its sequence ranks together.
-        micro_batch_size: samples of one micro-batch; given, its tokens have no limit.
-        sp_size: sequence ranks that share a micro-batch.
+        token_budget: tokens of one micro-batch, summed over its sequence-parallel ranks.
+        micro_batch_size: samples of one micro-batch; if set, ``token_budget`` does not apply.
+        sp_size: sequence-parallel ranks that share a micro-batch.
 
     Raises:
         ConfigError: a limit below 1.
@@ -44,7 +45,7 @@ class Limits:
             at_least("batching.micro_batch_size_per_gpu", self.micro_batch_size, 1)
 
     def check_samples(self, metas: Sequence[SampleMeta]) -> None:
-        """No sample that is computed is longer than a micro-batch.
+        """Check that every sample fits into a micro-batch; skipped samples are not computed and may be longer.
 
         Raises:
             ConfigError: names the longest one.
@@ -61,11 +62,11 @@ class Limits:
         )
 
     def check_groups(self, metas: Sequence[SampleMeta], units: Units) -> None:
-        """No group has more samples than a mini-batch, nor computes more than one micro-batch holds.
+        """Check that every group fits into a mini-batch and into a micro-batch.
 
         Args:
             metas: the samples.
-            units: their groups.
+            units: the samples by group.
 
         Raises:
             ConfigError: names the largest group.
@@ -78,14 +79,25 @@ class Limits:
             _check_sizes(names, units.sizes, "samples", "micro_batch_size_per_gpu", self.micro_batch_size)
 
 
-def _check_sizes(names: Mapping[int, int], held: NDArray[Any], unit: str, key: str, limit: int, ranks: int = 1) -> None:
-    """``held`` is [G], in ``unit``; ``limit`` is what ``ranks`` devices hold together."""
-    most = int(held.max(initial=0))
+def _check_sizes(
+    names: Mapping[int, int], sizes: NDArray[Any], unit: str, key: str, limit: int, ranks: int = 1
+) -> None:
+    """Raise for the largest group if it exceeds a limit.
+
+    Args:
+        names: group id of each group number.
+        sizes: [G] samples or tokens of each group.
+        unit: "samples" or "tokens".
+        key: key of the limit, below ``batching``.
+        limit: of one micro-batch or mini-batch, over ``ranks`` devices together.
+        ranks: what the key is multiplied by.
+    """
+    most = int(sizes.max(initial=0))
     if most > limit:
         raise ConfigError(
             key=f"batching.{key}",
             got=limit // ranks,
-            because=f"batching.keep_groups keeps the {most} {unit} of group {names[int(held.argmax())]} together, "
+            because=f"batching.keep_groups keeps the {most} {unit} of group {names[int(sizes.argmax())]} together, "
             f"and {limit} fit",
             fix=f"Use {-(-most // ranks)} or more, or batching.keep_groups=false",
         )

@@ -1,4 +1,7 @@
-"""Levelling: pairs of cells exchange samples until the dearest cell of every micro-step is cheap."""
+"""Local search of the joint planner: pairs of cells swap samples to lower the lock-step cost.
+
+``improve`` swaps between many pairs of cells at a time; ``refine`` works on the most expensive cell of one micro-step.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,21 @@ from rlmodule.batching.initial_packings import Problem, Targets
 from rlmodule.batching.partition import Ints
 from rlmodule.batching.workload import Floats
 
-# Swaps weighed at once: enough to hide the interpreter, few enough to stay in cache.
-WEIGHED_AT_ONCE = 10_000
-# Samples of a cell that are offered, at least and at most; more cells leave fewer offers for each.
-OFFERED = (4, 8)
-# Part of the cost by which a round must lower it, and how many fruitless rounds end the levelling.
+# Swaps evaluated in one array operation: enough to amortise the interpreter, few enough to stay in cache.
+SWAPS_AT_ONCE = 10_000
+# Fewest and most samples of a cell that are considered for a swap; the more cells, the fewer samples of each.
+CANDIDATES = (4, 8)
+# A round counts as a gain if it lowers the cost by this share; so many rounds without gain end the search.
 LEAST_GAIN, PATIENCE = 1e-5, 8
 
 
 class Cells:
-    """Samples in cells, open to exchanges.
+    """A mutable packing: the samples of each cell, with their sums.
 
     Attributes:
-        cost, tokens: [n + 1] of each sample, sorted by falling cost; the last entry is no sample: 0 and 0.
-        members: [C, W] int64, samples of each cell, ascending; n where there is none.
-        work, used: [C] cost and tokens of each cell.
+        cost, tokens: [n + 1] float64 of each sample, by falling cost; entry n stands for no sample and is 0.
+        members: [C, W] int64 samples of each cell, ascending, filled up with n.
+        work, used: [C] float64 cost and tokens of each cell.
     """
 
     def __init__(self, problem: Problem, cell: Ints, num_steps: int) -> None:
@@ -39,22 +42,22 @@ class Cells:
         column = np.arange(len(cell)) - np.repeat(np.cumsum(size) - size, size)
         self.members = np.full((len(size), max(1, int(size.max()))), len(cell))
         self.members[cell[by_cell], column] = by_cell
-        self.weigh()
+        self.update_sums()
 
     @property
     def lockstep_cost(self) -> float:
-        """Sum of the dearest cells when like cells share a micro-step."""
+        """Sum over micro-steps of the most expensive cell, with cells assigned to micro-steps by falling cost."""
         return float(np.sort(self.work)[:: -self.dp_size].sum())
 
     def cell_of_sample(self) -> Ints:
-        """[n] cell of each sample, renumbered so that dear cells come first."""
-        dearest_first = self.members[np.argsort(-self.work, kind="stable")]
+        """[n] cell of each sample; cells are renumbered by falling cost."""
+        most_expensive_first = self.members[np.argsort(-self.work, kind="stable")]
         cell = np.empty(len(self.cost), np.int64)
-        cell[dearest_first] = np.arange(len(dearest_first))[:, None]
+        cell[most_expensive_first] = np.arange(len(most_expensive_first))[:, None]
         return cell[:-1]
 
     def replace_members(self, rows: Ints, members: Ints) -> None:
-        """[P] cells get the [P, any] members, in any order, filled up with n."""
+        """Set the members of P cells, [P, any] in any order, filled up with n."""
         members = np.sort(members, axis=1)
         width = max(self.members.shape[1], int((members < len(self.cost) - 1).sum(axis=1).max()))
         grown = width - self.members.shape[1]
@@ -62,155 +65,158 @@ class Cells:
             room = np.full((len(self.members), grown), len(self.cost) - 1)
             self.members = np.concatenate([self.members, room], axis=1)
         self.members[rows] = members[:, :width]
-        self.weigh(rows)
+        self.update_sums(rows)
 
-    def weigh(self, rows: Ints | None = None) -> None:
-        """Sum up the cells again, all of them or some."""
+    def update_sums(self, rows: Ints | None = None) -> None:
+        """Recompute ``work`` and ``used`` of the given cells, or of all of them."""
         if rows is None:
             self.work, self.used = self.cost[self.members].sum(axis=1), self.tokens[self.members].sum(axis=1)
         else:
-            held = self.members[rows]
-            self.work[rows], self.used[rows] = self.cost[held].sum(axis=1), self.tokens[held].sum(axis=1)
+            members = self.members[rows]
+            self.work[rows], self.used[rows] = self.cost[members].sum(axis=1), self.tokens[members].sum(axis=1)
 
 
 @dataclass(frozen=True, eq=False)
 class Swaps:
-    """One exchange for each of P pairs of cells.
+    """One swap for each of P pairs of cells.
 
     Args:
         first, second: [P] cells.
-        given, taken: [P, w] samples that go from first to second and back; n where there is none.
-        miss: [P] how far the cost that changes sides is from what was wished.
+        given, taken: [P, w] samples that move from first to second and from second to first, filled up with n.
+        residual: [P] absolute difference between the cost that moves and the cost that should move.
     """
 
     first: Ints
     second: Ints
     given: Ints
     taken: Ints
-    miss: Floats
+    residual: Floats
 
-    def chosen(self, which: Ints | NDArray[np.bool_]) -> Swaps:
-        """Those of some pairs."""
-        return Swaps(self.first[which], self.second[which], self.given[which], self.taken[which], self.miss[which])
+    def select(self, which: Ints | NDArray[np.bool_]) -> Swaps:
+        """The swaps of the given pairs."""
+        return Swaps(self.first[which], self.second[which], self.given[which], self.taken[which], self.residual[which])
 
-    def make(self, cells: Cells) -> None:
-        """Carry them out; no cell may be in two pairs."""
+    def apply(self, cells: Cells) -> None:
+        """Perform the swaps in ``cells``; a cell must not be in two pairs."""
         if len(self.first) == 0:
             return
         none = len(cells.cost) - 1
         rows = np.concatenate([self.first, self.second])
-        goes = np.concatenate([self.given, self.taken])
-        comes = np.concatenate([self.taken, self.given])
-        held = cells.members[rows]
-        leaves = (held[:, :, None] == goes[:, None, :]).any(axis=2)
-        cells.replace_members(rows, np.concatenate([np.where(leaves, none, held), comes], axis=1))
+        removed = np.concatenate([self.given, self.taken])
+        added = np.concatenate([self.taken, self.given])
+        members = cells.members[rows]
+        is_removed = (members[:, :, None] == removed[:, None, :]).any(axis=2)
+        cells.replace_members(rows, np.concatenate([np.where(is_removed, none, members), added], axis=1))
 
 
-def best_swaps(cells: Cells, first: Ints, second: Ints, wished: Floats, turn: int) -> Swaps:
-    """For each pair of cells the exchange, at most two samples each way, that moves nearest to the wished cost.
+def best_swaps(cells: Cells, first: Ints, second: Ints, transfer: Floats, turn: int) -> Swaps:
+    """Find for each pair of cells the swap that moves nearest to the wanted cost, with at most two samples each way.
 
     Args:
+        cells: the packing.
         first, second: [P] cells of each pair.
-        wished: [P] cost to move from first to second, all in all.
-        turn: which samples are offered where a cell has more than are weighed.
+        transfer: [P] net cost to move from first to second.
+        turn: number of the round; it rotates the candidates of cells that have more than are considered.
     """
     pairs = len(first)
-    offers = _offers(cells, np.concatenate([first, second]), _offered(pairs), turn)  # [2P, w]
-    subsets, as_columns = _subsets(offers.shape[1])  # [K, w], [w, K]
-    # At most two ones in a column: sums of two costs, the same to the last bit on every machine.
-    sums = cells.cost[offers] @ as_columns  # [2P, K]
-    # [P, K, K]: how far the net cost that moves is from the wish, for every choice of mine and theirs
-    miss = (sums[:pairs] - wished[:, None])[:, :, None] - sums[pairs:, None, :]
-    np.abs(miss, out=miss)
-    tokens = cells.tokens[offers] @ as_columns
-    least = cells.used[first] - cells.token_budget  # net tokens that have to move, for first to stay in the budget
-    most = cells.token_budget - cells.used[second]
+    candidates = _candidates(cells, np.concatenate([first, second]), _num_candidates(pairs), turn)  # [2P, w]
+    subsets, as_columns = _subsets(candidates.shape[1])  # [K, w], [w, K]
+    # A column has at most two ones, so a product is a sum of two costs: the same bits on every machine.
+    sums = cells.cost[candidates] @ as_columns  # [2P, K]
+    # [P, K, K]: distance of the net cost that moves from ``transfer``, for every subset of first and of second
+    residual = (sums[:pairs] - transfer[:, None])[:, :, None] - sums[pairs:, None, :]
+    np.abs(residual, out=residual)
+    tokens = cells.tokens[candidates] @ as_columns
+    least = cells.used[first] - cells.token_budget  # net tokens that must leave first for it to stay within the budget
+    most = cells.token_budget - cells.used[second]  # net tokens that second can take
     if (tokens[:pairs].max(axis=1) > most).any() or (-tokens[pairs:].max(axis=1) < least).any():
         net = tokens[:pairs, :, None] - tokens[pairs:, None, :]
-        miss[(net > most[:, None, None]) | (net < least[:, None, None])] = np.inf
-    flat = miss.reshape(pairs, -1)
+        residual[(net > most[:, None, None]) | (net < least[:, None, None])] = np.inf
+    flat = residual.reshape(pairs, -1)
     best = flat.argmin(axis=1)
     sets = subsets[np.concatenate(np.divmod(best, len(subsets)))]  # [2P, w]
-    moved = np.where(sets, offers, len(cells.cost) - 1)
+    moved = np.where(sets, candidates, len(cells.cost) - 1)
     return Swaps(first, second, moved[:pairs], moved[pairs:], flat[np.arange(pairs), best])
 
 
 def improve(cells: Cells, targets: Targets, rounds: int, good_enough: float) -> float:
-    """Pair the cells furthest above their height with those furthest below, over and over.
+    """Repeatedly swap samples between the cells furthest above their target and those furthest below.
 
-    A height that comes from a sample stands; the others follow the mean of their cells. Pairs reach across micro-steps.
+    Targets that a single sample sets are fixed; the others are shifted to the mean of their cells. The two cells of a
+    pair may be in different micro-steps.
 
     Args:
-        cells: changed in place, left as they were at their best.
-        targets: of the micro-steps the cells were filled for.
+        cells: changed in place, to the best packing found.
+        targets: of the micro-steps, as used for the initial packing.
         rounds: most rounds.
-        good_enough: lock-step cost that ends the work early.
+        good_enough: lock-step cost at which the search stops.
 
     Returns:
         Lock-step cost.
     """
     target = np.repeat(targets.target, cells.dp_size)
     movable = np.repeat(~targets.from_sample, cells.dp_size)
-    best, kept, fruitless = cells.lockstep_cost, cells.members.copy(), 0
+    best, best_members, no_gain = cells.lockstep_cost, cells.members.copy(), 0
     num_pairs = len(target) // 2
     for turn in range(rounds):
-        if best <= good_enough or fruitless > PATIENCE or num_pairs == 0:
+        if best <= good_enough or no_gain > PATIENCE or num_pairs == 0:
             break
         excess = cells.work - target
         if movable.any():
             excess[movable] -= excess[movable].mean()
         falling = np.argsort(-excess, kind="stable")
-        # After a fruitless round everybody gets another partner, until all kinds of pairs were tried.
-        shift = fruitless * max(1, num_pairs // (PATIENCE + 1))
+        # After a round without gain every cell is paired with another one.
+        shift = no_gain * max(1, num_pairs // (PATIENCE + 1))
         first, second = falling[:num_pairs], falling[-1 - (np.arange(num_pairs) + shift) % num_pairs]
-        wished = (excess[first] - excess[second]) / 2
-        found = best_swaps(cells, first, second, wished, turn)
-        found.chosen(found.miss < wished * (1 - 1e-9)).make(cells)
-        now = cells.lockstep_cost
-        fruitless = 0 if now < best * (1 - LEAST_GAIN) else fruitless + 1
-        if now < best:
-            best, kept = now, cells.members.copy()
-    cells.members = kept
-    cells.weigh()
+        transfer = (excess[first] - excess[second]) / 2
+        swaps = best_swaps(cells, first, second, transfer, turn)
+        swaps.select(swaps.residual < transfer * (1 - 1e-9)).apply(cells)
+        cost = cells.lockstep_cost
+        no_gain = 0 if cost < best * (1 - LEAST_GAIN) else no_gain + 1
+        if cost < best:
+            best, best_members = cost, cells.members.copy()
+    cells.members = best_members
+    cells.update_sums()
     return best
 
 
 def refine(cells: Cells, attempts: int, good_enough: float) -> float:
-    """The cell that sets the cost of a micro-step against every other cell, one micro-step after the other.
+    """Lower the most expensive cell of one micro-step after another by the best single swap with any other cell.
 
     Args:
-        cells: changed in place, never for the worse.
-        attempts: how often an exchange is tried at most.
-        good_enough: lock-step cost that ends the work early.
+        cells: changed in place; the lock-step cost never rises.
+        attempts: most swaps that are tried.
+        good_enough: lock-step cost at which the search stops.
 
     Returns:
         Lock-step cost.
     """
-    best, fruitless = cells.lockstep_cost, 0  # a fruitless attempt moves on to the next micro-step
+    best, no_gain = cells.lockstep_cost, 0  # ``no_gain`` is also the micro-step: one without gain is left for the next
     for turn in range(attempts):
-        if best <= good_enough or fruitless >= cells.num_steps or len(cells.work) < 2:
+        if best <= good_enough or no_gain >= cells.num_steps or len(cells.work) < 2:
             break
-        dearest, excess = _excess_over_others(cells, fruitless)
-        others = np.delete(np.arange(len(excess)), dearest)
-        wished = (excess[dearest] - excess[others]) / 2
-        found = best_swaps(cells, np.full(len(others), dearest), others, wished, turn)
-        # The dearer of the two cells afterwards, over what it may cost.
-        worse = found.miss + (excess[dearest] + excess[others]) / 2
+        most_expensive, excess = _excess_over_others(cells, no_gain)
+        others = np.delete(np.arange(len(excess)), most_expensive)
+        transfer = (excess[most_expensive] - excess[others]) / 2
+        swaps = best_swaps(cells, np.full(len(others), most_expensive), others, transfer, turn)
+        # [P] excess, after the swap, of whichever of the two cells then exceeds its limit more
+        larger_excess = swaps.residual + (excess[most_expensive] + excess[others]) / 2
         before = cells.members.copy()
-        found.chosen(worse.argmin(keepdims=True)).make(cells)
-        now = cells.lockstep_cost
-        if now < best * (1 - LEAST_GAIN):
-            best, fruitless = now, 0
+        swaps.select(larger_excess.argmin(keepdims=True)).apply(cells)
+        cost = cells.lockstep_cost
+        if cost < best * (1 - LEAST_GAIN):
+            best, no_gain = cost, 0
         else:
-            cells.members, fruitless = before, fruitless + 1
-            cells.weigh()
+            cells.members, no_gain = before, no_gain + 1
+            cells.update_sums()
     return best
 
 
 def _excess_over_others(cells: Cells, step: int) -> tuple[int, Floats]:
-    """The dearest cell of micro-step ``step``, and [C] how far each cell is above what costs nothing.
+    """The most expensive cell of micro-step ``step``, and [C] how far each cell exceeds its limit.
 
-    That is the dearest cell of its micro-step; in ``step`` itself, which shall become cheaper, the second dearest.
+    A cell below its limit can grow up to it without raising the lock-step cost. The limit is the most expensive cell of
+    the same micro-step; in ``step`` itself, which should become cheaper, the second most expensive.
     """
     falling = np.argsort(-cells.work, kind="stable").reshape(cells.num_steps, cells.dp_size)
     limit = np.empty(len(cells.work))
@@ -220,26 +226,26 @@ def _excess_over_others(cells: Cells, step: int) -> tuple[int, Floats]:
 
 
 @cache
-def _offered(num_pairs: int) -> int:
-    """Samples offered per cell: K subsets of one and two give K^2 exchanges a pair."""
-    fewest, most = OFFERED
-    return next((w for w in range(most, fewest, -1) if num_pairs * len(_subsets(w)[0]) ** 2 <= WEIGHED_AT_ONCE), fewest)
+def _num_candidates(num_pairs: int) -> int:
+    """Samples considered per cell: their K subsets of at most two give K^2 swaps per pair of cells."""
+    fewest, most = CANDIDATES
+    return next((w for w in range(most, fewest, -1) if num_pairs * len(_subsets(w)[0]) ** 2 <= SWAPS_AT_ONCE), fewest)
 
 
-def _offers(cells: Cells, rows: Ints, offered: int, turn: int) -> Ints:
-    """[P] cells -> [P, w] samples evenly drawn from each, others every turn; n where a cell has fewer."""
-    held = cells.members[rows]
-    if held.shape[1] <= offered:
-        return held
-    size = np.maximum((held < len(cells.cost) - 1).sum(axis=1), offered)[:, None]
-    column = (np.arange(offered) * size // offered + turn) % size
-    offers: Ints = held[np.arange(len(rows))[:, None], column]
-    return offers
+def _candidates(cells: Cells, rows: Ints, num_candidates: int, turn: int) -> Ints:
+    """[P] cells -> [P, w] samples evenly spaced in each, different ones every turn; n where a cell has fewer."""
+    members = cells.members[rows]
+    if members.shape[1] <= num_candidates:
+        return members
+    size = np.maximum((members < len(cells.cost) - 1).sum(axis=1), num_candidates)[:, None]
+    column = (np.arange(num_candidates) * size // num_candidates + turn) % size
+    candidates: Ints = members[np.arange(len(rows))[:, None], column]
+    return candidates
 
 
 @cache
 def _subsets(width: int) -> tuple[NDArray[np.bool_], Floats]:
-    """Every choice of none, one or two: [K, width] bool, and its transpose to multiply with."""
+    """All subsets of at most two of ``width`` items: [K, width] bool, and the transpose as float64."""
     choices = [chosen for size in range(3) for chosen in combinations(range(width), size)]
     table = np.zeros((len(choices), width), bool)
     for row, chosen in enumerate(choices):

@@ -1,6 +1,6 @@
-"""Numbers into parts of nearly equal sum: k-way largest differencing (Karmarkar and Karp 1982, Korf 2009).
+"""Number partitioning: split numbers into k parts of nearly equal sum by largest differencing.
 
-Knows nothing of samples, ranks or budgets.
+Karmarkar and Karp 1982; k-way as in Korf 2009. This module knows nothing of samples, ranks or budgets.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from rlmodule.batching.workload import Floats, Numbers, as_floats
 
 Ints = NDArray[np.int64]
 
-# Up to this many sets are put in place one by one, more are sorted: 8 searches cost about as much as sorting 64.
+# Up to this many new sets are inserted by bisection, more are sorted: 8 insertions cost about as much as sorting 64.
 FEW_SETS = 8
 
 
 def karmarkar_karp(costs: Numbers, num_parts: int, equal_size: bool = False) -> list[list[int]]:
-    """Part the items by largest differencing.
+    """Partition items by k-way largest differencing.
 
-    A state is ``num_parts`` disjoint sets, largest sum first. The two states whose spread (largest minus smallest sum)
-    is biggest are merged, the i-th largest set of one with the i-th smallest of the other, until one state is left.
-    Ties: items by index, states by age, sets with items before empty ones and then in the order of the pairing; so the
-    result depends on the costs alone.
+    A state is ``num_parts`` disjoint sets, largest sum first. The two states with the largest spread (largest minus
+    smallest sum) are merged, the i-th largest set of one with the i-th smallest of the other, until one state is left.
+    Ties are broken by index for items, by age for states; sets with items precede empty ones and otherwise keep the
+    order of the pairing. The result therefore depends on the costs alone.
 
     Args:
         costs: [n] non-negative cost of each item.
         num_parts: number of parts; parts stay empty only when there are fewer items than parts.
-        equal_size: seed every state with ``num_parts`` items that follow each other in sorted order, so that all
-            parts end with the same number of items; n must be a multiple of ``num_parts``.
+        equal_size: give every part the same number of items, by starting each state with ``num_parts`` consecutive
+            items in sorted order; n must be a multiple of ``num_parts``.
 
     Returns:
         ``num_parts`` lists of item indices, each ascending; parts by falling sum.
@@ -50,17 +50,17 @@ def karmarkar_karp(costs: Numbers, num_parts: int, equal_size: bool = False) -> 
 
 
 def balanced_counts(costs: Numbers, num_parts: int) -> list[list[int]]:
-    """As ``karmarkar_karp`` with ``equal_size``, for any number of items: part sizes differ by at most one.
+    """Like ``karmarkar_karp`` with ``equal_size``, for any number of items: part sizes differ by at most one.
 
-    Items of cost zero fill up the last seed, one per set, and are taken out again.
+    Items of cost zero pad the number of items to a multiple of ``num_parts`` and are removed again.
     """
     cost = as_floats(costs)
-    filled = np.concatenate([cost, np.zeros(-len(cost) % num_parts)])
-    return [[item for item in part if item < len(cost)] for part in karmarkar_karp(filled, num_parts, equal_size=True)]
+    padded = np.concatenate([cost, np.zeros(-len(cost) % num_parts)])
+    return [[item for item in part if item < len(cost)] for part in karmarkar_karp(padded, num_parts, equal_size=True)]
 
 
 def by_falling_cost(cost: Floats) -> Ints:
-    """[n] costs -> [n] indices, dearest first, equal costs by index."""
+    """[n] costs -> [n] indices by falling cost, equal costs by index."""
     return np.argsort(-cost, kind="stable")
 
 
@@ -93,7 +93,7 @@ def _equal_size(cost: Floats, num_parts: int) -> list[list[int]]:
 
 
 class _Sets(NamedTuple):
-    """The sets of a state that hold items, by falling sum; ``nodes`` name them in the tree of merges."""
+    """The non-empty sets of a state, by falling sum; ``nodes`` are their numbers in the tree of merges."""
 
     sums: list[float]
     nodes: list[int]
@@ -103,7 +103,7 @@ class _Sets(NamedTuple):
 
 
 def _free_size(cost: Floats, num_parts: int) -> list[list[int]]:
-    # Items are not moved while states merge: a merged set is a node with two children, read out once at the end.
+    # Merging copies no items: a merged set is a node with two children, and the tree is traversed once at the end.
     order = by_falling_cost(cost)
     children: list[tuple[int, int]] = []  # node n + i joins the nodes children[i]
     seeds = (_Sets([value], [item]) for value, item in zip(cost[order].tolist(), order.tolist(), strict=True))
@@ -122,8 +122,8 @@ def _free_size(cost: Floats, num_parts: int) -> list[list[int]]:
 
 def _merge(first: _Sets, second: _Sets, num_parts: int, children: list[tuple[int, int]], num_items: int) -> _Sets:
     """Pair the i-th largest set of ``first`` with the i-th smallest of ``second``, empty sets included."""
-    alone = min(num_parts - len(first.sums), len(second.sums))  # largest sets of second that meet an empty one
-    sums, nodes = first  # used up: the sets of the merged state are gathered here
+    alone = min(num_parts - len(first.sums), len(second.sums))  # largest sets of second are paired with empty ones
+    sums, nodes = first  # reused: these lists become those of the merged state
     untouched = len(sums) - (len(second.sums) - alone)
     new: list[tuple[float, int]] = []
     for place in range(untouched, len(sums)):
@@ -132,7 +132,7 @@ def _merge(first: _Sets, second: _Sets, num_parts: int, children: list[tuple[int
         new.append((sums[place] + second.sums[other], num_items + len(children) - 1))
     del sums[untouched:], nodes[untouched:]
     new += zip(second.sums[:alone][::-1], second.nodes[:alone][::-1], strict=True)
-    # Either way sets of equal sum stay in this order.
+    # Both branches keep sets of equal sum in this order.
     if len(new) <= FEW_SETS:
         for total, node in new:
             place = bisect_right(sums, -total, key=neg)

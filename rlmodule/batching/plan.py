@@ -1,8 +1,8 @@
-"""The plan: which samples share an optimizer step, on which data rank and in which micro-step each of them trains.
+"""The plan: which samples share an optimizer step, and the data rank and micro-step of each of them.
 
-Made from lengths alone, alike in every process, without a collective and without reading a token. The planners are in
-``joint.py`` and ``karmarkar_karp.py``, what they are given in ``units.py``. Leaves out fetching and packing the
-samples.
+Every process computes the same plan from lengths alone, without a collective and without reading tokens. The planners
+are in ``joint.py``, ``karmarkar_karp.py`` and ``fixed_size.py``; their input is in ``units.py``. Fetching and packing
+the samples is done in ``sampler.py`` and ``collate.py``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from itertools import chain
 
 import numpy as np
 
+from rlmodule.batching.fixed_size import plan_fixed_size, plan_fixed_size_karmarkar_karp
 from rlmodule.batching.joint import plan_joint
-from rlmodule.batching.karmarkar_karp import plan_fixed_size, plan_fixed_size_karmarkar_karp, plan_karmarkar_karp
+from rlmodule.batching.karmarkar_karp import plan_karmarkar_karp
 from rlmodule.batching.limits import Limits
 from rlmodule.batching.membership import blocks_in_order, blocks_of_one_mix, positions_of_blocks
 from rlmodule.batching.packing import Packing
@@ -30,7 +31,7 @@ from rlmodule.core.types import SampleMeta, StepTotals
 PLANNERS = ("joint", "joint_free", "karmarkar_karp")
 ORDERS = ("largest_first", "balanced_ends")
 
-# A dummy micro-batch is the shortest sample that can be: one prompt token and one response token.
+# A dummy micro-batch is one prompt token and one response token without loss.
 DUMMY_TOKENS = 2
 
 
@@ -39,14 +40,14 @@ class MiniBatchPlan:
     """One optimizer step over all data ranks.
 
     Args:
-        micro_batches: [rank][micro-step] positions of samples, ascending; empty stands for a dummy of weight zero.
-        totals: counts of the whole mini-batch; padding counts nowhere.
-        cost: [rank][micro-step] FLOPs, or the unit of the costs given.
-        rank_tokens: [rank] tokens of each rank in this plan, padding and dummies left out.
-        rank_tokens_unplanned: [rank] the same had the mini-batch been dealt out in equal slices, as it came.
-        padding_tokens: tokens computed for nothing: padding samples and dummies.
-        num_skipped: samples that count in the totals and are not computed.
-        shared_prompt_tokens: prompt tokens that are not computed again, as another sample of the group has them.
+        micro_batches: [rank][micro-step] ascending positions of samples; empty for a dummy micro-batch without loss.
+        totals: counts of the whole mini-batch, without padding samples.
+        cost: [rank][micro-step] FLOPs, or the unit of the given costs.
+        rank_tokens: [rank] tokens of each rank in this plan, without padding samples and dummy micro-batches.
+        rank_tokens_unplanned: [rank] tokens of each rank if the mini-batch were split into equal consecutive slices.
+        padding_tokens: tokens of padding samples and dummy micro-batches.
+        num_skipped: samples that count in the totals but are not computed.
+        shared_prompt_tokens: prompt tokens saved by computing the prompt of a group once.
         has_gradient: whether any sample can have a gradient.
     """
 
@@ -61,8 +62,10 @@ class MiniBatchPlan:
     has_gradient: bool = True
 
     def __post_init__(self) -> None:
-        held = self.positions
-        assert len(set(held)) == len(held), f"a plan holds each sample once, twice here: {_doubled(held)}"
+        positions = self.positions
+        assert len(set(positions)) == len(positions), (
+            f"a plan holds each sample once, but has several times {_duplicates(positions)}"
+        )
         steps = {len(rank) for rank in self.micro_batches}
         assert len(steps) == 1, f"every rank needs the same number of micro-steps, got {sorted(steps)}"
         assert [len(rank) for rank in self.cost] == [len(rank) for rank in self.micro_batches], (
@@ -71,34 +74,34 @@ class MiniBatchPlan:
 
     @property
     def positions(self) -> list[int]:
-        """Every position held, rank by rank and micro-step by micro-step."""
+        """Positions of all samples, by rank and micro-step."""
         return [position for rank in self.micro_batches for micro_batch in rank for position in micro_batch]
 
     @property
     def num_micro_steps(self) -> int:
-        """Micro-steps, the same on every rank."""
+        """Number of micro-steps, the same on every rank."""
         return len(self.micro_batches[0])
 
     @property
     def lockstep_cost(self) -> float:
-        """Cost of the step when all ranks wait for the slowest in every micro-step."""
+        """Sum over micro-steps of the most expensive micro-batch: all ranks wait for it."""
         return float(sum(max(step) for step in zip(*self.cost, strict=True)))
 
     @property
     def lockstep_efficiency(self) -> float:
-        """Mean work of a rank over ``lockstep_cost``; 1.0 when no rank ever waits."""
+        """Mean cost of a rank over ``lockstep_cost``; 1.0 when no rank waits."""
         return self._mean_rank_cost / self.lockstep_cost if self.lockstep_cost else 1.0
 
     @property
     def max_over_mean(self) -> float:
-        """Work of the busiest rank over the mean; 1.0 is perfect."""
+        """Cost of the rank with most work over the mean of all ranks; 1.0 when they are equal."""
         return max(map(sum, self.cost)) / self._mean_rank_cost if self._mean_rank_cost else 1.0
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What is logged with the step; tokens under ``global_seqlen/`` are sums over one data rank."""
+        """Metrics logged with the step; ``global_seqlen/*`` are tokens of one data rank."""
         before, after = self.rank_tokens_unplanned, self.rank_tokens
-        sample_info = {
+        metrics = {
             "global_seqlen/min": min(before),
             "global_seqlen/max": max(before),
             "global_seqlen/minmax_diff": max(before) - min(before),
@@ -112,7 +115,7 @@ class MiniBatchPlan:
             "balance/skipped_samples": self.num_skipped,
             "balance/shared_prompt_tokens": self.shared_prompt_tokens,
         }
-        return {name: float(value) for name, value in sample_info.items()}
+        return {name: float(value) for name, value in metrics.items()}
 
     @property
     def _mean_rank_cost(self) -> float:
@@ -142,25 +145,26 @@ def plan_batch(
         mini_batch_size: samples of one optimizer step; the last step may have fewer.
         dp_size: data ranks.
         token_budget: most tokens of one micro-batch (``max_token_len_per_gpu * sp_size``).
-        cost: what samples cost: a Workload, one number per sample, or None for the default Workload.
-        planner: ``joint`` (ranks and micro-steps together), ``joint_free`` (the same, and the planner chooses which
-            samples form a step), ``karmarkar_karp`` (equal counts per rank, then every rank by itself).
-        seed: deals the samples of ``joint_free``; nothing else is drawn.
-        sp_size: sequence ranks, passed on to the totals.
-        micro_batch_size: samples per micro-batch; given, the token budget is not applied.
-        order: ``largest_first`` (out-of-memory shows at once) or ``balanced_ends`` (small at both ends, for pipelines).
+        cost: cost model, or [n] the cost of each sample, or None for the default cost model.
+        planner: ``joint`` plans ranks and micro-steps together; ``joint_free`` also chooses which samples form a step;
+            ``karmarkar_karp`` gives ranks equal counts, then plans each rank by itself.
+        seed: seed of the membership of ``joint_free``; nothing else is random.
+        sp_size: sequence-parallel ranks; only the totals need them.
+        micro_batch_size: samples per micro-batch; if set, the token budget does not apply.
+        order: ``largest_first`` (out-of-memory shows in the first micro-step) or ``balanced_ends`` (small micro-steps
+            at both ends, for pipelines).
         multiple_of: the number of micro-steps is raised to a multiple of this.
-        keep_groups: the samples of a group share a micro-batch. A group is then planned as if it were one sample, and
-            ``mini_batch_size`` and ``micro_batch_size`` are the most samples that whole groups may add up to.
-        share_prompts: the prompt of a group is computed once in a micro-batch; with ``keep_groups`` its tokens and its
-            cost are counted once, which needs a Workload.
+        keep_groups: the samples of a group share a micro-batch; mini-batches and micro-batches then consist of whole
+            groups, with at most ``mini_batch_size`` and ``micro_batch_size`` samples.
+        share_prompts: a micro-batch computes the prompt of a group once. With ``keep_groups`` the tokens and the cost
+            of the prompt are also planned once, which needs a Workload.
 
     Returns:
         One plan per optimizer step. Membership depends on the samples, their order and the seed, not on ``dp_size``.
-        Samples that are left out take part in membership and totals; a step of nothing else has dummies only.
+        Skipped samples count in membership and totals; a step of skipped samples alone has dummy micro-batches only.
 
     Raises:
-        ConfigError: a setting that cannot work, or a sample (a group, where they are kept) that fits nowhere.
+        ConfigError: an invalid setting, or a sample (or group, with ``keep_groups``) that is larger than a limit.
     """
     assert min(dp_size, multiple_of) >= 1, f"sizes are positive, got dp_size={dp_size}, multiple_of={multiple_of}"
     one_of("batching.planner", planner, PLANNERS)
@@ -171,22 +175,22 @@ def plan_batch(
     units = units_of(metas, cost, keep_groups=keep_groups, share_prompts=share_prompts)
     if keep_groups:
         limits.check_groups(metas, units)
-    pack = _packer(planner, dp_size, limits, units.largest, cost, multiple_of)
+    packer = _packer(planner, dp_size, limits, units.largest, cost, multiple_of)
     plans = []
     for block in _membership(units, planner, mini_batch_size, seed):
         computed = block[units.is_computed[block]]
-        packing = units.packed(computed, pack) if len(computed) else Packing(computed, 1, dp_size)
+        packing = units.pack(computed, packer) if len(computed) else Packing(computed, 1, dp_size)
         tokens = packing.sums(units.length[computed])
         assert micro_batch_size or tokens.max() <= token_budget, "a micro-batch exceeds the budget"
-        packing = _in_run_order(packing, units.cost[computed], order).with_steps_multiple_of(multiple_of)
+        packing = _order_steps(packing, units.cost[computed], order).with_steps_multiple_of(multiple_of)
         plans.append(_assemble(metas, block, units, packing, sp_size, share_prompts))
-    held = np.sort(np.fromiter(chain.from_iterable(plan.positions for plan in plans), np.int64))
-    assert np.array_equal(held, np.flatnonzero(units.is_computed)), "the plans together hold each computed sample once"
+    planned = np.sort(np.fromiter(chain.from_iterable(plan.positions for plan in plans), np.int64))
+    assert np.array_equal(planned, np.flatnonzero(units.is_computed)), "all plans hold each computed sample once"
     return tuple(plans)
 
 
 def _membership(units: Units, planner: str, mini_batch_size: int, seed: int) -> list[Ints]:
-    """The samples of each optimizer step, ascending positions."""
+    """Ascending positions of the samples of each optimizer step."""
     if planner == "joint_free":
         block = blocks_of_one_mix(units.own_costs, mini_batch_size // units.largest, seed)
     else:
@@ -197,7 +201,7 @@ def _membership(units: Units, planner: str, mini_batch_size: int, seed: int) -> 
 def _packer(
     planner: str, dp_size: int, limits: Limits, largest: int, cost: Workload | Numbers, multiple_of: int
 ) -> Packer:
-    """How one mini-batch is packed; ``largest`` is how many samples a unit may have."""
+    """The function that packs one mini-batch; ``largest`` is the number of samples of the largest unit."""
     if limits.micro_batch_size is not None:
         fixed = plan_fixed_size_karmarkar_karp if planner == "karmarkar_karp" else plan_fixed_size
         num_units = limits.micro_batch_size // largest
@@ -209,8 +213,8 @@ def _packer(
     return partial(plan_joint, dp_size=dp_size, token_budget=budget, step_cost=step_cost, multiple_of=multiple_of)
 
 
-def _in_run_order(packing: Packing, cost: Floats, order: str) -> Packing:
-    """The micro-steps by their dearest micro-batch; ``cost`` is [n]."""
+def _order_steps(packing: Packing, cost: Floats, order: str) -> Packing:
+    """Order micro-steps by their most expensive micro-batch; ``cost`` is [n]."""
     falling = np.argsort(-packing.sums(cost).max(axis=1), kind="stable")
     if order == "largest_first":
         return packing.in_order(falling)
@@ -220,14 +224,14 @@ def _in_run_order(packing: Packing, cost: Floats, order: str) -> Packing:
 def _assemble(
     metas: Sequence[SampleMeta], block: Ints, units: Units, packing: Packing, sp_size: int, share_prompts: bool
 ) -> MiniBatchPlan:
-    """Name the samples by position and count what the log needs.
+    """Turn the packing of one mini-batch into its plan.
 
     Args:
-        metas: the samples of the iteration.
-        block: positions of those of the mini-batch, ascending.
-        units: say which of them are computed, and at what cost.
-        packing: of those that are computed.
-        sp_size, share_prompts: those of ``plan_batch``.
+        metas: all samples of the iteration.
+        block: ascending positions of the samples of the mini-batch.
+        units: which of them are computed, and their costs.
+        packing: cells of those that are computed.
+        sp_size, share_prompts: as in ``plan_batch``.
     """
     computed = block[units.is_computed[block]]
     members = [metas[position] for position in computed.tolist()]
@@ -264,5 +268,5 @@ def _totals(members: Sequence[SampleMeta], dp_size: int, sp_size: int) -> StepTo
     )
 
 
-def _doubled(positions: Sequence[int]) -> list[int]:
+def _duplicates(positions: Sequence[int]) -> list[int]:
     return sorted(position for position, times in Counter(positions).items() if times > 1)

@@ -1,6 +1,6 @@
-"""Mini-batches packed one ahead, in a thread, so that a step does not wait for its own.
+"""Prefetching: a thread packs the next mini-batch while the current one is trained on.
 
-Leaves out which samples they hold (``sampler.py``) and how they are packed (``collate.py``).
+Sampling is in ``sampler.py``, packing in ``collate.py``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from rlmodule.core.types import MiniBatch
 
 @dataclass(frozen=True, eq=False)
 class PackedAhead:
-    """What a trainer iterates over: this rank's mini-batches of one iteration, those handed out before left out.
+    """Iterable over this rank's remaining mini-batches of one iteration.
 
     Args:
-        sampler: says what is next, and counts a mini-batch when it is handed out, not when it is packed.
-        pack: makes a mini-batch of its share; must not touch anything that a step changes.
+        sampler: gives this rank's shares; it counts a mini-batch when it is yielded, not when it is packed.
+        pack: builds a mini-batch from a share, in the thread; it must not read anything that a training step changes.
     """
 
     sampler: BalancedSampler
@@ -31,9 +31,9 @@ class PackedAhead:
     def __iter__(self) -> Iterator[MiniBatch]:
         shares = self.sampler.remaining()
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="pack") as thread:
-            coming = [thread.submit(self.pack, share) for share in shares[:1]]
-            for following, _ in zip([*shares[1:], None], self.sampler, strict=False):
-                mini_batch = coming.pop().result()
-                if following is not None:
-                    coming.append(thread.submit(self.pack, following))
+            pending = [thread.submit(self.pack, share) for share in shares[:1]]
+            for next_share, _ in zip([*shares[1:], None], self.sampler, strict=False):
+                mini_batch = pending.pop().result()
+                if next_share is not None:
+                    pending.append(thread.submit(self.pack, next_share))
                 yield mini_batch

@@ -1,6 +1,6 @@
-"""Which samples this data rank runs, mini-batch by mini-batch: shuffles with a seed, plans, hands out its share.
+"""The sampler: shuffles the samples of an iteration with a seed, plans them and yields the share of this data rank.
 
-Leaves out how a plan is made (``plan.py``) and how samples become tensors (``collate.py``).
+Planning is in ``plan.py``, packing in ``collate.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlmodule.core.types import POLICY, SampleMeta, StepTotals
 
 @dataclass(frozen=True)
 class BatchingConfig:
-    """How an iteration's samples become optimizer steps and micro-batches."""
+    """How the samples of an iteration are split into optimizer steps and micro-batches."""
 
     mini_batch_size: int = 128  # samples of one optimizer step, over all ranks
     use_dynamic_bsz: bool = True  # True: micro-batches by token budget; False: by number of samples
@@ -32,7 +32,7 @@ class BatchingConfig:
     order: str = "largest_first"  # order of micro-steps: largest_first or balanced_ends
     shuffle: bool = True  # draw mini-batches from a seeded shuffle of the iteration's samples
     share_prompts: bool = False  # compute a prompt once for the responses of its group that share a micro-batch
-    equal_counts: bool = False  # top mini-batches up until every rank has the same number of samples; none is left out
+    equal_counts: bool = False  # add padding samples until all ranks have equal counts; no sample is skipped then
     keep_groups: bool = False  # the samples of a group (responses to a prompt, a pair) share a micro-batch
 
     def __post_init__(self) -> None:
@@ -53,20 +53,20 @@ class BatchingConfig:
             raise ConfigError(
                 key="equal_counts",
                 got=True,
-                because="keep_groups is true, and fillers would take the places of samples that belong together",
+                because="keep_groups is true, and padding samples would take the places of samples of a group",
                 fix="Use batching.equal_counts=false, or batching.keep_groups=false",
             )
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one data rank runs of one mini-batch.
+    """The part of one mini-batch that one data rank computes.
 
     Args:
-        micro_batches: positions into the experience; an empty tuple is a zero-weight dummy.
+        micro_batches: positions of the samples of each micro-batch; an empty tuple is a dummy micro-batch without loss.
         totals: counts of the whole mini-batch.
-        metrics: facts of the plan, the same on every rank.
-        trained_models: names of the models that take a step on it.
+        metrics: metrics of the plan, the same on every rank.
+        trained_models: names of the models that take an optimizer step on the mini-batch.
         has_gradient: whether any sample of it, over all ranks, can have a gradient.
     """
 
@@ -79,12 +79,12 @@ class RankShare:
 
 @dataclass(frozen=True)
 class Pass:
-    """One walk over all samples of an iteration.
+    """One pass over all samples of an iteration.
 
     Args:
-        epoch: keys the order; passes of one epoch walk in the same order.
+        epoch: number of the pass; the shuffle depends on it.
         mini_batch_size: samples of one optimizer step, over all ranks.
-        trained_models: names of the models that take a step on each mini-batch.
+        trained_models: names of the models that take an optimizer step on each mini-batch.
     """
 
     epoch: int
@@ -93,21 +93,20 @@ class Pass:
 
 
 class BalancedSampler(Sampler[RankShare]):
-    """Mini-batches of one iteration, ``epochs`` times over, each time in a new order.
+    """Yields this rank's share of every mini-batch of one iteration, for ``epochs`` passes in different orders.
 
-    The order is a function of (seed, iteration, epoch) and the number of samples alone, so it is the same on any number
-    of ranks. Positions at or past ``len(metas)`` are fillers of equal-count mode.
+    The order depends on (seed, iteration, epoch) and the number of samples alone, so it is the same on any number of
+    ranks. With ``equal_counts``, positions from ``len(metas)`` on are padding samples.
 
     Args:
-        metas: every sample of the iteration, the same list on every rank.
+        metas: all samples of the iteration, the same list on every rank.
         config: sizes and planner.
-        layout: where this process sits.
-        seed, iteration: key the order.
-        epochs: how often each model sees the samples.
+        layout: the parallel layout and the place of this process in it.
+        seed, iteration: the shuffle depends on them.
+        epochs: passes over the samples, for each model.
         cost: cost model; None for the default of a 7B model.
-        trained_models: name of each model that trains -> samples of its mini-batches; None for the policy alone. Models
-        with
-            mini-batches of one size share them; the others see the samples in mini-batches of their own.
+        trained_models: name of each trained model -> samples of its mini-batches; None for the policy alone. Models
+            with equal mini-batch sizes train on the same mini-batches, the others in passes of their own.
     """
 
     def __init__(
@@ -127,7 +126,7 @@ class BalancedSampler(Sampler[RankShare]):
         self.layout = layout
         self.seed = seed
         self.iteration = iteration
-        self.consumed = 0  # mini-batches handed out, over all epochs
+        self.consumed = 0  # mini-batches yielded so far, over all epochs
         self._passes = passes_over(trained_models or {POLICY: config.mini_batch_size}, epochs)
         self._plans = tuple(self._plan(one, cost) for one in self._passes)
 
@@ -135,13 +134,13 @@ class BalancedSampler(Sampler[RankShare]):
         config, layout = self.config, self.layout
         order = sample_order(len(self.metas), self.seed, self.iteration, one.epoch, shuffle=config.shuffle)
         metas = [self.metas[i] for i in order]
-        places = order
+        positions = order
         if config.equal_counts:
             metas = [replace(meta, is_skipped=False) for meta in metas]
             multiple = required_multiple(layout.dp_size, *(p.mini_batch_size for p in self._passes))
             metas = top_up(metas, multiple, one.mini_batch_size)
-            real, filler = iter(order), iter(range(len(order), len(metas)))
-            places = [next(filler) if meta.is_padding else next(real) for meta in metas]
+            real, padding = iter(order), iter(range(len(order), len(metas)))
+            positions = [next(padding) if meta.is_padding else next(real) for meta in metas]
         plans = plan_batch(
             metas,
             mini_batch_size=one.mini_batch_size,
@@ -156,20 +155,20 @@ class BalancedSampler(Sampler[RankShare]):
             keep_groups=config.keep_groups,
             share_prompts=config.share_prompts,
         )
-        return tuple(replace(plan, micro_batches=_renumber(plan.micro_batches, places)) for plan in plans)
+        return tuple(replace(plan, micro_batches=_renumber(plan.micro_batches, positions)) for plan in plans)
 
     @property
     def plans(self) -> tuple[MiniBatchPlan, ...]:
-        """Every mini-batch of every pass, in the order they run."""
+        """Plans of every mini-batch of every pass, in training order."""
         return tuple(plan for one in self._plans for plan in one)
 
     @property
     def first_pass(self) -> tuple[MiniBatchPlan, ...]:
-        """Plans of the first pass; inference over them gives the same forward shapes as the first update."""
+        """Plans of the first pass; scoring uses them, so its forward passes have the shapes of the first update."""
         return self._plans[0]
 
     def owners(self, plans: Sequence[MiniBatchPlan]) -> dict[int, set[int]]:
-        """Position -> data ranks that run it in ``plans``."""
+        """Position of each sample -> data ranks that compute it in ``plans``."""
         owners: dict[int, set[int]] = {}
         for plan in plans:
             for rank, steps in enumerate(plan.micro_batches):
@@ -196,7 +195,7 @@ class BalancedSampler(Sampler[RankShare]):
             yield share
 
     def remaining(self) -> list[RankShare]:
-        """What is still to be handed out; once all was, the whole again."""
+        """Shares that were not yielded yet; all of them again once every one was."""
         trained_models = [
             one.trained_models for one, plans in zip(self._passes, self._plans, strict=True) for _ in plans
         ]
@@ -206,11 +205,11 @@ class BalancedSampler(Sampler[RankShare]):
         return shares[self.consumed % max(len(self), 1) :]
 
     def state_dict(self) -> dict[str, int]:
-        """Iteration and mini-batches handed out so far."""
+        """Iteration and number of mini-batches yielded so far."""
         return {"iteration": self.iteration, "consumed": self.consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after the mini-batches that ``state`` had handed out of the same iteration."""
+        """Skip the mini-batches that the saved run had trained on in the same iteration."""
         assert state["iteration"] == self.iteration, f"state of iteration {state['iteration']}, not {self.iteration}"
         self.consumed = state["consumed"]
 
@@ -226,14 +225,14 @@ def passes_over(trained_models: Mapping[str, int], epochs: int) -> tuple[Pass, .
 
 
 def _renumber(
-    micro_batches: tuple[tuple[tuple[int, ...], ...], ...], places: Sequence[int]
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...], positions: Sequence[int]
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Positions of the shuffled list -> positions of the original one."""
-    return tuple(tuple(tuple(places[p] for p in step) for step in steps) for steps in micro_batches)
+    """Map positions in the shuffled list to positions in the original one."""
+    return tuple(tuple(tuple(positions[p] for p in step) for step in steps) for steps in micro_batches)
 
 
 def sample_order(count: int, seed: int, iteration: int, epoch: int, *, shuffle: bool = True) -> list[int]:
-    """Order of ``count`` samples; a function of its arguments alone, on any machine and any number of ranks."""
+    """Permutation of ``count`` samples; depends on the arguments alone, on any machine and any number of ranks."""
     if not shuffle:
         return list(range(count))
     key = np.random.SeedSequence([seed & 0xFFFFFFFF, iteration, epoch])

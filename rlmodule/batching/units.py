@@ -1,6 +1,6 @@
-"""What is planned as one: every sample by itself, or the samples of a group together.
+"""Units of planning: single samples, or whole groups that stay in one micro-batch (``batching.keep_groups``).
 
-Numbers of samples are ``[n]``, numbers of units ``[u]``. Leaves out what units are packed for (``plan.py``).
+Shapes: ``[n]`` per sample, ``[u]`` per unit.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from rlmodule.batching.shared_prompts import with_shared_prompts
 from rlmodule.batching.workload import Floats, Numbers, Workload, as_floats
 from rlmodule.core.types import SampleMeta
 
-Packer = Callable[[Floats, Ints], Packing]  # [u] cost and tokens of what is packed -> where it sits
+Packer = Callable[[Floats, Ints], Packing]  # ([u] cost, [u] tokens) -> packing of the units
 
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """The samples of an iteration and which of them stay together.
+    """The samples of an iteration and the unit of each.
 
     Args:
-        unit: [n] int64 unit of each sample, numbered from 0 in the order of the samples.
-        is_computed: [n] bool, False where a sample is left out.
+        unit: [n] int64 unit of each sample, numbered from 0 in order of first appearance.
+        is_computed: [n] bool, False for skipped samples.
         length: [n] int64 tokens that a sample adds to the micro-batch of its unit.
-        cost: [n] float64 what it adds to the cost of that micro-batch.
-        own_cost: [n] float64 what it costs by itself: whether prompts are shared changes no membership.
+        cost: [n] float64 cost that a sample adds to that micro-batch.
+        own_cost: [n] float64 cost without shared prompts; membership uses it, so that sharing does not change it.
     """
 
     unit: Ints
@@ -46,7 +46,7 @@ class Units:
 
     @property
     def largest(self) -> int:
-        """Samples of the largest unit; 1 without any."""
+        """Samples of the largest unit; 1 if there are no units."""
         return int(self.sizes.max(initial=1))
 
     @property
@@ -56,25 +56,25 @@ class Units:
 
     @property
     def own_costs(self) -> Floats:
-        """[u] what the samples of each unit cost by themselves."""
+        """[u] cost of each unit without shared prompts."""
         return _sums(self.unit, self.own_cost)
 
-    def packed(self, samples: Ints, pack: Packer) -> Packing:
-        """Some samples in micro-batches, those of a unit in one: each unit is packed as one item."""
+    def pack(self, samples: Ints, packer: Packer) -> Packing:
+        """Pack the given samples (positions, [n]) with each unit as one item."""
         _, item = np.unique(self.unit[samples], return_inverse=True)
-        packing = pack(_sums(item, self.cost[samples]), _sums(item, self.length[samples]).astype(np.int64))
+        packing = packer(_sums(item, self.cost[samples]), _sums(item, self.length[samples]).astype(np.int64))
         return replace(packing, cell=packing.cell[item])
 
 
 def units_of(metas: Sequence[SampleMeta], cost: Workload | Numbers, *, keep_groups: bool, share_prompts: bool) -> Units:
-    """Measure the samples.
+    """Compute the units with their tokens and costs.
 
     Args:
         metas: the samples, [n].
-        cost: says what each costs, or [n] numbers that do.
-        keep_groups: a unit is a group, not a sample.
-        share_prompts: a unit computes its prompt once; read with ``keep_groups`` alone, without which the plan does
-            not know beforehand who shares.
+        cost: cost model, or [n] the cost of each sample.
+        keep_groups: a unit is a group instead of a sample.
+        share_prompts: a unit computes its prompt once. Has an effect with ``keep_groups`` only, because otherwise it is
+            not known before planning which samples share a micro-batch.
     """
     is_computed = np.fromiter((not m.is_skipped for m in metas), np.bool_, len(metas))
     length = np.fromiter((m.length for m in metas), np.int64, len(metas))
@@ -84,7 +84,9 @@ def units_of(metas: Sequence[SampleMeta], cost: Workload | Numbers, *, keep_grou
     group = numbered_by_appearance(np.fromiter((m.group_id for m in metas), np.int64, len(metas)))
     if not share_prompts:
         return Units(group, is_computed, length, own_cost, own_cost)
-    assert isinstance(cost, Workload), "numbers do not say what a prompt costs"
+    assert isinstance(cost, Workload), (
+        "share_prompts with keep_groups needs a Workload: costs per sample do not tell the cost of a prompt"
+    )
     return Units(group, is_computed, *with_shared_prompts(metas, group, length, own_cost, cost), own_cost)
 
 
@@ -98,5 +100,5 @@ def _costs(metas: Sequence[SampleMeta], length: Ints, cost: Workload | Numbers) 
 
 
 def _sums(unit: Ints, values: Floats | Ints) -> Floats:
-    """[n] a number per sample -> [u] its sum over each unit."""
+    """[n] value of each sample -> [u] float64 sum over each unit."""
     return np.bincount(unit, weights=values).astype(np.float64, copy=False)

@@ -97,15 +97,15 @@ class Workload:
 
     Args:
         model: shape of the model that is trained; None takes 24576 L + L^2, a 7B model with hidden size 4096.
-        step_cost: price of one more micro-step whatever it holds (kernel launches, parameter gathers), in the same
-            unit as the samples; 0 counts matrix products alone.
+        step_cost: fixed cost of a micro-step (kernel launches, parameter gathers), in the unit of the samples; 0 counts
+            matrix products alone.
     """
 
     model: ModelShape | None = None
     step_cost: float = 0.0
 
     def __post_init__(self) -> None:
-        assert self.step_cost >= 0, f"step_cost is a price, got {self.step_cost}"
+        assert self.step_cost >= 0, f"step_cost must not be negative, got {self.step_cost}"
 
     def cost(self, lengths: Numbers, response_lengths: Numbers) -> Floats:
         """[B] tokens, [B] tokens with a loss -> [B] float64 cost of each sample."""

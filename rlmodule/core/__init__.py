@@ -1,1 +1,1 @@
-"""Words every other package speaks: types, contracts, registry, configuration, errors. No maths, no input or output."""
+"""What all packages share: data types, contracts, registry, configuration, errors, metrics; no maths, no I/O."""

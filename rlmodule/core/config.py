@@ -1,7 +1,7 @@
-"""Hydra node -> frozen dataclass, with errors that carry the full key. The only place that knows OmegaConf.
+"""Conversion of Hydra nodes to frozen dataclasses, with errors that name the full key; only this module uses OmegaConf.
 
-Leaves out what a value means: each dataclass checks its own fields in ``__post_init__`` and raises ConfigError with a
-bare field name; the full dotted key is put in front of it here.
+Every dataclass checks its own values in ``__post_init__`` and raises ConfigError with the bare field name; ``convert``
+prefixes it with the dotted key of the section.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def convert(cls: type[T], node: DictConfig | Mapping[str, Any], key: str, *, ign
     Args:
         cls: dataclass whose fields are the allowed keys.
         node: mapping with the values; interpolations are resolved.
-        key: dotted key of the node, put in front of field names in errors; empty for keys at the top.
-        ignore: keys of the node that belong to someone else (``name`` of a component).
+        key: dotted key of the node, prefix of field names in errors; empty at the top level.
+        ignore: keys of the node that are not fields (``name`` of a component).
 
     Raises:
-        ConfigError: unknown key, missing key, value of the wrong type, or a value that ``cls`` refuses.
+        ConfigError: unknown key, missing key, value of the wrong type, or a value that ``cls`` rejects.
     """
     given = _plain(node, key, ignore)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
@@ -115,7 +115,7 @@ def _check_known(given: Mapping[str, Any], known: Iterable[str], key: str) -> No
 
 
 def _make_writable(node: DictConfig) -> None:
-    """Frozen dataclasses make read-only nodes, also where they are fields of each other."""
+    """Clear the read-only flag that OmegaConf sets on nodes of frozen dataclasses, recursively."""
     OmegaConf.set_readonly(node, False)
     for name in node:
         if not OmegaConf.is_missing(node, name) and isinstance(child := node[name], DictConfig):
@@ -127,7 +127,7 @@ def _full(key: str, name: str) -> str:
 
 
 def _with_full_keys(text: str, names: Iterable[str], key: str) -> str:
-    """``Use lr=0`` -> ``Use optimizer.lr=0``: what is typed on the command line, wherever a bare field is set."""
+    """Prefix fields in a suggested fix: ``Use lr=0`` -> ``Use optimizer.lr=0``, as typed on the command line."""
     bare = rf"(?<![\w.])({'|'.join(names)})(?=(\.\w+)*=)"
     return re.sub(bare, lambda found: _full(key, found[1]), text)
 
@@ -153,7 +153,7 @@ def _assign(schema: DictConfig, cls: type, name: str, value: object, key: str) -
 
 
 def _given(value: object, name: str, full_key: str | None) -> object:
-    """What stands at ``full_key``, which begins with ``name`` and may lead into the mapping ``value``."""
+    """The value at ``full_key``, a path that starts with ``name`` and may lead into the mapping ``value``."""
     for step in (full_key or name).split(".")[1:]:
         if not isinstance(value, Mapping) or step not in value:
             break
@@ -181,17 +181,17 @@ def _section_of(cls: type, name: str) -> Any:
 
 
 def _type_name(cls: type, name: str) -> str:
-    """How the field is declared, in words a user types."""
+    """Declared type of the field, in YAML's words."""
     declared = {f.name: f.type for f in dataclasses.fields(cls)}[name]
     text = declared if isinstance(declared, str) else getattr(declared, "__name__", str(declared))
     return text.replace("None", "null").replace(" | ", " or ")
 
 
 def one_of(field: str, got: str, known: Iterable[str]) -> None:
-    """Refuse a word that is not on the list; for the fields OmegaConf cannot type (it knows no ``Literal``).
+    """Check that a value is one of the known words; OmegaConf has no ``Literal`` type.
 
     Raises:
-        ConfigError: lists the words and the nearest.
+        ConfigError: lists the known words, nearest first.
     """
     names = list(known)
     if got not in names:
@@ -201,7 +201,7 @@ def one_of(field: str, got: str, known: Iterable[str]) -> None:
 
 
 def at_least(field: str, got: float, least: float) -> None:
-    """Refuse a number below ``least``.
+    """Check that a number is at least ``least``.
 
     Raises:
         ConfigError: names the field, the value and the limit.
@@ -211,7 +211,7 @@ def at_least(field: str, got: float, least: float) -> None:
 
 
 def at_most(field: str, got: float, most: float) -> None:
-    """Refuse a number above ``most``.
+    """Check that a number is at most ``most``.
 
     Raises:
         ConfigError: names the field, the value and the limit.
@@ -221,7 +221,7 @@ def at_most(field: str, got: float, most: float) -> None:
 
 
 def more_than(field: str, got: float, limit: float) -> None:
-    """Refuse a number that is not above ``limit``.
+    """Check that a number is greater than ``limit``.
 
     Raises:
         ConfigError: names the field, the value and the limit.

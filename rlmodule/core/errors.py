@@ -1,14 +1,14 @@
-"""The error tree: what a user did (no traceback, exit code 2) apart from what we did (traceback kept).
+"""Errors that are written for users: printed without a traceback, exit code 2.
 
     RLModuleError
-    +-- ConfigError        a key of the configuration has a value that cannot work
+    +-- ConfigError        a configuration key has an invalid value
     +-- DataError          a row of a file cannot be used
-    +-- CheckpointError    a checkpoint asked for is damaged or missing
+    +-- CheckpointError    the requested checkpoint is damaged or missing
     +-- DependencyError    an optional package is not installed
-    +-- TrainingError      the run cannot go on (too many skipped steps, every reward failed, a process died)
+    +-- TrainingError      the run cannot continue (too many skipped steps, all rewards failed, a process died)
     +-- Preempted          the run was asked to stop and has saved its state (exit code 75)
 
-Bugs of our own are ``assert`` or whatever Python raises; nothing here catches them.
+Bugs raise AssertionError or any other exception and keep their traceback.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from pathlib import Path
 
 
 class RLModuleError(Exception):
-    """Base of every error that is written for the user; printed without a traceback, exit code 2."""
+    """Base class of all errors written for the user."""
 
 
 class ConfigError(RLModuleError):
-    """A configuration key whose value cannot work.
+    """A configuration key has an invalid value.
 
     Args:
         key: full dotted key as typed on the command line, e.g. ``batching.max_token_len_per_gpu``.
-        got: the value found.
-        because: why it cannot work.
+        got: the invalid value.
+        because: why it is invalid.
         fix: what to type instead.
     """
 
@@ -52,7 +52,7 @@ class DataError(RLModuleError):
 
 
 class CheckpointError(RLModuleError):
-    """A checkpoint that is missing, half written or damaged."""
+    """A checkpoint is missing, incomplete or damaged."""
 
 
 class DependencyError(RLModuleError):
@@ -63,11 +63,11 @@ class DependencyError(RLModuleError):
 
 
 class TrainingError(RLModuleError):
-    """The run cannot go on, for a reason that lies in the data, the settings or the machine."""
+    """The run cannot continue because of the data, the settings or the machine."""
 
 
-class Preempted(RLModuleError):  # noqa: N818  no error was made
-    """The run was asked to stop and has saved its state; exit code 75, which a scheduler can tell from an error."""
+class Preempted(RLModuleError):  # noqa: N818  not an error
+    """The run was asked to stop and has saved its state; exit code 75, which schedulers distinguish from errors."""
 
 
 def in_one_line(error: BaseException) -> str:
@@ -79,7 +79,7 @@ _SHORT_LIST = 12  # names that still read as one line
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Sentence that names the nearest known words, and all of them where they are few; empty when none are known."""
+    """Sentence with the nearest known words, and all known words if they are few; empty if there are none."""
     names = sorted(known)
     near = nearest(word, names)
     parts = [near] if near else []

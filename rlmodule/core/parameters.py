@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def tied(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Parameter]]:
-    """(all names, parameter) of each distinct parameter."""
+    """Yield (all names, parameter) of each distinct parameter."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -20,7 +20,7 @@ def tied(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Parameter]]:
 
 
 def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Set the parameter of that name, and none of the others it is tied to."""
+    """Set the parameter of that name only, not the others it is tied to."""
     owner, _, leaf = name.rpartition(".")
     model.get_submodule(owner)._parameters[leaf] = parameter
 

@@ -1,6 +1,6 @@
-"""Menu of components: the name of a component is the name of its module, and nothing is imported until it is asked for.
+"""Registry of components: a component is named after its module, which is imported only when it is used.
 
-Leaves out strategies, whose key has four parts (``strategies/registry.py``).
+Strategies have a registry of their own, because their key has four parts (``strategies/registry.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Registry(Generic[T]):
     """Components of one kind, found by module name inside one package.
 
     Args:
-        kind: singular word for messages, e.g. ``loss``; also the config group.
+        kind: singular noun for messages, e.g. ``loss``; also the config group.
         package: dotted package whose modules are the components.
     """
 
@@ -28,7 +28,7 @@ class Registry(Generic[T]):
         self._classes: dict[str, type[T]] = {}
 
     def register(self, component: type[T]) -> type[T]:
-        """Class decorator: files the class under the last part of its module's name.
+        """Class decorator: registers the class under the last part of its module's name.
 
         Raises:
             ValueError: another class already has that name.
@@ -47,7 +47,7 @@ class Registry(Generic[T]):
         return component
 
     def names(self) -> list[str]:
-        """Every name on the menu, without importing any component; packages hold what components share."""
+        """Names of all components, without importing them; sub-packages hold shared code and are not listed."""
         paths = importlib.import_module(self.package).__path__
         return sorted({m.name for m in pkgutil.iter_modules(paths) if not m.ispkg} | set(self._classes))
 
@@ -56,10 +56,10 @@ class Registry(Generic[T]):
 
         Args:
             name: one of ``names()``.
-            key: full dotted key that holds the name, for the error; by default the kind, which is the config group.
+            key: full dotted key of the name, for the error; by default ``kind``, the config group.
 
         Raises:
-            ConfigError: no such component; lists the menu and the nearest names.
+            ConfigError: no such component; lists the known and the nearest names.
         """
         if name not in self._classes:
             if name not in self.names():

@@ -1,4 +1,4 @@
-"""What flows from stage to stage. A stage says what it needs, and adds, by type.
+"""Data types that flow from stage to stage.
 
 Shape legend, used in every docstring of the project:
     ``B`` sequences of a micro-batch     ``T`` packed positions of a micro-batch
@@ -26,12 +26,12 @@ POLICY, REFERENCE, CRITIC, TEACHER, REWARD_MODEL = "policy", "reference", "criti
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row to answer.
+    """One prompt of a data set.
 
     Args:
-        row: position of the row in its data set.
-        ids: prompt token ids, chat template applied.
-        text: the prompt as a person reads it; for rewards and logs only.
+        row: index of the row in its data set.
+        ids: token ids with the chat template applied.
+        text: the prompt as text; for rewards and logs only.
         answer: ground truth for the reward, or None.
         source: name of the task or data source the row came from.
         meta: every other column of the row.
@@ -51,15 +51,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class SampleMeta:
-    """All that planning needs of a sample; no token is read.
+    """Ids and lengths of a sample: all that planning needs.
 
     Args:
         sample_id: unique within the run.
-        group_id: the prompt row and iteration this response was sampled for.
+        group_id: identifies the prompt row and the iteration that the response was sampled for.
         prompt_len, response_len: tokens.
         loss_tokens: response tokens with loss mask 1.
-        is_padding: a filler that counts nowhere.
-        is_skipped: it counts in totals, and no rank computes it.
+        is_padding: a padding sample, which no count or metric includes.
+        is_skipped: its gradient is 0, so no rank computes it; it still counts in totals.
         has_gradient: whether anything of it can reach the gradient.
     """
 
@@ -80,19 +80,20 @@ class SampleMeta:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One prompt with one response, ids exactly as sampled (text is never re-encoded).
+    """One prompt with one response; token ids are exactly those sampled, text is never re-encoded.
 
     Args:
         sample_id, group_id: as in SampleMeta.
-        prompt: the row that was answered.
+        prompt: the prompt.
         response_ids: [R] int64.
         loss_mask: [R] bool, False on tool and observation tokens.
-        rollout_logprob: [R] float32 log-probability the sampler drew each token with, or None when it was not sampled.
-        finish_reason: ``stop`` (ended by itself) or ``length`` (cut at the limit; nothing is appended).
-        text: the response decoded; for rewards and logs only.
-        is_padding: a filler that counts nowhere.
-        teacher_logprob: [R] float32 log-probability a teacher gave each token, or None where no file says it.
-        version: iterations trained before it was drawn; tells the policies of a run apart.
+        rollout_logprob: [R] float32 log-probability with which the rollout engine sampled each token, or None for
+            responses that were not sampled.
+        finish_reason: ``stop`` (the response is complete) or ``length`` (truncated at the limit; nothing is appended).
+        text: the decoded response; for rewards and logs only.
+        is_padding: a padding sample, which no count or metric includes.
+        teacher_logprob: [R] float32 log-probability of each token under a teacher, from stored rollouts, or None.
+        version: number of iterations that the sampling policy had been trained for.
     """
 
     sample_id: int
@@ -114,7 +115,7 @@ class Sample:
 
     @property
     def meta(self) -> SampleMeta:
-        """Lengths and ids of this sample."""
+        """Ids and lengths of this sample."""
         return SampleMeta(
             sample_id=self.sample_id,
             group_id=self.group_id,
@@ -128,7 +129,7 @@ class Sample:
         """The sample plus one dummy token that alone has loss mask 1; its value is the bootstrap value."""
         mask = torch.zeros(len(self.loss_mask) + 1, dtype=torch.bool)
         mask[-1] = True
-        ids = torch.cat([self.response_ids, self.response_ids[-1:]])  # which token it is does not matter
+        ids = torch.cat([self.response_ids, self.response_ids[-1:]])  # any token id will do
         return replace(self, response_ids=ids, loss_mask=mask, rollout_logprob=None)
 
 
@@ -154,12 +155,12 @@ class RewardResult:
 
 @dataclass(frozen=True, eq=False)
 class ScoredSample:
-    """A sample and its verdict.
+    """A sample with its reward.
 
     Args:
-        sample: what was judged.
-        score: the verdict.
-        baseline: reward of the greedy response to the same prompt, or None where it is unscored or nobody asked.
+        sample: the sample.
+        score: its reward.
+        baseline: reward of the greedy response to the same prompt (ReMax); None if unscored or not needed.
     """
 
     sample: Sample
@@ -169,19 +170,19 @@ class ScoredSample:
 
 @dataclass(frozen=True, eq=False)
 class TrainingSample:
-    """One sample ready to train on.
+    """One sample ready to train on; values that the algorithm does not need are None.
 
     Args:
-        sample: ids and mask.
-        advantage: [R] float32, or None for losses that need none.
-        old_logprob: [R] float32 under the policy that starts the update, or None.
-        ref_logprob: [R] float32 under the frozen reference, or None.
-        teacher_logprob: [R] float32 under the frozen teacher, or None.
-        rollout_weight: [R] float32 factor of each token's policy loss, or None for 1.
-        old_value: [R] float32 under the value function that starts the update, or None where there is none.
-        returns: [R] float32, what the value function is to say, or None where there is none.
-        energy: [R] float32, see TokenOutputs, under the policy that starts the update; None where nobody asked for it.
-        next_value: what it expects after the last token of a response that was cut; 0 where that ended the episode.
+        sample: ids and loss mask.
+        advantage: [R] float32.
+        old_logprob: [R] float32 under the policy that starts the update.
+        ref_logprob: [R] float32 under the frozen reference.
+        teacher_logprob: [R] float32 under the frozen teacher.
+        rollout_weight: [R] float32 factor of each token's policy loss, None for 1.
+        old_value: [R] float32 values of the value function that starts the update.
+        returns: [R] float32 targets of the value function.
+        energy: [R] float32 under the policy that starts the update, see TokenOutputs.
+        next_value: value after the last token of a truncated response; 0 where the response ended the episode.
     """
 
     sample: Sample
@@ -203,9 +204,9 @@ class StepTotals:
     Args:
         tokens: loss tokens.
         sequences: sequences with at least one loss token.
-        dp_size: data ranks the gradient is averaged over.
-        sp_size: sequence ranks the gradient is averaged over as well.
-        group_tokens: loss tokens of each group that has any.
+        dp_size: data ranks over which gradients are averaged.
+        sp_size: sequence-parallel ranks over which gradients are averaged as well.
+        group_tokens: loss tokens by group id, of groups with any.
     """
 
     tokens: int
@@ -221,36 +222,36 @@ class StepTotals:
 
     @property
     def gradient_ranks(self) -> int:
-        """Ranks whose gradients are averaged; the loss is multiplied by it so that the average becomes the sum."""
+        """Ranks over which gradients are averaged; the loss is multiplied by it to turn the average into the sum."""
         return self.dp_size * self.sp_size
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Samples laid end to end in one row, without padding; everything about a loss token sits in an [N] tensor.
+    """Samples packed into one row without padding; values of loss tokens are in [N] tensors.
 
-    A segment of the row is a sample; or, where samples of a group share their prompt, the prompt up to its last token,
-    and for each of those samples the tokens that predict its response: the last one of the prompt and all but the last
-    one of the response.
+    A segment of the row is a sample. Where samples of a group share their prompt, one segment is the prompt without its
+    last token, and each of the samples has a segment of the tokens that predict its response: the last prompt token and
+    the response without its last token.
 
     Args:
         input_ids: [T] int64.
-        position_ids: [T] int64, place of each token in its sample.
-        cu_seqlens: [S+1] int32, first position of each segment and the end of the row; stays on the host.
+        position_ids: [T] int64, index of each token in its sample.
+        cu_seqlens: [S+1] int32, first position of each segment and the end of the row; always on the CPU.
         loss_positions: [N] int64, position whose hidden state predicts the token (the one before it).
         labels: [N] int64, the tokens to predict.
         sequence: [N] int64, sample of each loss token, 0 to B-1.
         loss_tokens: [B] int64, loss tokens of each whole sample.
         group_tokens: [B] int64, loss tokens of the sample's whole group in the mini-batch.
-        old_logprob, ref_logprob, teacher_logprob, advantage: [N] float32, None where the algorithm does not need them.
+        old_logprob, ref_logprob, teacher_logprob, advantage: [N] float32, None if the algorithm does not need them.
         rollout_weight: [N] float32 factor of each token's policy loss, None for 1.
-        old_value, returns: [N] float32 of the value function, None where there is none.
+        old_value, returns: [N] float32 of the value function, None without one.
         max_length: tokens of the longest segment.
-        prefix: [S] int64, segment that each segment goes on from, -1 for none; stays on the host. None where none does.
-        sample_id: [B] int64, -1 for fillers and padding segments.
-        group: [B] int64, groups of the samples numbered from 0; fillers and padding segments are groups of their own.
-        selected: [N] bool, tokens that the loss picked out of the whole mini-batch, None where it picks none.
-        positions: place of each sample in the experience; shorter than B when fillers or padding segments are present.
+        prefix: [S] int64, segment that each segment continues, -1 for none; always on the CPU. None without prefixes.
+        sample_id: [B] int64, -1 for padding samples and padding segments.
+        group: [B] int64, group numbers from 0; each padding sample and padding segment is a group of its own.
+        selected: [N] bool, tokens that the loss selected over the whole mini-batch; None for losses that do not select.
+        positions: index of each sample in the iteration; shorter than B if there are padding samples or segments.
     """
 
     input_ids: Tensor
@@ -276,11 +277,11 @@ class MicroBatch:
     positions: tuple[int, ...] = ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
-        """The same micro-batch with its tensors on ``device``."""
+        """Copy the tensors to ``device``."""
         return _to_device(self, device, non_blocking)
 
     def pin_memory(self) -> MicroBatch:
-        """The same micro-batch in page-locked host memory."""
+        """Copy the tensors to page-locked host memory."""
         return replace(self, **{k: v.pin_memory() for k, v in _tensors(self).items()})  # type: ignore[arg-type]
 
 
@@ -289,10 +290,10 @@ class MiniBatch:
     """This rank's share of one optimizer step.
 
     Args:
-        micro_batches: in the order they run; every data rank has the same number.
+        micro_batches: in training order; every data rank has the same number.
         totals: counts of the whole mini-batch over all data ranks.
-        metrics: facts of the plan to log with the step (``global_seqlen/*``, ``balance/*``), the same on every rank.
-        trained_models: names of the models that take a step on it.
+        metrics: metrics of the plan to log with the step (``global_seqlen/*``, ``balance/*``), equal on all ranks.
+        trained_models: names of the models that take an optimizer step on it.
         has_gradient: whether any sample of it, over all ranks, can have a gradient; else it is no optimizer step.
     """
 
@@ -303,35 +304,35 @@ class MiniBatch:
     has_gradient: bool = True
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MiniBatch:
-        """The same mini-batch with every tensor on ``device``."""
+        """Copy the tensors of all micro-batches to ``device``."""
         return replace(self, micro_batches=tuple(m.to(device, non_blocking) for m in self.micro_batches))
 
     def pin_memory(self) -> MiniBatch:
-        """The same mini-batch in page-locked host memory."""
+        """Copy the tensors of all micro-batches to page-locked host memory."""
         return replace(self, micro_batches=tuple(m.pin_memory() for m in self.micro_batches))
 
 
 def identity(value: Tensor) -> Tensor:
-    """The value as it is."""
+    """Return the argument: the sum over a single slice."""
     return value
 
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """What a policy loss may look at: loss tokens only, flat. Prompt, tool and padding tokens never get here.
+    """Inputs of a policy loss: values of loss tokens, without prompt, tool and padding tokens.
 
     Args:
-        logprob: [N] float32 under the policy being trained, carries the gradient.
+        logprob: [N] float32 under the policy being trained, with gradient.
         sequence: [N] int64, sample of each token within the micro-batch.
         loss_tokens: [B] int64, loss tokens of each sample.
         old_logprob: [N] float32 under the policy that started the update.
         advantage: [N] float32.
         ref_logprob: [N] float32 under the reference policy.
         teacher_logprob: [N] float32 under the teacher.
-        selected: [N] bool, tokens that the loss itself picked out of the whole mini-batch.
-        group: [B] int64, groups of the samples numbered from 0, each of them whole.
-        over_slices: adds up a tensor over the ranks that share a row; the tensor itself where no row is cut; None for
-            a loss that does not say ``whole_sequences`` and may be given a part of its sequences.
+        selected: [N] bool, tokens that the loss selected over the whole mini-batch.
+        group: [B] int64, group numbers of the samples, from 0; all samples of a group are in the micro-batch.
+        over_slices: sums a tensor over the sequence-parallel ranks that share the row (``identity`` for one rank); None
+            for a loss without ``whole_sequences``, which may be called with a part of a sequence.
     """
 
     logprob: Tensor
@@ -353,35 +354,35 @@ class LossInputs:
         part: slice = slice(None),
         over_slices: Callable[[Tensor], Tensor] | None = identity,
     ) -> LossInputs:
-        """The loss tokens ``part`` of a micro-batch, with their log-probabilities."""
+        """Inputs for the loss tokens ``part`` of a micro-batch, with their log-probabilities [C]."""
 
-        def cut(values: Tensor | None) -> Tensor | None:
+        def take(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[part]
 
         return cls(
             logprob=logprob,
             sequence=batch.sequence[part],
             loss_tokens=batch.loss_tokens,
-            old_logprob=cut(batch.old_logprob),
-            advantage=cut(batch.advantage),
-            ref_logprob=cut(batch.ref_logprob),
-            teacher_logprob=cut(batch.teacher_logprob),
-            selected=cut(batch.selected),
+            old_logprob=take(batch.old_logprob),
+            advantage=take(batch.advantage),
+            ref_logprob=take(batch.ref_logprob),
+            teacher_logprob=take(batch.teacher_logprob),
+            selected=take(batch.selected),
             group=batch.group,
             over_slices=over_slices,
         )
 
     def sum_per_sequence(self, value: Tensor) -> Tensor:
-        """[N, ...] -> [B, ...] sum over ALL loss tokens of each sample, on other sequence ranks too; differentiable.
+        """[N, ...] -> [B, ...] sum over all loss tokens of each sample; differentiable.
 
-        A loss that looks at whole sequences gets its sums here and nowhere else: its own tokens may be a slice.
+        It includes tokens on other sequence-parallel ranks, so a loss must not sum over sequences by itself.
         """
-        assert self.over_slices is not None, "a loss that adds up sequences says whole_sequences = True"
+        assert self.over_slices is not None, "a loss that sums over sequences needs whole_sequences = True"
         sums = torch.zeros(len(self.loss_tokens), *value.shape[1:], dtype=value.dtype, device=value.device)
         return self.over_slices(sums.index_add(0, self.sequence, value))
 
     def mean_per_sequence(self, value: Tensor) -> Tensor:
-        """[N] -> [N] mean over all loss tokens of the sample, given back to each of them; they share its gradient."""
+        """[N] -> [N] mean over all loss tokens of the sample, repeated for each of them; differentiable."""
         return (self.sum_per_sequence(value) / self.loss_tokens.clamp(min=1))[self.sequence]
 
 
@@ -395,12 +396,12 @@ class TokenMeans:
 
 @dataclass(frozen=True, eq=False)
 class TokenLoss:
-    """A loss before anybody divides.
+    """Loss per token, before aggregation.
 
     Args:
         loss: [N] float32.
-        metrics: name -> [N] tensor, logged as its mean over the loss tokens of the whole mini-batch.
-        shares: name -> [N] tensor, logged as the loss is aggregated: with the weights of ``loss_agg_mode``.
+        metrics: name -> [N], logged as the mean over the loss tokens of the whole mini-batch.
+        shares: name -> [N], logged with the aggregation of the loss (``loss_agg_mode``).
     """
 
     loss: Tensor
@@ -410,12 +411,12 @@ class TokenLoss:
 
 @dataclass(frozen=True, eq=False)
 class TokenValues:
-    """What an estimator with a value function may look at: the loss tokens of all responses, end to end.
+    """Inputs of an advantage estimator with a value function: the loss tokens of all responses, concatenated.
 
     Args:
-        value: [N] float64, what the value function expects from each token on, the token included.
-        penalty: [N] float64 taken off the reward of each token (KL to the reference).
-        next_value: [B] float64, what it expects after the last token of a response that was cut; 0 for one that ended.
+        value: [N] float64, expected return from each token on, including the token.
+        penalty: [N] float64 subtracted from the reward of each token (KL to the reference).
+        next_value: [B] float64, value after the last token of a truncated response; 0 for responses that ended.
     """
 
     value: Tensor
@@ -425,16 +426,16 @@ class TokenValues:
 
 @dataclass(frozen=True, eq=False)
 class AdvantageInputs:
-    """What an advantage estimator may look at: one entry per response of the iteration, over all ranks.
+    """Inputs of an advantage estimator: all responses of the iteration, over all ranks.
 
     Args:
-        reward: [B] float64, NaN where the response could not be scored.
+        reward: [B] float64, NaN for unscored responses.
         group: [B] int64, equal values form one group.
         loss_tokens: [B] int64.
-        parts: name -> [B] float64, the components of the reward, NaN where a response lacks one.
-        baseline: [B] float64 reward of the greedy response to the same prompt, or None where nobody asked for it.
-        tokens: what is known of each loss token, or None where nobody asked for it.
-        energy: [N] float64 of the loss tokens of all responses, end to end, see TokenOutputs; None likewise.
+        parts: name -> [B] float64 component of the reward, NaN where it is missing.
+        baseline: [B] float64 reward of the greedy response to the same prompt, None if not requested.
+        tokens: values per loss token, None if not requested.
+        energy: [N] float64 of the loss tokens of all responses, concatenated; see TokenOutputs. None if not requested.
     """
 
     reward: Tensor
@@ -471,7 +472,7 @@ class TokenOutputs:
 
 
 def _tensors(batch: object) -> dict[str, Tensor]:
-    """What moves. Segments are planned on the host: reading their borders off a device would wait for it."""
+    """Fields that move between devices; segment borders stay on the CPU, where planning attention reads them."""
     named = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in ("cu_seqlens", "prefix")}  # type: ignore[arg-type]
     return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 

@@ -1,4 +1,4 @@
-"""The menu of policy losses: one file each, the file's name is the loss's name."""
+"""Policy losses: one file per loss; the name of the file is the name of the loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs told apart by a score: what a reward model learns from."""
+"""Bradley-Terry loss of preference pairs, for reward models."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rlmodule.ops.pairs import loss_of_pairs, sums_of_pairs
 @LOSSES.register
 @dataclass(frozen=True)
 class BradleyTerry:
-    """Bradley and Terry's model of choices (Biometrika 39, 1952), as reward models are trained (arXiv:2203.02155).
+    """Bradley-Terry model (Biometrika 39, 1952) as the loss of a reward model (arXiv:2203.02155).
 
     With s the score of a response, the loss of a pair is ``-log sigmoid(s_chosen - s_rejected)``, plus ``center_coef``
-    times the square of their sum, which keeps scores around 0 (arXiv:2312.09244). A reward model gives its score where
-    a policy gives the log-probability of a token, at the one loss token of a response, which stands for its end. (A
-    policy would be scored by the log-probabilities of its responses.)
+    times the square of the sum of both scores, which keeps scores around 0 (arXiv:2312.09244). The score of a reward
+    model arrives in the field ``logprob``, at the only loss token of a response, its end. (With a policy, the score
+    would be the log-probability of the response.)
 
     Metrics, means over pairs: ``chosen_reward``, ``rejected_reward``, ``margin``, ``pair_accuracy``.
     """
@@ -30,7 +30,7 @@ class BradleyTerry:
     whole_sequences: ClassVar[bool] = True
     zero_at_zero_advantage: ClassVar[bool] = False
 
-    center_coef: float = 0.0  # price of the squared sum of a pair's scores
+    center_coef: float = 0.0  # weight of the squared sum of a pair's scores
 
     def __post_init__(self) -> None:
         at_least("center_coef", self.center_coef, 0)

@@ -1,4 +1,4 @@
-"""Clip the importance weight, keep every token's gradient."""
+"""CISPO: the importance weight is clipped, and every token keeps its gradient."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from rlmodule.ops.kl import importance_ratio
 class CISPO:
     """Clipped importance-sampling policy optimisation (MiniMax-M1, arXiv:2506.13585).
 
-    Loss ``-stop(clip(ratio, 1 - low, 1 + high)) * A * logprob``: a weighted policy gradient in which no token is
-    dropped. The paper leaves the weight without a floor (``clip_ratio_low=1``); the ceiling of 5 is that of
+    Loss ``-stop_gradient(clip(ratio, 1 - low, 1 + high)) * A * logprob``: a weighted policy gradient that drops no
+    token. The paper has no lower bound of the weight (``clip_ratio_low=1``); the upper bound of 5 is that of
     arXiv:2510.13786.
 
-    Metrics: ``clip_frac`` tokens whose weight was clipped, ``ppo_kl`` old minus new log-probability in nats.
+    Metrics: ``clip_frac`` tokens with a clipped weight, ``ppo_kl`` old minus new log-probability in nats.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage"})
     whole_sequences: ClassVar[bool] = False
     zero_at_zero_advantage: ClassVar[bool] = True
 
-    clip_ratio_low: float = 1.0  # floor of the weight is 1 - clip_ratio_low
-    clip_ratio_high: float = 4.0  # ceiling of the weight is 1 + clip_ratio_high
+    clip_ratio_low: float = 1.0  # lower bound of the weight is 1 - clip_ratio_low
+    clip_ratio_high: float = 4.0  # upper bound of the weight is 1 + clip_ratio_high
 
     def __post_init__(self) -> None:
         at_least("clip_ratio_low", self.clip_ratio_low, 0)

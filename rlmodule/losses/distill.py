@@ -1,4 +1,4 @@
-"""On-policy distillation: a student answers, a frozen teacher says how likely it would have been to say the same."""
+"""On-policy distillation: a frozen teacher scores the tokens that the student sampled."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from rlmodule.ops.kl import importance_ratio
 @LOSSES.register
 @dataclass(frozen=True)
 class Distill:
-    """Clipped surrogate with an advantage per token, A = -(log p_student - log p_teacher), p_student at the start.
+    """Clipped surrogate with the advantage A = log p_teacher - log p_student of each token.
 
-    In the first update of an iteration the expected gradient is that of KL(student || teacher) of the next token, at
-    prefixes that the student itself came to (arXiv:2306.13649, generalised knowledge distillation with reverse KL and
-    the student's own samples). A falls on each token alone: what it leads to later is not charged to it.
+    p_student is that of the policy that starts the update. In the first update of an iteration the expected gradient
+    is that of KL(student || teacher) of the next token, at prefixes that the student sampled (arXiv:2306.13649:
+    generalised knowledge distillation with reverse KL and on-policy samples). The advantage of a token does not include
+    the divergence at later tokens.
 
-    Metrics: ``teacher_kl`` log p_student - log p_teacher at the start in nats, whose mean estimates the reverse KL per
-    token; ``clip_frac`` tokens held back by the range; ``ppo_kl`` old minus new log-probability in nats.
+    Metrics: ``teacher_kl`` -A in nats, whose mean estimates the reverse KL per token; ``clip_frac`` clipped tokens;
+    ``ppo_kl`` old minus new log-probability in nats.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "teacher_logprob"})
     whole_sequences: ClassVar[bool] = False
     zero_at_zero_advantage: ClassVar[bool] = False
 
-    clip_ratio_low: float = 0.2  # ratio floor is 1 - clip_ratio_low
-    clip_ratio_high: float = 0.2  # ratio ceiling is 1 + clip_ratio_high
+    clip_ratio_low: float = 0.2  # lower bound of the ratio is 1 - clip_ratio_low
+    clip_ratio_high: float = 0.2  # upper bound of the ratio is 1 + clip_ratio_high
 
     def __post_init__(self) -> None:
         at_least("clip_ratio_low", self.clip_ratio_low, 0)

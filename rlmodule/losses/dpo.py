@@ -1,4 +1,4 @@
-"""Learning from pairs without a reward model: the policy's own log-ratios are the rewards."""
+"""DPO: the loss of preference pairs whose rewards are log-ratios of the policy to the reference."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from rlmodule.ops.pairs import log_ratios_of_pairs, loss_of_pairs, nll_of_chosen
 @LOSSES.register
 @dataclass(frozen=True)
 class DPO:
-    """Direct preference optimisation (arXiv:2305.18290), with the smoothed labels of conservative DPO.
+    """Direct preference optimisation (arXiv:2305.18290), with the label smoothing of conservative DPO.
 
     With h = beta * (log-ratio of the chosen response to the reference - that of the rejected one), the loss of a pair
-    is ``-(1 - s) log sigmoid(h) - s log sigmoid(-h)``, s being ``label_smoothing``. It stands on every token of the
-    pair: under ``prompt-mean`` the loss of a step is the mean over its pairs. A pair whose advantages are 0 (equal
-    rewards, where the policy answers itself) has no gradient.
+    is ``-(1 - s) log sigmoid(h) - s log sigmoid(-h)``, where s is ``label_smoothing``. Every token of the pair has this
+    loss, so with ``loss_agg_mode=prompt-mean`` the loss of a step is the mean over its pairs. A pair with advantages 0
+    (online DPO with two equal rewards) has no gradient.
 
-    The loss asks for a gap only, and both responses may become less likely while it opens. ``nll_coef`` adds the
-    negative log-likelihood of the chosen one, a mean over its tokens (arXiv:2404.19733).
+    The loss depends on the difference only, so both responses may become less likely. ``nll_coef`` adds the negative
+    log-likelihood of the chosen response, as a mean over its tokens (arXiv:2404.19733).
 
     Metrics, means over pairs: ``chosen_reward``, ``rejected_reward`` (beta times the log-ratio), ``margin``,
-    ``pair_accuracy``; ``chosen_logprob``, ``rejected_logprob``, sums over the response, nats.
+    ``pair_accuracy``; ``chosen_logprob``, ``rejected_logprob``, sums over the response in nats.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"advantage", "ref_logprob", "group"})
     whole_sequences: ClassVar[bool] = True
     zero_at_zero_advantage: ClassVar[bool] = False
 
-    beta: float = 0.1  # reward of a nat; larger keeps the policy closer to the reference
-    label_smoothing: float = 0.0  # share of pairs whose two responses are taken to be mixed up
+    beta: float = 0.1  # reward per nat of log-ratio; a larger beta keeps the policy closer to the reference
+    label_smoothing: float = 0.0  # assumed share of pairs with swapped labels
     nll_coef: float = 0.0  # weight of the chosen response's negative log-likelihood, nats per token
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Pairs that are pulled apart until their margin is 1, and then left alone."""
+"""Hinge loss of preference pairs: no gradient once the margin is 1."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DPOHinge:
     whole_sequences: ClassVar[bool] = True
     zero_at_zero_advantage: ClassVar[bool] = False
 
-    beta: float = 0.1  # reward of a nat; a pair counts until its log-ratios are 1 / beta nats apart
+    beta: float = 0.1  # reward per nat of log-ratio; the gradient stops at a difference of 1 / beta nats
 
     def __post_init__(self) -> None:
         more_than("beta", self.beta, 0)

@@ -1,4 +1,4 @@
-"""A trust region in divergence, not in ratio: KL between the policies, as the taken token shows it."""
+"""Divergence PPO with binary KL: the trust region is a KL divergence instead of a range of the ratio."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rlmodule.ops.kl import binary_kl
 @LOSSES.register
 @dataclass(frozen=True)
 class DPPOKL(DPPO):
-    """Binary KL: KL(then || now) of "this token or another".
+    """Binary KL: KL(old || new) of the distribution "this token, or any other".
 
     Settings and metrics: as in ``DPPO``.
     """
 
-    divergence_low: float = 0.05  # room of a probability to fall, nats
-    divergence_high: float = 0.05  # room of a probability to rise, nats
+    divergence_low: float = 0.05  # largest divergence of a token whose probability falls, nats
+    divergence_high: float = 0.05  # largest divergence of a token whose probability rises, nats
 
     def divergence(self, now: Tensor, old: Tensor) -> Tensor:
-        """[N] log-probabilities now and then -> [N] nats."""
+        """[N] new and old log-probabilities -> [N] nats."""
         return binary_kl(old, now)

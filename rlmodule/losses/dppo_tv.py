@@ -1,4 +1,4 @@
-"""A trust region in probability, not in ratio: total variation between the policies, as the taken token shows it."""
+"""Divergence PPO with binary total variation: the trust region is a change of probability, not of the ratio."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from rlmodule.ops.kl import importance_ratio
 
 @dataclass(frozen=True)
 class DPPO(ABC):
-    """Divergence PPO (arXiv:2602.04879), for any measure of how far the taken token has moved.
+    """Divergence PPO (arXiv:2602.04879), for any divergence that the probability of the taken token gives.
 
-    With p and q the probability of the taken token now and then, the loss is ``-stop(min(p/q, c)) * A * logprob``,
-    and 0 once an update in A's direction has used its room. A token that moved the other way is free to come back.
+    With p and q the new and old probability of the taken token and c ``max_ratio``, the loss is
+    ``-stop_gradient(min(p/q, c)) * A * logprob``. It is 0 for a token that has moved in the direction of its advantage
+    by more than the allowed divergence; a token that moved the other way keeps its gradient.
 
-    Metrics: ``clip_frac`` tokens outside their room, ``ppo_kl`` old minus new log-probability in nats.
+    Metrics: ``clip_frac`` tokens outside the trust region, ``ppo_kl`` old minus new log-probability in nats.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage"})
     whole_sequences: ClassVar[bool] = False
     zero_at_zero_advantage: ClassVar[bool] = True
 
-    divergence_low: float  # room of a probability to fall
-    divergence_high: float  # room of a probability to rise
+    divergence_low: float  # largest divergence of a token whose probability falls
+    divergence_high: float  # largest divergence of a token whose probability rises
     max_ratio: float = 20.0  # largest importance weight
 
     def __post_init__(self) -> None:
@@ -40,12 +41,12 @@ class DPPO(ABC):
 
     @abstractmethod
     def divergence(self, now: Tensor, old: Tensor) -> Tensor:
-        """[N] log-probabilities now and then -> [N] how far apart, whichever way."""
+        """[N] new and old log-probabilities -> [N] divergence, at least 0."""
 
     def __call__(self, x: LossInputs) -> TokenLoss:
         """[N] loss tokens -> [N] losses and metrics."""
-        assert x.old_logprob is not None, "the ratio is to old_logprob"
-        assert x.advantage is not None, "the loss is of an advantage"
+        assert x.old_logprob is not None, "dppo needs old_logprob"
+        assert x.advantage is not None, "dppo needs advantage"
         now = x.logprob.detach()
         weight = importance_ratio(now, x.old_logprob).clamp(max=self.max_ratio)
         divergence = self.divergence(now, x.old_logprob)
@@ -59,14 +60,14 @@ class DPPO(ABC):
 @LOSSES.register
 @dataclass(frozen=True)
 class DPPOTotalVariation(DPPO):
-    """Binary total variation, |p - q|: a rare token may grow many times over, a frequent one may not fall by a tenth.
+    """Binary total variation, |p - q|: a rare token may become many times likelier, a frequent one may change little.
 
     Settings and metrics: as in ``DPPO``.
     """
 
-    divergence_low: float = 0.15  # room of a probability to fall
-    divergence_high: float = 0.15  # room of a probability to rise
+    divergence_low: float = 0.15  # largest fall of a probability
+    divergence_high: float = 0.15  # largest rise of a probability
 
     def divergence(self, now: Tensor, old: Tensor) -> Tensor:
-        """[N] log-probabilities now and then -> [N] difference of the probabilities."""
+        """[N] new and old log-probabilities -> [N] difference of the probabilities."""
         return (now.exp() - old.exp()).abs()

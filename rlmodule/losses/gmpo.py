@@ -1,4 +1,4 @@
-"""Geometric mean of the token ratios of a response, each clipped by itself."""
+"""GMPO: the geometric mean of the clipped token ratios of a response."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ from rlmodule.ops.kl import bounded_exp
 class GMPO:
     """Geometric-mean policy optimisation (arXiv:2507.20673).
 
-    With d = logprob - old_logprob and A the mean advantage of the response, each d is clipped pessimistically to
-    [-low, high] on the side that the sign of A asks for, and every token has the loss ``-A exp(mean of clipped d)``.
-    Clipped tokens have no gradient, the others share that of the geometric mean. The paper averages by
-    ``seq-mean-token-mean``.
+    With d = logprob - old_logprob and A the mean advantage of the response, each d is clipped pessimistically, as in
+    PPO: to at most ``high`` if A >= 0, to at least ``-low`` otherwise. Every token has the loss
+    ``-A exp(mean of clipped d)``. Clipped tokens have no gradient. The paper uses ``seq-mean-token-mean``.
 
-    Metrics: ``clip_frac`` tokens held back by the range, ``ppo_kl`` old minus new log-probability in nats.
+    Metrics: ``clip_frac`` clipped tokens, ``ppo_kl`` old minus new log-probability in nats.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage"})
     whole_sequences: ClassVar[bool] = True
     zero_at_zero_advantage: ClassVar[bool] = True
 
-    clip_log_ratio_low: float = 0.4  # a log-ratio counts down to -clip_log_ratio_low, nats
-    clip_log_ratio_high: float = 0.4  # a log-ratio counts up to clip_log_ratio_high, nats
+    clip_log_ratio_low: float = 0.4  # lower bound of a log-ratio is -clip_log_ratio_low, nats
+    clip_log_ratio_high: float = 0.4  # upper bound of a log-ratio, nats
 
     def __post_init__(self) -> None:
         at_least("clip_log_ratio_low", self.clip_log_ratio_low, 0)
@@ -45,9 +44,9 @@ class GMPO:
         log_ratio = x.logprob - x.old_logprob
         clipped = log_ratio.clamp(-self.clip_log_ratio_low, self.clip_log_ratio_high)
         lower, upper = torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped)
-        kept = torch.where(advantage >= 0, lower, upper)  # whichever promises less
-        ratio = bounded_exp(x.mean_per_sequence(kept))
+        pessimistic = torch.where(advantage >= 0, lower, upper)
+        ratio = bounded_exp(x.mean_per_sequence(pessimistic))
         return TokenLoss(
             loss=-advantage * ratio,
-            metrics={"clip_frac": (kept != log_ratio).float(), "ppo_kl": -log_ratio.detach()},
+            metrics={"clip_frac": (pessimistic != log_ratio).float(), "ppo_kl": -log_ratio.detach()},
         )

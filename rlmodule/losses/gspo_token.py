@@ -1,4 +1,4 @@
-"""GSPO for advantages that differ within a response: value of the sequence ratio, gradient of the token."""
+"""GSPO-token: the sequence ratio with the gradient of the token, for advantages that differ within a response."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from rlmodule.ops.kl import bounded_exp
 class GSPOToken(GSPO):
     """The token variant of group sequence policy optimisation (arXiv:2507.18071, section 4.3).
 
-    The ratio of token t is ``stop(s) * p_t / stop(p_t)``, with s as in ``gspo``: its value is the sequence's, its
-    gradient stays on token t. With one advantage per response loss and gradient equal those of ``gspo``.
+    The ratio of token t is ``stop_gradient(s) * p_t / stop_gradient(p_t)`` with s as in ``gspo``: the value of the
+    sequence ratio, with the gradient of token t alone. With one advantage per response, loss and gradient equal those
+    of ``gspo``.
 
     Settings and metrics: as in ``gspo``.
     """
 
     def ratio(self, x: LossInputs, log_ratio: Tensor) -> Tensor:
-        """[N] logprob - old_logprob -> [N] the ratio of each token's whole response, with the token's own gradient."""
-        # logprob - its own value is 0 and carries the gradient of the token.
+        """[N] logprob - old_logprob -> [N] ratio of the response, with the gradient of the token."""
+        # logprob - logprob.detach() is 0 and has the gradient of logprob.
         return bounded_exp(x.mean_per_sequence(log_ratio.detach()) + (x.logprob - x.logprob.detach()))

@@ -1,4 +1,4 @@
-"""Pairs with a target for the gap: preferences that are certain cannot drive the policy away from the reference."""
+"""IPO: a squared loss of preference pairs with a target for the difference of their log-ratios."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ class IPO:
     """Identity preference optimisation (arXiv:2310.12036, equation 17).
 
     With d the log-ratio of the chosen response to the reference minus that of the rejected one, each as a mean over its
-    tokens, the loss of a pair is ``(d - 1 / (2 beta))^2``: it is least where the gap has that size. The paper has sums;
-    means make beta independent of lengths, which its authors confirmed to be what they ran (TRL does the same).
+    tokens, the loss of a pair is ``(d - 1 / (2 beta))^2``. Unlike DPO it does not push d to infinity when a preference
+    is certain. The paper writes sums over tokens; with means beta does not depend on lengths, and the authors have
+    confirmed that they used means (as TRL does).
 
-    Metrics: as in ``dpo``, with rewards made of the means.
+    Metrics: as in ``dpo``, with rewards from these means.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"advantage", "ref_logprob", "group"})
     whole_sequences: ClassVar[bool] = True
     zero_at_zero_advantage: ClassVar[bool] = False
 
-    beta: float = 0.1  # the paper's tau: the gap aimed at is 1 / (2 beta) nats per token
+    beta: float = 0.1  # the paper's tau; the target of d is 1 / (2 beta) nats per token
 
     def __post_init__(self) -> None:
         more_than("beta", self.beta, 0)

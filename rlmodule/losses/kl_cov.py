@@ -1,4 +1,4 @@
-"""Policy gradient by ratio, and a pull to the old policy on the few tokens of highest covariance."""
+"""KL-Cov: policy gradient with a KL penalty on the tokens of highest covariance, against entropy collapse."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from rlmodule.ops.kl import importance_ratio
 class KLCov:
     """KL-Cov (arXiv:2505.22617).
 
-    A token's covariance is (A - mean A) * (logprob - mean logprob), means over all loss tokens of the mini-batch on
-    all data ranks. Loss ``-ratio * A`` everywhere; on the ``select_ratio`` of all loss tokens (at least one) with the
-    highest covariance ``kl_coef * |logprob - old_logprob|`` is added.
+    The covariance of a token is (A - mean A) * (logprob - mean logprob), with means over all loss tokens of the
+    mini-batch on all data ranks. The loss is ``-ratio * A``, plus ``kl_coef * |logprob - old_logprob|`` on the tokens
+    with the highest covariance: ``select_ratio`` times the number of all loss tokens, at least one.
 
-    Metrics: ``cov_frac`` tokens with the pull, ``ppo_kl`` old minus new log-probability in nats.
+    Metrics: ``cov_frac`` tokens with the penalty, ``ppo_kl`` old minus new log-probability in nats.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage", "selected"})
     whole_sequences: ClassVar[bool] = False
     zero_at_zero_advantage: ClassVar[bool] = False
 
-    select_ratio: float = 2e-4  # share of the loss tokens that is pulled
-    kl_coef: float = 1.0  # weight of the pull
+    select_ratio: float = 2e-4  # share of the loss tokens that get the penalty
+    kl_coef: float = 1.0  # weight of the penalty
 
     def __post_init__(self) -> None:
         at_least("select_ratio", self.select_ratio, 0)
         at_least("kl_coef", self.kl_coef, 0)
 
     def num_selected(self, tokens: int) -> int:
-        """How many of ``tokens`` loss tokens are pulled."""
+        """Number of tokens that get the penalty, out of ``tokens`` loss tokens."""
         return max(1, int(self.select_ratio * tokens))
 
     def priority(self, x: LossInputs, means: TokenMeans, keys: Tensor) -> Tensor:
-        """[N] float64, the covariance of each token."""
+        """[N] float64 covariance of each token."""
         assert x.advantage is not None, "kl_cov needs advantage"
         return (x.advantage.double() - means.advantage) * (x.logprob.double() - means.logprob)
 

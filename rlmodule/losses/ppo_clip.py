@@ -1,4 +1,4 @@
-"""Clipped surrogate of PPO, with a ceiling of its own for good ratios (DAPO) and an optional dual clip."""
+"""PPO: the clipped surrogate, with separate lower and upper range (DAPO) and an optional dual clip."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlmodule.ops.kl import importance_ratio
 class PPOClip:
     """Pessimistic clipped surrogate per token (arXiv:1707.06347); dual clip as in arXiv:1912.09729.
 
-    Metrics: ``clip_frac`` tokens held back by the range, ``clip_frac_lower`` tokens held back by the dual clip,
+    Metrics: ``clip_frac`` tokens clipped by the range, ``clip_frac_lower`` tokens clipped by the dual clip,
     ``ppo_kl`` old minus new log-probability in nats.
     """
 
@@ -26,9 +26,9 @@ class PPOClip:
     whole_sequences: ClassVar[bool] = False
     zero_at_zero_advantage: ClassVar[bool] = True
 
-    clip_ratio_low: float = 0.2  # ratio floor is 1 - clip_ratio_low
-    clip_ratio_high: float = 0.2  # ratio ceiling is 1 + clip_ratio_high
-    clip_ratio_c: float | None = None  # a negative advantage counts at most this many times, above 1; None for no limit
+    clip_ratio_low: float = 0.2  # lower bound of the ratio is 1 - clip_ratio_low
+    clip_ratio_high: float = 0.2  # upper bound of the ratio is 1 + clip_ratio_high
+    clip_ratio_c: float | None = None  # dual clip: largest ratio where A < 0, above 1; None for none
 
     def __post_init__(self) -> None:
         at_least("clip_ratio_low", self.clip_ratio_low, 0)

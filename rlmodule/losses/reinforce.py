@@ -1,4 +1,4 @@
-"""The policy gradient itself: no ratio, no clip."""
+"""REINFORCE: the policy gradient without ratio and without clipping."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlmodule.losses import LOSSES
 class Reinforce:
     """Loss ``-A * logprob`` (Williams 1992; also the loss of GPG, arXiv:2504.02546).
 
-    Right for responses of the present policy: with several mini-batches an iteration the later ones are a little stale,
-    and nothing corrects for it.
+    Unbiased for responses of the current policy. With several mini-batches per iteration the later ones are slightly
+    off-policy, and nothing corrects for it.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"advantage"})

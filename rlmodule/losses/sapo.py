@@ -1,4 +1,4 @@
-"""A soft gate in place of the hard clip: far tokens fade out instead of being cut off."""
+"""SAPO: a smooth gate instead of the clip; the gradient decays with the distance of the ratio from 1."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rlmodule.ops.kl import importance_ratio
 class SAPO:
     """Soft adaptive policy optimisation (arXiv:2511.20347).
 
-    Loss ``-A * 4 / tau * sigmoid(tau (ratio - 1))`` with tau by the sign of A. At ratio 1 the slope is that of the
-    policy gradient, and it falls to both sides, faster for the larger tau. The paper averages by
+    Loss ``-A * 4 / tau * sigmoid(tau (ratio - 1))``, where tau depends on the sign of A. At ratio 1 the gradient is
+    that of the policy gradient; it decays on both sides, faster for a larger tau. The paper uses
     ``seq-mean-token-mean``.
 
-    Metrics: ``gate`` slope against that at ratio 1 (1 is untouched, 0 is gone), ``ppo_kl`` old minus new
-    log-probability.
+    Metrics: ``gate`` gradient relative to that at ratio 1 (1 at ratio 1, near 0 far from it), ``ppo_kl`` old minus new
+    log-probability in nats.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"old_logprob", "advantage"})
@@ -31,7 +31,7 @@ class SAPO:
     zero_at_zero_advantage: ClassVar[bool] = True
 
     tau_positive: float = 1.0  # steepness of the gate where the advantage is positive
-    tau_negative: float = 1.05  # the same where it is not
+    tau_negative: float = 1.05  # steepness of the gate where the advantage is 0 or negative
 
     def __post_init__(self) -> None:
         more_than("tau_positive", self.tau_positive, 0)

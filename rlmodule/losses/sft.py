@@ -1,4 +1,4 @@
-"""Negative log-likelihood of the given tokens: supervised fine-tuning."""
+"""Supervised fine-tuning: negative log-likelihood of the loss tokens."""
 
 from __future__ import annotations
 

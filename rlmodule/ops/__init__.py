@@ -1,1 +1,1 @@
-"""Pure maths: tensors in, tensors out. No rank, no configuration, no logging."""
+"""Tensor maths: tensors in, tensors out; no ranks, no configuration, no logging."""

@@ -1,8 +1,9 @@
-"""From losses per token to this micro-batch's share of the loss of the whole optimizer step.
+"""Aggregation of token losses: the share of one micro-batch in the loss of a whole optimizer step.
 
-Every mode is one weight per loss token that the plan knows before the first forward pass, so a share is
-``sum(loss * weight)`` and shares add up to the same number however the step was cut. Nothing here divides by anything
-counted in the micro-batch at hand, by a tensor's width, or by the number of micro-batches.
+Every mode is a weight per loss token that depends on counts of the whole mini-batch, which are known before the first
+forward pass. A share is ``sum(loss * weight)``; shares add up to the same loss however the mini-batch is split into
+micro-batches. Nothing is divided by a count of the micro-batch, by the width of a tensor or by the number of
+micro-batches.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ def token_weights(
     totals: StepTotals,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """What each loss token of a micro-batch counts for in the loss of the whole step.
+    """Weight of each loss token of a micro-batch in the loss of the whole step.
 
     Args:
         mode: one of ``MODES``.
         sequence: [N] int64, sample of each loss token, 0 to B-1.
-        loss_tokens: [B] int64, loss tokens of each whole sample, also when only a slice of it is here.
+        loss_tokens: [B] int64, loss tokens of each whole sample, even if this rank has only a slice of it.
         group_tokens: [B] int64, loss tokens of the sample's whole group in the mini-batch.
         totals: counts of the whole mini-batch over all data ranks.
-        loss_scale_factor: the constant divisor of ``seq-mean-token-sum-norm``, e.g. the longest response allowed.
+        loss_scale_factor: the constant divisor of ``seq-mean-token-sum-norm``, e.g. the maximal response length.
 
     Returns:
-        [N] float32; summed over all micro-batches and data ranks the weights of a mean give 1.
+        [N] float32; for the modes that are means, the weights of all micro-batches and data ranks add up to 1.
 
     Raises:
         ValueError: unknown mode, or ``seq-mean-token-sum-norm`` without a positive constant.
@@ -61,9 +62,12 @@ def token_weights(
     assert len(sequence) <= totals.tokens, (
         f"a micro-batch of {len(sequence)} loss tokens in a mini-batch of {totals.tokens}: totals are not of this step"
     )
-    # Float64 up to the last step: the counts are exact, so each weight is rounded once.
+    # In float64 until the end, so that each weight is rounded only once.
     per_sample = torch.ones_like(loss_tokens, dtype=torch.float64)  # [B]
-    tokens_of_sample, tokens_of_group = loss_tokens.clamp(min=1), group_tokens.clamp(min=1)  # 0 when never read
+    tokens_of_sample, tokens_of_group = (
+        loss_tokens.clamp(min=1),
+        group_tokens.clamp(min=1),
+    )  # a sample of 0 loss tokens has no weight
     if mode == TOKEN_MEAN:
         per_sample = per_sample / max(totals.tokens, 1)
     elif mode == TOKEN_SUM:
@@ -85,21 +89,21 @@ def token_weights(
 
 
 def share_of(loss: Tensor, weight: Tensor) -> Tensor:
-    """This micro-batch's share of the step's loss: added up over micro-batches and data ranks, it is what is optimised.
+    """The micro-batch's share of the step's loss; shares of all micro-batches and data ranks add up to the loss.
 
     Args:
         loss: [N] per loss token.
         weight: [N] from ``token_weights``.
 
     Returns:
-        Scalar in the dtype of ``loss``; a zero that still carries the graph when N is 0.
+        Scalar in the dtype of ``loss``; when N is 0, a zero that is attached to the autograd graph.
     """
     assert loss.shape == weight.shape, f"one weight per loss token, got {tuple(loss.shape)} and {tuple(weight.shape)}"
     return (loss * weight).sum()
 
 
 def aggregate(loss: Tensor, weight: Tensor, totals: StepTotals) -> Tensor:
-    """The scalar to call backward on: the share, times the ranks whose gradients will be averaged.
+    """The scalar to call ``backward`` on: the share times the number of ranks over which gradients are averaged.
 
     Args:
         loss: [N] per loss token.
@@ -107,7 +111,7 @@ def aggregate(loss: Tensor, weight: Tensor, totals: StepTotals) -> Tensor:
         totals: counts of the whole mini-batch over all data ranks.
 
     Returns:
-        Scalar in the dtype of ``loss``; a zero that still carries the graph when N is 0.
+        Scalar in the dtype of ``loss``; when N is 0, a zero that is attached to the autograd graph.
     """
-    # x gradient_ranks: DDP, FSDP and ZeRO average gradients over data and sequence ranks; we want their sum.
+    # DDP, FSDP and ZeRO average gradients over data and sequence ranks; the factor turns the average into the sum.
     return share_of(loss, weight) * totals.gradient_ranks

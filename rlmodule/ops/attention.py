@@ -1,8 +1,8 @@
-"""Causal attention inside each segment of a packed row, and of one new token against a ragged KV buffer.
+"""Causal attention within the segments of a packed row, and of one new token against a ragged KV buffer.
 
-On CUDA in half precision PyTorch's variable-length kernel reads the segment borders; elsewhere every bucket of segments
-runs as one batched causal call. Leaves out who sees whom (``segments.py``), rotary positions, and the exchange of heads
-between sequence ranks.
+On CUDA in half precision this is PyTorch's variable-length kernel; elsewhere, one batched causal call per bucket of
+segments. Which tokens see each other is in ``segments.py``; rotary embeddings and the exchange of heads between
+sequence-parallel ranks are the caller's.
 
 ``Hq`` query heads, ``Hkv`` key/value heads (Hq a multiple of Hkv), ``D`` size of query and key heads, ``Dv`` of value
 heads, ``C`` slots of a KV buffer.
@@ -35,7 +35,7 @@ def packed_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of every segment of one packed row to its prefix and itself; differentiable.
+    """Causal attention of every segment of a packed row to its prefix and itself; differentiable.
 
     Args:
         query: [1, Hq, T, D].
@@ -43,10 +43,10 @@ def packed_attention(
         value: [1, Hkv, T, Dv]; Dv differs from D in multi-head latent attention (arXiv:2405.04434).
         segments: which tokens see each other; the same object for all layers.
         scaling: factor on query-key products.
-        sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None for all before it.
+        sliding_window: a token sees itself and the ``sliding_window - 1`` tokens before it; None for no window.
         softcap: products become ``softcap * tanh(products / softcap)``, or None.
-        sinks: [Hq] a product that each head adds to every token's softmax and whose share then goes nowhere (learned
-            sinks, arXiv:2309.17453 section 3.3), or None.
+        sinks: [Hq] logit that each head adds to the softmax of every token, without a value (learned attention sinks,
+            arXiv:2309.17453 section 3.3), or None.
 
     Returns:
         [1, T, Hq, Dv], dtype of ``query``.
@@ -54,7 +54,7 @@ def packed_attention(
     assert query.shape[0] == 1, f"one packed row [1, Hq, T, D] is expected, got {tuple(query.shape)}"
     assert query.shape[2] == segments.num_tokens, f"{query.shape[2]} tokens, but segments end at {segments.num_tokens}"
     assert query.shape[1] % key.shape[1] == 0, f"{query.shape[1]} query heads on {key.shape[1]} key/value heads"
-    # Token-major [T, heads, D]: what a kernel of variable length reads, and what one row gather moves whole.
+    # [T, heads, D]: the layout of the variable-length kernel; a gather by token then copies contiguous memory.
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if softcap is None and sinks is None and _kernel_runs_on(query, value):
         return _kernel_attention(q, k, v, segments.end_to_end, scaling, sliding_window).unsqueeze(0)
@@ -65,7 +65,7 @@ def packed_attention(
 def _kernel_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: EndToEnd, scaling: float, sliding_window: int | None
 ) -> Tensor:
-    """[T, Hq, D] on [T, Hkv, D]; the last query of a segment is aligned with its last key."""
+    """[T, Hq, D] queries on [T, Hkv, D] keys; the last query of a segment is aligned with its last key."""
     if layout.keys is not None:
         k, v = (x.index_select(0, layout.keys) for x in (k, v))
     out = varlen_attn(
@@ -110,20 +110,20 @@ def _causal_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """[rows, Hq, Q, D] on [rows, Hkv, K, D], the last query on the last key.
+    """[rows, Hq, Q, D] queries on [rows, Hkv, K, D] keys, the last query aligned with the last key.
 
-    A mask [Q, K] only where there are more keys than queries, or the window is shorter than K.
+    A mask [Q, K] is made only if there are more keys than queries, or the window is shorter than K.
     """
     queries, keys = query.shape[2], key.shape[2]
-    mask, is_written_out = None, softcap is not None or sinks is not None
-    if is_written_out or queries < keys or (sliding_window is not None and keys > sliding_window):
+    mask, is_eager = None, softcap is not None or sinks is not None
+    if is_eager or queries < keys or (sliding_window is not None and keys > sliding_window):
         step = torch.arange(keys, device=query.device)
-        distance = step[keys - queries :].unsqueeze(1) - step  # [Q, K] how far back the key is
+        distance = step[keys - queries :].unsqueeze(1) - step  # [Q, K] tokens from key to query
         mask = (distance >= 0) & (distance < (sliding_window or keys))
-    if is_written_out:
+    if is_eager:
         assert mask is not None
         shares = None if sinks is None else sinks.view(-1, 1, 1)
-        return _written_out_attention(query, key, value, mask, scaling, softcap, shares)
+        return _eager_attention(query, key, value, mask, scaling, softcap, shares)
     return functional.scaled_dot_product_attention(
         query,
         key,
@@ -135,7 +135,7 @@ def _causal_attention(
     )
 
 
-def _written_out_attention(
+def _eager_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -144,8 +144,10 @@ def _written_out_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """For a cap or for sinks (as wide as [rows, heads, queries, 1]), which no fused kernel knows here; softmax in
-    float32 or better."""
+    """Attention without a fused kernel, for softcaps and sinks; the softmax is float32, or float64 for float64 inputs.
+
+    ``sinks`` broadcasts to [rows, heads, queries, 1].
+    """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     products = query @ key.transpose(-1, -2) * (scaling if softcap is None else scaling / softcap)
@@ -183,7 +185,7 @@ def ragged_decode_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """One new token per row against a KV buffer of which each row uses a part.
+    """Attention of one new token per row against a KV buffer; rows use different numbers of slots.
 
     Args:
         query: [B, Hq, 1, D].
@@ -192,7 +194,7 @@ def ragged_decode_attention(
         value: [B, Hkv, C, Dv], likewise; Dv differs from D in multi-head latent attention (arXiv:2405.04434).
         lengths: [B] int64, at least 1.
         scaling: factor on query-key products.
-        sliding_window: the newest entries a token sees, its own included; None for all.
+        sliding_window: number of newest entries that the token sees, including its own; None for all.
         softcap, sinks: as in ``packed_attention``.
 
     Returns:
@@ -206,11 +208,11 @@ def ragged_decode_attention(
     if sliding_window is not None:
         mask = mask & (slot >= (lengths - sliding_window).unsqueeze(1))
     mask = mask[:, None, None, :]
-    # Query heads that share a key/value head become its query positions, so keys and values are not repeated.
+    # Query heads that share a key/value head become query positions of it, so keys and values are not repeated.
     grouped = query.reshape(batch, key.shape[1], num_heads // key.shape[1], size)
     if softcap is not None or sinks is not None:
         shares = None if sinks is None else sinks.view(key.shape[1], -1, 1)
-        out = _written_out_attention(grouped, key, value, mask, scaling, softcap, shares)
+        out = _eager_attention(grouped, key, value, mask, scaling, softcap, shares)
     else:
         out = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(batch, 1, num_heads, value.shape[-1])

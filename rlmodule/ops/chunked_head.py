@@ -1,7 +1,7 @@
-"""What the language-model head says of tokens, one chunk of positions at a time, in buffers that are made once.
+"""Outputs of the language-model head, one chunk of positions at a time, in buffers that are allocated once.
 
-Every pass walks its chunks here, with gradients or without, so a token gets the same bits from all of them. Leaves out
-losses and their gradients (``head.py``).
+Scoring and training both compute their chunks here, so a token has bit-identical log-probabilities in both. Losses and
+their gradients are in ``head.py``.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from rlmodule.core.types import TokenOutputs
 from rlmodule.ops.logprobs import LOGPROB_FLOOR, check_positive, chunks, default_chunk, sum_dtype
 
-# log(p) of a softmax value loses digits where p is near the smallest normal float32, 1e-38.
+# Below this log-probability, log(softmax) is replaced by logit - logsumexp: p nears the smallest normal float32, 1e-38.
 RARE = math.log(1e-30)
 
-# From this vocabulary on a call per row is cheaper on a CPU than a [C, V] tensor of products.
+# From this vocabulary size on, one dot product per row is cheaper on a CPU than a [C, V] tensor of products.
 LONG_ROW = 4096
 
 
 @dataclass(frozen=True)
 class ChunkConfig:
-    """What is walked, and what is asked on the way; see ``linear_loss`` and ``linear_logprobs``.
+    """Softmax options and requested outputs; see ``linear_loss`` and ``linear_logprobs``.
 
     Raises:
         ValueError: a temperature, cap or chunk size that is not positive.
@@ -43,16 +43,17 @@ class ChunkConfig:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """One chunk while it is hot.
+    """Logits, softmax and outputs of C positions.
 
     Args:
-        scaled: [C, H] hidden states over the temperature, in the dtype of matrix products.
-        labels: [C].
-        logits: [C, V] as the softmax sees them; overwritten by the next chunk.
-        probability: [C, V]; overwritten by the next chunk.
-        slope: [C, V] derivative of the softmax's logits by those of the head, or None where it is 1 / temperature.
-        normaliser: [C] logarithm of the sum of the exponentials of the logits.
-        said: [C] of all that was asked for.
+        scaled: [C, H] hidden states over the temperature (the hidden states themselves with a softcap), in the dtype of
+            matrix products.
+        labels: [C] int64.
+        logits: [C, V] inputs of the softmax; overwritten by the next chunk.
+        probability: [C, V] softmax; overwritten by the next chunk.
+        slope: [C, V] derivative of the softmax inputs by the outputs of the head; None where it is 1 / temperature.
+        normaliser: [C] logsumexp of the logits.
+        outputs: [C] the requested outputs.
     """
 
     scaled: Tensor
@@ -61,42 +62,51 @@ class Chunk:
     probability: Tensor
     slope: Tensor | None
     normaliser: Tensor
-    said: TokenOutputs
+    outputs: TokenOutputs
 
     def derivative_(self, by_logprob: Tensor, by_entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """([C, V], [C] factor of each row or None) of the loss by the head's logits; uses the buffers up.
+        """Derivative of the loss by the softmax inputs, times ``slope`` if there is one; overwrites the buffers.
 
-        d logp[label] / dz = onehot - p, and dH / dz = -p * (log p + H) with H the entropy. The 1 of the label is taken
-        off in float32, before any rounding: most tokens of a trained policy have p near 1.
+        d logp[label] / dz = onehot - p, and dH / dz = -p * (log p + H) with H the entropy. The 1 of the label is
+        subtracted in float32, before any rounding: most tokens of a trained policy have p near 1.
+
+        Args:
+            by_logprob: [C] derivative of the loss by the log-probabilities.
+            by_entropy: [C] derivative of the loss by the entropies, or None if it does not depend on them.
+
+        Returns:
+            [C, V] rows, and a [C] factor that each row must still be multiplied by (None for 1).
         """
         p, label = self.probability, self.labels.unsqueeze(-1)
         if by_entropy is None:
             rows = p.scatter_add_(-1, label, torch.full_like(label, -1, dtype=p.dtype))
             factor = -by_logprob
         else:
-            assert self.said.entropy is not None
+            assert self.outputs.entropy is not None
             logp = self.logits.sub_(self.normaliser.unsqueeze(-1)).clamp_(min=LOGPROB_FLOOR)
-            of_row = (by_entropy * self.said.entropy + by_logprob).unsqueeze(-1)
-            rows = logp.mul_(by_entropy.unsqueeze(-1)).add_(of_row).mul_(p).neg_()
+            row_term = (by_entropy * self.outputs.entropy + by_logprob).unsqueeze(-1)
+            rows = logp.mul_(by_entropy.unsqueeze(-1)).add_(row_term).mul_(p).neg_()
             rows.scatter_add_(-1, label, by_logprob.unsqueeze(-1))
             factor = None
         return rows if self.slope is None else rows.mul_(self.slope), factor
 
 
 class ChunkedHead:
-    """One walk over the chunks with buffers made once: on a CPU fresh pages cost more than all work on a chunk.
+    """The language-model head over chunks of positions, with buffers that all chunks share.
+
+    The buffers are reused because on a CPU the page faults of new ones cost more than the work on a chunk.
 
     Args:
         hidden: [N, H] hidden states.
         weight: [V, H] of the head.
         bias: [V], or None.
         labels: [N] int64.
-        config: of the walk.
+        config: softmax options and requested outputs.
 
     Attributes:
-        dtype: of matrix products, that of autocast where it is on when the walk is made.
-        sum_dtype: of softmax, sums and results.
-        parts: the chunks; without tokens one that is empty.
+        weight: [V, H] in the dtype of matrix products: that of autocast if it is enabled at construction.
+        sum_dtype: dtype of softmax, sums and results.
+        parts: positions of each chunk; a single empty one if N is 0.
     """
 
     def __init__(
@@ -117,31 +127,31 @@ class ChunkedHead:
         self.product = self.logits if dtype == self.sum_dtype else hidden.new_empty(shape, dtype=dtype)
 
     def outputs(self) -> TokenOutputs:
-        """[N] of all that is asked for."""
-        said = [self.chunk(part).said for part in self.parts]
+        """The requested outputs of all N positions."""
+        outputs = [self.chunk(part).outputs for part in self.parts]
         return TokenOutputs(
-            torch.cat([one["logprob"] for one in said]),
-            entropy=_end_to_end(one.entropy for one in said),
-            energy=_end_to_end(one.energy for one in said),
+            torch.cat([one["logprob"] for one in outputs]),
+            entropy=_concatenate(one.entropy for one in outputs),
+            energy=_concatenate(one.energy for one in outputs),
         )
 
     def chunk(self, part: slice) -> Chunk:
-        """Logits and softmax of some tokens, and what they say."""
+        """Compute one chunk; it stays valid until the next call."""
         labels, config = self.labels[part], self.config
         scaled, z, slope = self._logits(self.hidden[part])
         p = torch.softmax(z, -1, out=self.probability[: len(z)])
         logprob, normaliser = _logprob(z, p, labels)
         entropy = energy = None
         if config.with_entropy:
-            if self.bias is not None:  # minus infinity times the probability 0 would be NaN
+            if self.bias is not None:  # probability 0 times minus infinity would be NaN
                 z.clamp_(min=torch.finfo(z.dtype).min)
             entropy = normaliser - _row_products(p, z)
-        if config.with_energy:  # near 0 rounding may go below
+        if config.with_energy:  # rounding can give a value below 0
             energy = (1 - 2 * logprob.exp() + _row_products(p, p)).clamp(min=0)
         return Chunk(scaled, labels, z, p, slope, normaliser, TokenOutputs(logprob, entropy, energy=energy))
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """[C, H] -> ``scaled``, ``logits`` and ``slope`` of the chunk."""
+        """[C, H] hidden states -> ``scaled``, ``logits`` and ``slope`` of the chunk."""
         temperature, softcap = self.config.temperature, self.config.softcap
         scale = 1.0 if softcap is not None else temperature
         scaled = (hidden / scale if scale != 1.0 else hidden).to(self.weight.dtype)
@@ -158,33 +168,33 @@ class ChunkedHead:
             z.mul_(softcap / temperature)
         return scaled, z, slope
 
-    def rounded(self, rows: Tensor) -> Tensor:
-        """[C, V] in the dtype of matrix products, without memory of its own."""
+    def to_product_dtype(self, rows: Tensor) -> Tensor:
+        """Cast [C, V] to the dtype of matrix products, into a shared buffer."""
         return rows if rows.dtype == self.product.dtype else self.product[: len(rows)].copy_(rows)
 
 
-def _end_to_end(parts: Iterable[Tensor | None]) -> Tensor | None:
-    """[C] of every chunk -> [N]; None where nobody asked."""
-    said = [part for part in parts if part is not None]
-    return torch.cat(said) if said else None
+def _concatenate(parts: Iterable[Tensor | None]) -> Tensor | None:
+    """[C] of every chunk -> [N]; None for an output that was not requested."""
+    present = [part for part in parts if part is not None]
+    return torch.cat(present) if present else None
 
 
 def _row_products(a: Tensor, b: Tensor) -> Tensor:
-    """[C, V], [C, V] -> [C] sum over V of their products."""
+    """[C, V] and [C, V] -> [C] dot product of each pair of rows."""
     if a.device.type != "cpu" or a.shape[1] < LONG_ROW:
         return torch.linalg.vecdot(a, b)  # type: ignore[no-any-return]
     sums = a.new_empty(len(a))
-    for place, x, y in zip(sums, a, b, strict=True):
-        torch.dot(x, y, out=place)
+    for out, x, y in zip(sums, a, b, strict=True):
+        torch.dot(x, y, out=out)
     return sums
 
 
 def _logprob(z: Tensor, p: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """([C] log-probability of the labels, [C] log-normalisers) from logits and their softmax."""
+    """[C, V] logits and softmax -> [C] log-probability of the labels, [C] logsumexp of the logits."""
     of_label = z.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
     logprob = p.gather(-1, labels.unsqueeze(-1)).squeeze(-1).log()
     rare = logprob < RARE
-    if z.device.type != "cpu":  # asking whether there are any would wait for the device
+    if z.device.type != "cpu":  # ``rare.any()`` would synchronise with the device
         normaliser = z.logsumexp(-1)
         return torch.where(rare, of_label - normaliser, logprob), normaliser
     normaliser = of_label - logprob

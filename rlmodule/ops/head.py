@@ -1,14 +1,13 @@
-"""Language-model head, log-probabilities, entropies, loss and every gradient product, one chunk of positions at a time.
+"""Fused language-model head and loss: logits exist for one chunk of positions at a time, and only once.
 
-A loss that looks at one token at a time needs only that token's log-probability, because its normalisers are known from
-the plan. So the derivative of the loss with respect to the logits is known while a chunk of them is still hot, and
-backward makes no logits again: three matrix products per chunk in all. The softmax, less 1 at the label, is itself
-multiplied with the head and with the hidden states; the derivative per token scales the small results, so no [C, V]
-gradient is written unless the entropy is trained. Losses that compare tokens of a sequence with each other get all
-log-probabilities first, from a pass without gradients.
+The loss of a token needs that token's log-probability alone, because its weight is known from the plan. So the gradient
+by the logits is computed while a chunk of logits is in memory, and backward does not recompute them: three matrix
+products per chunk in all. The matrix that is multiplied with the head and with the hidden states is the softmax minus 1
+at the label; the derivative per token scales the small results, so no [C, V] gradient is written unless the entropy is
+in the loss. A loss that compares tokens of a sequence gets all log-probabilities first, from a pass without gradients.
 
-Scoring (``linear_logprobs``) walks the same chunks in the same way, so that the ratio of an update that follows is 1 to
-the last bit. Leaves out the chunks themselves (``chunked_head.py``) and what the loss is: a callback.
+Scoring (``linear_logprobs``) computes the same chunks in the same way, so the ratio in the update that follows is
+exactly 1. The chunks are in ``chunked_head.py``; the loss is a callback.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from torch.autograd.function import once_differentiable
 from rlmodule.core.types import TokenOutputs
 from rlmodule.ops.chunked_head import Chunk, ChunkConfig, ChunkedHead
 
-# (log-probabilities [C], entropies [C] or None, which of the N tokens they are) -> scalar share of the loss
-RewardResult = Callable[[Tensor, "Tensor | None", slice], Tensor]
+# ([C] log-probabilities, [C] entropies or None, slice of the N tokens they belong to) -> scalar share of the loss
+LossFunction = Callable[[Tensor, "Tensor | None", slice], Tensor]
 
 
 def linear_loss(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
-    score: RewardResult,
+    loss_fn: LossFunction,
     *,
     bias: Tensor | None = None,
     temperature: float = 1.0,
@@ -41,33 +40,33 @@ def linear_loss(
     with_entropy: bool = False,
     whole_sequences: bool = False,
 ) -> Tensor:
-    """Sum of ``score`` over log-probabilities of labels under ``softmax(cap(hidden @ weight.T + bias) / temperature)``.
+    """Loss of the labels' log-probabilities under ``softmax(cap(hidden @ weight.T + bias) / temperature)``.
 
-    Differentiable in ``hidden``, ``weight`` and ``bias`` by one backward pass, whose results were made in this call.
-    Matrix products run in the dtype of the inputs (of autocast where it is on); softmax, sums and the weight gradient
-    are float32, float64 for float64 inputs.
+    Differentiable once in ``hidden``, ``weight`` and ``bias``; the gradients are already computed in this call. Matrix
+    products run in the dtype of the inputs (of autocast if it is enabled); softmax, sums and the weight gradient are
+    float32, or float64 for float64 inputs.
 
     Args:
         hidden: [N, H] hidden state at the position that predicts each label.
         weight: [V, H] of the language-model head.
         labels: [N] int64.
-        score: called with consecutive chunks of tokens (with all N at once for ``whole_sequences``); must be
-            differentiable in its first two arguments.
+        loss_fn: called with consecutive chunks of tokens (with all N at once for ``whole_sequences``); its results are
+            added up. It must be differentiable in its first two arguments.
         bias: [V], or None.
-        temperature: what the logits are divided by, as in sampling.
+        temperature: divisor of the logits, as in sampling.
         softcap: logits become ``softcap * tanh(logits / softcap)`` first, or None.
         chunk_size: positions per chunk; by default as many as fit in a fixed number of bytes.
-        with_entropy: give ``score`` the entropy of each distribution, too.
-        whole_sequences: the loss of one token depends on others; costs a second product with the head.
+        with_entropy: pass the entropy of each distribution to ``loss_fn``.
+        whole_sequences: the loss of a token depends on other tokens; costs a second product with the head.
 
     Returns:
-        Scalar; 0 with a graph when N is 0.
+        Scalar; when N is 0, a zero that is attached to the autograd graph.
 
     Raises:
         ValueError: a temperature, cap or chunk size that is not positive.
     """
     config = ChunkConfig(temperature, softcap, chunk_size, with_entropy)
-    step = _Step(score, whole_sequences, with_gradients=torch.is_grad_enabled())
+    step = _Step(loss_fn, whole_sequences, with_gradients=torch.is_grad_enabled())
     loss: Tensor = _LinearLoss.apply(hidden, weight, bias, labels, config, step)  # type: ignore[no-untyped-call]
     return loss
 
@@ -85,13 +84,13 @@ def linear_logprobs(
     with_entropy: bool = False,
     with_energy: bool = False,
 ) -> TokenOutputs:
-    """What the head says of tokens, without gradients; the arguments are those of ``linear_loss``.
+    """Log-probabilities, entropies and energies of tokens, without gradients; arguments as in ``linear_loss``.
 
-    The energy of a token is the squared norm of the derivative of its log-probability by the logits that the softmax
-    sees, |onehot - p|^2 = 1 - 2 p[label] + sum of p^2, from 0 to 2 (arXiv:2602.07078, logit-gradient proxy).
+    The energy of a token is the squared norm of the gradient of its log-probability by the softmax inputs,
+    |onehot - p|^2 = 1 - 2 p[label] + sum of p^2, between 0 and 2 (arXiv:2602.07078, logit-gradient proxy).
 
     Returns:
-        [N] each: log-probabilities, entropies and energies where asked for; float32, float64 for float64 inputs.
+        [N] each, float32 or float64 for float64 inputs; entropies and energies only if requested.
 
     Raises:
         ValueError: a temperature, cap or chunk size that is not positive.
@@ -104,15 +103,15 @@ def linear_logprobs(
 
 @dataclass(frozen=True)
 class _Step:
-    """What is done with the log-probabilities; see ``linear_loss``."""
+    """How log-probabilities become a loss; see ``linear_loss``."""
 
-    score: RewardResult
+    loss_fn: LossFunction
     whole_sequences: bool
     with_gradients: bool
 
 
 class _LinearLoss(torch.autograd.Function):
-    """Forward makes the loss and all gradients; backward hands them out, times the gradient of the loss."""
+    """Forward computes the loss and all gradients; backward returns them, times the gradient of the loss."""
 
     @staticmethod
     def forward(
@@ -127,9 +126,9 @@ class _LinearLoss(torch.autograd.Function):
         head = ChunkedHead(hidden, weight, bias, labels, config)
         needs = ctx.needs_input_grad[:3] if step.with_gradients else (False, False, False)
         grads = _Gradients(hidden, weight, bias, needs, head.sum_dtype)
-        score = _score_together if step.whole_sequences else _score_in_chunks
+        forward = _loss_at_once if step.whole_sequences else _loss_by_chunks
         with torch.autocast(hidden.device.type, enabled=False):
-            loss = score(head, step.score, grads)
+            loss = forward(head, step.loss_fn, grads)
         ctx.grads = grads
         return loss
 
@@ -137,47 +136,49 @@ class _LinearLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
-            raise RuntimeError("linear_loss can be differentiated once: its gradients were handed out already")
+            raise RuntimeError(
+                "linear_loss can be differentiated only once: backward has already released its gradients"
+            )
         grads, ctx.grads = ctx.grads.times(grad_loss), None
         return (*grads, None, None, None)
 
 
-def _score_in_chunks(head: ChunkedHead, score: RewardResult, grads: _Gradients) -> Tensor:
+def _loss_by_chunks(head: ChunkedHead, loss_fn: LossFunction, grads: _Gradients) -> Tensor:
     loss = head.hidden.new_zeros((), dtype=head.sum_dtype)
     for part in head.parts:
         chunk = head.chunk(part)
-        share, by_logprob, by_entropy = _derivatives(score, chunk.said, part)
+        share, by_logprob, by_entropy = _derivatives(loss_fn, chunk.outputs, part)
         loss = loss + share
         if grads.wanted:
             grads.add(head, chunk, part, by_logprob, by_entropy)
     return loss
 
 
-def _score_together(head: ChunkedHead, score: RewardResult, grads: _Gradients) -> Tensor:
-    loss, by_logprob, by_entropy = _derivatives(score, head.outputs(), slice(0, len(head.hidden)))
+def _loss_at_once(head: ChunkedHead, loss_fn: LossFunction, grads: _Gradients) -> Tensor:
+    loss, by_logprob, by_entropy = _derivatives(loss_fn, head.outputs(), slice(0, len(head.hidden)))
     if grads.wanted:
         for part in head.parts:
-            at = None if by_entropy is None else by_entropy[part]
-            grads.add(head, head.chunk(part), part, by_logprob[part], at)
+            entropy_part = None if by_entropy is None else by_entropy[part]
+            grads.add(head, head.chunk(part), part, by_logprob[part], entropy_part)
     return loss
 
 
-def _derivatives(score: RewardResult, said: TokenOutputs, part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(value, [C] derivative by log-probability, [C] by entropy or None where the value does not depend on it)."""
+def _derivatives(loss_fn: LossFunction, outputs: TokenOutputs, part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The loss, its [C] derivative by log-probability, and its [C] derivative by entropy (None if independent)."""
     with torch.enable_grad():
-        logprob = said["logprob"].detach().requires_grad_()
-        entropy = None if said.entropy is None else said.entropy.detach().requires_grad_()
-        value = score(logprob, entropy, part)
+        logprob = outputs["logprob"].detach().requires_grad_()
+        entropy = None if outputs.entropy is None else outputs.entropy.detach().requires_grad_()
+        value = loss_fn(logprob, entropy, part)
         by_logprob = by_entropy = None
         if value.requires_grad:
-            wanted = [logprob] if entropy is None else [logprob, entropy]
-            by_logprob, *rest = torch.autograd.grad(value, wanted, allow_unused=True)
+            inputs = [logprob] if entropy is None else [logprob, entropy]
+            by_logprob, *rest = torch.autograd.grad(value, inputs, allow_unused=True)
             by_entropy = rest[0] if rest else None
     return value.detach(), torch.zeros_like(logprob) if by_logprob is None else by_logprob, by_entropy
 
 
 class _Gradients:
-    """Sums of gradient products over chunks; None where not needed."""
+    """Gradients accumulated over chunks; None for inputs that need none."""
 
     def __init__(
         self,
@@ -188,7 +189,7 @@ class _Gradients:
         sum_dtype: torch.dtype,
     ) -> None:
         self.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
-        self.hidden = torch.empty_like(hidden, dtype=sum_dtype) if needs[0] else None  # each part is written once
+        self.hidden = torch.empty_like(hidden, dtype=sum_dtype) if needs[0] else None  # chunks write disjoint parts
         self.weight = torch.zeros_like(weight, dtype=sum_dtype) if needs[1] else None
         self.bias = torch.zeros_like(bias, dtype=sum_dtype) if bias is not None and needs[2] else None
 
@@ -198,12 +199,12 @@ class _Gradients:
         return any(x is not None for x in (self.hidden, self.weight, self.bias))
 
     def add(self, head: ChunkedHead, chunk: Chunk, part: slice, by_logprob: Tensor, by_entropy: Tensor | None) -> None:
-        """Take in one chunk and use up its buffers."""
+        """Accumulate the gradients of one chunk; overwrites its buffers."""
         rows, factor = chunk.derivative_(by_logprob, by_entropy)
-        inner = head.config.temperature if chunk.slope is None else 1.0  # what else the chain rule divides by
+        inner = head.config.temperature if chunk.slope is None else 1.0  # remaining divisor of the chain rule
         if self.bias is not None:
             self.bias += (rows.sum(0) if factor is None else factor @ rows) / inner
-        rows = head.rounded(rows)
+        rows = head.to_product_dtype(rows)
         if self.hidden is not None:
             product = (rows @ head.weight).to(self.hidden.dtype)
             self.hidden[part] = product / inner if factor is None else product.mul_((factor / inner).unsqueeze(-1))
@@ -216,6 +217,6 @@ class _Gradients:
                 self.weight += rows.t() @ weighted
 
     def times(self, factor: Tensor) -> list[Tensor | None]:
-        """The gradients times a scalar, in place."""
+        """Multiply the gradients by a scalar, in place, and cast them to the dtypes of the inputs."""
         sums = (self.hidden, self.weight, self.bias)
         return [None if x is None else x.mul_(factor).to(dtype) for x, dtype in zip(sums, self.dtypes, strict=True)]

@@ -1,16 +1,16 @@
-"""What log-ratios between two policies turn into: importance ratios and per-token estimates of KL(policy || reference).
+"""Importance ratios, and per-token estimates of KL(policy || reference) from log-probabilities.
 
-All estimates take tokens drawn from the policy. With d = logprob - ref_logprob, in nats:
+The estimates are for tokens sampled from the policy. With d = logprob - ref_logprob, in nats:
 
-    kind   value           estimate of the KL       gradient, as a loss, expected over the policy's own tokens
-    k1     d               unbiased, can be < 0     0: no pull at all, so only for a penalty inside the reward
-    abs    |d|             biased                   of no divergence; a distance to watch
-    k2     d^2 / 2         biased, good when near   of KL(policy || reference): the right one
-    k3     exp(-d)-1+d     unbiased, never < 0      of KL(reference || policy): another way to the same optimum
-    X+     that of X       as X                     that of k2
+    kind   value           estimate of the KL        expected gradient when used as a loss
+    k1     d               unbiased, can be < 0      0, so k1 is for a penalty inside the reward only
+    abs    |d|             biased                    of no divergence; for monitoring
+    k2     d^2 / 2         biased, close for small d of KL(policy || reference)
+    k3     exp(-d)-1+d     unbiased, never < 0       of KL(reference || policy), which has the same minimum
+    X+     as X            as X                      as k2 (straight-through)
 
-The gradients hold on-policy. For tokens of an older policy multiply the estimate by ``importance_ratio`` first.
-Leaves out coefficients and sums.
+The gradients hold for tokens of the current policy. For tokens of an older policy, multiply the estimate by
+``importance_ratio`` first. Estimates: http://joschu.net/blog/kl-approx.html
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ KINDS: Final = (*ESTIMATORS, *(kind + STRAIGHT_THROUGH for kind in ESTIMATORS if
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """``exp``, kept finite from above; the slope past the bound is that at the bound, not 0.
+    """``exp`` with an upper bound on the value; above the bound the slope is that at the bound, not 0.
 
-    A clamp would stop the gradient of just those tokens that have drifted furthest.
+    A clamp would stop the gradient of exactly those tokens that have drifted furthest.
 
     Args:
         log_ratio: any shape, float32 or float64.
@@ -43,20 +43,20 @@ def bounded_exp(log_ratio: Tensor) -> Tensor:
 
 
 def _bounded(log_ratio: Tensor) -> Tensor:
-    """At most ``MAX_LOG_RATIO``, with slope 1 everywhere."""
+    """Clamp to at most ``MAX_LOG_RATIO``, with slope 1 everywhere."""
     return log_ratio - (log_ratio - MAX_LOG_RATIO).clamp(min=0).detach()
 
 
 def importance_ratio(logprob: Tensor, old_logprob: Tensor) -> Tensor:
-    """How much likelier each token is now than when it was drawn; [N], carries the gradient of both."""
+    """[N] probability of each token under the policy over that under the old policy; differentiable in both."""
     return bounded_exp(logprob - old_logprob)
 
 
 def binary_kl(logprob: Tensor, other_logprob: Tensor) -> Tensor:
-    """KL(first || second) of the distributions over "the taken token, or any other"; a floor of the whole divergence.
+    """KL(first || second) of the binary distributions "the taken token, or any other"; a lower bound of the full KL.
 
     Args:
-        logprob, other_logprob: [N], at most 0; no gradient is wanted of it.
+        logprob, other_logprob: [N], at most 0; the result is not meant to be differentiated.
 
     Returns:
         [N], dtype of ``logprob``, at least 0 and finite.
@@ -75,7 +75,7 @@ def kl_per_token(logprob: Tensor, ref_logprob: Tensor, kind: str = "k3") -> Tens
     Args:
         logprob: [N] under the policy the tokens were drawn from.
         ref_logprob: [N] under the reference.
-        kind: one of ``KINDS``; the table on top says which value and which gradient each has.
+        kind: one of ``KINDS``; the table at the top of this module gives value and gradient of each.
 
     Returns:
         [N], dtype of ``logprob``.

@@ -1,8 +1,8 @@
-"""Log-probabilities of taken tokens and entropies from given logits, in nats; and the size of a chunk of logits.
+"""Log-probabilities and entropies (in nats) from given logits, and the size of a chunk of logits.
 
-Softmax and sums are float32 whatever the dtype of model and autocast, float64 for float64 inputs. A logit of minus
-infinity (a token ruled out) has probability 0, adds nothing to the entropy and gets gradient 0.
-Leaves out the language-model head, which never has all logits at once (``head.py``).
+Softmax and sums are float32 for every dtype of model and autocast, float64 for float64 inputs. A token with logit minus
+infinity has probability 0, adds nothing to the entropy and gets gradient 0. The head that never holds all logits at
+once is in ``head.py``.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# One chunk of float32 logits: 193 positions of a vocabulary of 151,936, 917 of 32,000. A walk has two such buffers;
-# matrix products of fewer rows run at a lower rate.
+# Bytes of one chunk of float32 logits: 193 positions of a vocabulary of 151,936, 917 of 32,000. The head allocates two
+# such buffers; matrix products of fewer rows run at a lower rate.
 CHUNK_BYTES_CPU = 112 * 2**20
 # An accelerator reads and writes the whole [V, H] weight gradient once per chunk, so it wants fewer of them.
 CHUNK_BYTES_ACCELERATOR = 512 * 2**20
 
-# exp() of anything below -745 is 0 in float64 already: the floor changes no value but keeps 0 * -inf = NaN away.
+# Replaces minus infinity, because 0 * -inf is NaN. No result changes: exp() is 0 below -745 even in float64.
 LOGPROB_FLOOR = -1e4
 
 
@@ -30,7 +30,7 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor, temperature: float = 1.
     Args:
         logits: [..., V] of any float dtype.
         labels: [...] int64.
-        temperature: what the logits are divided by.
+        temperature: divisor of the logits.
 
     Returns:
         [...] float32, float64 for float64 logits.
@@ -49,7 +49,7 @@ def entropy_from_logits(logits: Tensor, chunk_size: int | None = None, temperatu
     Args:
         logits: [..., V] of any float dtype; all leading dimensions count as positions.
         chunk_size: positions per chunk; by default as many as fit in a fixed number of bytes.
-        temperature: what the logits are divided by.
+        temperature: divisor of the logits.
 
     Returns:
         [...] float32, float64 for float64 logits.
@@ -93,34 +93,34 @@ def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _entropy_of_logprobs_(logp: Tensor) -> Tensor:
-    """[C, V] log-probabilities, used up, to [C] entropies."""
+    """[C, V] log-probabilities, overwritten, to [C] entropies."""
     logp = logp.clamp_(min=LOGPROB_FLOOR)
     return -logp.mul_(logp.exp()).sum(-1)
 
 
 def chunks(num_tokens: int, chunk_size: int) -> list[slice]:
-    """As few chunks as possible, of almost the same size; without tokens one that is empty."""
+    """Split tokens into as few chunks as possible, of nearly equal size; a single empty one for no tokens."""
     count = max(1, -(-num_tokens // chunk_size))
     borders = [num_tokens * i // count for i in range(count + 1)]
     return [slice(start, stop) for start, stop in pairwise(borders)]
 
 
 def default_chunk(vocabulary: int, device: str) -> int:
-    """Positions whose float32 logits fill one chunk."""
+    """Positions per chunk, so that its float32 logits fill the fixed number of bytes."""
     budget = CHUNK_BYTES_CPU if device == "cpu" else CHUNK_BYTES_ACCELERATOR
     return max(1, budget // (4 * vocabulary))
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of softmax and sums over numbers of ``dtype``."""
+    """Dtype of softmax and sums for inputs of ``dtype``: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def check_positive(**values: float | None) -> None:
-    """Refuse numbers that are not above 0; None passes.
+    """Check that every given number is above 0; None is allowed.
 
     Raises:
-        ValueError: names the first.
+        ValueError: names the first number that is not.
     """
     for name, value in values.items():
         if value is not None and not value > 0:

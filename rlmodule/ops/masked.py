@@ -1,7 +1,7 @@
-"""Statistics over a part of a tensor: the entries under a mask, the members of a group.
+"""Statistics over the entries under a mask and over the members of a group.
 
-Entries that do not count are selected away, never multiplied by zero, so NaN and infinity among them are harmless.
-Leaves out sums over ranks.
+Masked entries are removed by selection, never multiplied by zero, so NaN and infinity among them are harmless. Sums
+over ranks are the caller's.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor
 
 
 def select(x: Tensor, mask: Tensor) -> Tensor:
-    """The entries that count, flat: ``[B, R]`` values and mask give the ``[N]`` loss tokens.
+    """Entries under the mask as a flat tensor: ``[B, R]`` values and mask give the ``[N]`` loss tokens.
 
-    Select before the maths: the gradient of what was dropped is exactly 0, but a function with an infinite slope at a
-    dropped value would still turn that 0 into NaN further up.
+    Select before other operations: masked entries get gradient 0, but an operation before the selection with infinite
+    slope at such an entry would turn that 0 into NaN.
 
     Args:
         x: [B, R] of any dtype.
@@ -31,27 +31,27 @@ def select(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum of the entries under the mask, over everything or along ``dim``; 0 when there is none."""
+    """Sum of the entries under the mask, over all dimensions or along ``dim``; 0 when there is none."""
     kept = torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
     return kept.sum() if dim is None else kept.sum(dim)
 
 
 def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of the entries under the mask, over everything or along ``dim``; 0 when there is none."""
+    """Mean of the entries under the mask, over all dimensions or along ``dim``; 0 when there is none."""
     count = mask.sum() if dim is None else mask.sum(dim)
     return masked_sum(x, mask, dim) / count.clamp(min=1)
 
 
 def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Mean 0 and variance 1 (unbiased) over the entries under the mask; other entries keep their value.
+    """Shift and scale the entries under the mask to mean 0 and unbiased variance 1; other entries keep their value.
 
     Args:
         x: float tensor of any shape.
         mask: bool, same shape.
-        eps: added to the variance; entries that are all alike become 0.
+        eps: added to the variance; entries that are all equal become 0.
 
     Returns:
-        Shape and dtype of ``x``; ``x`` itself when fewer than two entries are valid, since one value has no variance.
+        Shape and dtype of ``x``; ``x`` itself when the mask has fewer than two entries, which have no variance.
     """
     valid = select(x, mask).double()
     if valid.numel() < 2:
@@ -61,16 +61,16 @@ def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
 
 
 def whiten_by_tokens(x: Tensor, tokens: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """``whiten`` of a number per response as if it stood on each of its tokens.
+    """``whiten`` a value per response as if it were repeated on each of the response's tokens.
 
     Args:
         x: [B] float.
-        tokens: [B] int64, how often each entry counts.
-        mask: [B] bool, entries that count.
+        tokens: [B] int64, tokens of each response.
+        mask: [B] bool, responses that are included; the others become 0.
         eps: added to the variance.
 
     Returns:
-        [B] float64; the numbers as they are where fewer than two tokens count.
+        [B] float64; not whitened when fewer than two tokens are included.
     """
     value = torch.where(mask, x.double(), 0.0)
     weight = torch.where(mask, tokens, 0).double()
@@ -83,11 +83,11 @@ def whiten_by_tokens(x: Tensor, tokens: Tensor, mask: Tensor, eps: float = 1e-8)
 
 
 def place_at_end(score: Tensor, length: Tensor, width: int) -> Tensor:
-    """Token rewards with the score of each response on its last token; found by length, never by token values.
+    """Put the score of each response on its last token, which is found by length.
 
     Args:
         score: [B] float.
-        length: [B] int64, response tokens, at most ``width``; a response of no token has no place for its score.
+        length: [B] int64, response tokens, at most ``width``; the score of a response of length 0 is dropped.
         width: R, columns of the result.
 
     Returns:
@@ -101,12 +101,12 @@ def place_at_end(score: Tensor, length: Tensor, width: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class GroupStatistics:
-    """What the valid members of a group say, repeated for every member; float64.
+    """Statistics of each response's group over its valid members, float64.
 
     Args:
-        count: [B] valid members of the group.
-        mean: [B] of the valid members; 0 when there is none.
-        std: [B] unbiased; 0 when fewer than two are valid.
+        count: [B] valid members.
+        mean: [B] mean; 0 when no member is valid.
+        std: [B] unbiased standard deviation; 0 when fewer than two members are valid.
         has_zero_std: [B] bool, all valid members are equal (also when there are fewer than two).
     """
 
@@ -117,26 +117,26 @@ class GroupStatistics:
 
 
 def group_statistics(value: Tensor, group: Tensor, valid: Tensor) -> GroupStatistics:
-    """Statistics of each group over its valid members, in two passes so that a large mean costs no digits.
+    """Statistics of each group over its valid members; two passes, so that a large mean loses no digits.
 
     Args:
-        value: [B] float; anything, NaN too, where not valid.
+        value: [B] float; entries that are not valid may be anything, NaN included.
         group: [B] int64, equal values form one group, in any order and with any numbering.
         valid: [B] bool.
     """
     assert value.shape == group.shape == valid.shape, "one group and one flag per value"
     kept = torch.where(valid, value.double(), 0.0)  # [B]
-    place = torch.unique(group, return_inverse=True)[1]  # [B], 0 to G-1
-    num_groups = int(place.max()) + 1 if len(place) else 0
+    index = torch.unique(group, return_inverse=True)[1]  # [B], 0 to G-1
+    num_groups = int(index.max()) + 1 if len(index) else 0
     zeros = torch.zeros(num_groups, dtype=torch.float64, device=value.device)  # [G]
 
-    count = zeros.index_add(0, place, valid.double())
-    mean = zeros.index_add(0, place, kept) / count.clamp(min=1)
-    deviation = torch.where(valid, kept - mean[place], 0.0)
-    std = (zeros.index_add(0, place, deviation.square()) / (count - 1).clamp(min=1)).sqrt()
+    count = zeros.index_add(0, index, valid.double())
+    mean = zeros.index_add(0, index, kept) / count.clamp(min=1)
+    deviation = torch.where(valid, kept - mean[index], 0.0)
+    std = (zeros.index_add(0, index, deviation.square()) / (count - 1).clamp(min=1)).sqrt()
 
-    # Largest against smallest is exact; a std of equal decimals such as 0.1 is rounding noise, not 0.
+    # Comparing largest and smallest is exact, while the std of equal decimals such as 0.1 is rounding noise, not 0.
     infinity = torch.full_like(zeros, torch.inf)
-    largest = (-infinity).scatter_reduce(0, place, torch.where(valid, kept, -torch.inf), "amax")
-    smallest = infinity.scatter_reduce(0, place, torch.where(valid, kept, torch.inf), "amin")
-    return GroupStatistics(count[place], mean[place], std[place], (largest <= smallest)[place])
+    largest = (-infinity).scatter_reduce(0, index, torch.where(valid, kept, -torch.inf), "amax")
+    smallest = infinity.scatter_reduce(0, index, torch.where(valid, kept, torch.inf), "amin")
+    return GroupStatistics(count[index], mean[index], std[index], (largest <= smallest)[index])

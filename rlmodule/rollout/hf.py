@@ -22,9 +22,10 @@ from rlmodule.core.types import POLICY
 from rlmodule.data.end_tokens import EndTokens
 from rlmodule.models.attention import RaggedCache
 from rlmodule.models.policy import DecodeBatch, PrefillBatch
+from rlmodule.ops.random import uniform_of_token
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.parts.engine import EngineContext
-from rlmodule.rollout.parts.sampling import Truncation, draw, logprob_of, uniforms
+from rlmodule.rollout.parts.sampling import Truncation, draw, logprob_of
 
 
 @ROLLOUTS.register
@@ -211,7 +212,7 @@ class DecodingBatch:
         rows = self.live
         greedy, place = self.greedy[rows], self.lengths[rows]
         allowed = self.truncation(logits)
-        uniform = uniforms(self.seeds[rows], self.sample_ids[rows], self.first_positions[rows] + place)
+        uniform = uniform_of_token(self.seeds[rows], self.sample_ids[rows], self.first_positions[rows] + place)
         self.last = torch.where(greedy, logits.argmax(-1), draw(allowed, uniform))
         self.tokens[rows, place] = self.last
         self.logprobs[rows, place] = logprob_of(torch.where(greedy[:, None], logits, allowed), self.last)

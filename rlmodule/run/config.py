@@ -31,7 +31,9 @@ from rlmodule.losses import LOSSES
 from rlmodule.losses.sft import SFT
 from rlmodule.models.description import NO_VALUE, SEPARATE, SHARED, ModelConfig
 from rlmodule.models.lora import LoraConfig
-from rlmodule.optim.adamw import OptimizerConfig
+from rlmodule.optim import OPTIMIZERS
+from rlmodule.optim.adamw import AdamW
+from rlmodule.optim.parts.config import OptimizerConfig
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.parts.engine import EngineConfig
@@ -172,13 +174,13 @@ class RunConfig:
             algorithm=algorithm if data.rollouts is None else algorithm.for_stored_rollouts(),
             loss=loss,
             batching=convert(BatchingConfig, node.batching, "batching"),
-            optimizer=convert(OptimizerConfig, node.optimizer, "optimizer"),
+            optimizer=component(OPTIMIZERS, node.optimizer),
             warm_start=convert(WarmStartConfig, node.warm_start, "warm_start"),
             trainer=convert(TrainerConfig, node.trainer, "trainer"),
             backend=str(node.strategy.get("name")),
             critic=replace(
                 convert(CriticConfig, node.critic, "critic", ignore=("optimizer",)),
-                optimizer=convert(OptimizerConfig, node.critic.optimizer, "critic.optimizer"),
+                optimizer=component(OPTIMIZERS, node.critic.optimizer, "critic.optimizer"),
             ),
             environment=environment,
             advantage=component(ADVANTAGES, node.advantage) if has_advantage else None,
@@ -216,7 +218,7 @@ class RunConfig:
         """
         warm = self.warm_start
         steps_per_iteration = min(10, warm.steps)
-        optimizer = OptimizerConfig(
+        optimizer = AdamW(
             lr=warm.lr,
             betas=(0.9, 0.98),
             weight_decay=0.01,
@@ -325,21 +327,27 @@ class RunConfig:
         )
 
 
-def component(registry: Registry[Any], node: Any) -> Any:
-    """The component a section names, made of the section's other keys."""
-    return convert(_chosen(registry, node), node, registry.kind, ignore=("name",))
+def component(registry: Registry[Any], node: Any, key: str | None = None) -> Any:
+    """Build the component that a section names from the section's other keys.
+
+    Args:
+        registry: registry of the component.
+        node: the section.
+        key: dotted key of the section; by default the registry's kind, which is the config group.
+    """
+    return convert(_chosen(registry, node, key), node, key or registry.kind, ignore=("name",))
 
 
-def _chosen(registry: Registry[Any], node: DictConfig) -> type:
-    name = node.get("name")
+def _chosen(registry: Registry[Any], node: Any, key: str | None = None) -> type:
+    name = node.get("name") if isinstance(node, Mapping) else None
     if name is None:
         raise ConfigError(
-            key=f"{registry.kind}.name",
+            key=f"{key or registry.kind}.name",
             got=None,
             because=f"no {registry.kind} is chosen",
             fix=did_you_mean("", registry.names()),
         )
-    return registry.get(str(name))
+    return registry.get(str(name), key)
 
 
 def _rollout_section(node: DictConfig) -> tuple[SamplingConfig, ReplayConfig, EngineConfig]:

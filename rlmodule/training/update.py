@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlmodule.core.contract import Backward, ModelObjective, Strategy
 from rlmodule.core.metrics import Metric, ReduceType, merge
 from rlmodule.core.types import MiniBatch
-from rlmodule.optim.adamw import OptimizerConfig
+from rlmodule.optim.parts.config import OptimizerConfig
 from rlmodule.training.selection import with_selection
 
 
@@ -27,8 +27,8 @@ class Trainable:
     Args:
         name: of the model.
         objective: what it minimises.
-        optimizer: config of its AdamW and its schedule.
-        run_steps: its optimizer steps in the whole run; the schedule needs them.
+        optimizer: settings of its optimizer and schedule.
+        run_steps: its optimizer steps in the whole run, for the schedule.
     """
 
     name: str

@@ -74,7 +74,7 @@ def test_gdpo_names_a_component_that_is_not_there():
 
 
 def test_gae_on_two_tokens():
-    """Reward 1 at the end; values 1/2 and 1/4, lambda 1/2, a charge of 1/8 on the first token.
+    """Reward 1 at the end; values 1/2 and 1/4, lambda 1/2, a penalty of 1/8 on the first token.
 
     delta is -1/8 + 1/4 - 1/2 = -3/8 and 1 - 1/4 = 3/4; so -3/8 + 3/4 / 2 = 0 and 3/4. Returns: 1/2 and 1.
     """

@@ -14,7 +14,7 @@ from rlmodule.algorithm.shaping import (
 from rlmodule.core.errors import ConfigError
 
 
-def test_the_charge_grows_over_the_buffer():
+def test_the_penalty_grows_over_the_buffer():
     """Limit 20, buffer 4: nothing up to 16, a quarter per token after it (DAPO, equation 13, with factor 1)."""
     lengths = torch.tensor([1, 16, 17, 18, 20])
     assert overlong_penalty(lengths, OverlongBuffer(True, length=4, max_length=20)).tolist() == [0, 0, 0.25, 0.5, 1]
@@ -35,13 +35,13 @@ def test_the_first_groups_go_by_their_id():
     assert first_groups([1, 2], [False, False], 2) == set()
 
 
-def test_a_fixed_price_stays():
+def test_a_fixed_coefficient_stays():
     controller = KLController(KLInReward(coef=0.5))
     controller.update(100.0, 1000)
     assert controller.coef == 0.5
 
 
-def test_an_adaptive_price_follows_the_target():
+def test_an_adaptive_coefficient_follows_the_target():
     """Target 2, horizon 100, 50 responses: an error of 10% moves it by 5%, one of 400% by no more than 10%."""
     controller = KLController(KLInReward(coef=1.0, controller="adaptive", target=2.0, horizon=100.0))
     controller.update(2.2, 50)
@@ -55,7 +55,7 @@ def test_an_adaptive_price_follows_the_target():
     assert controller.coef == before, "an iteration without a scored response says nothing"
 
 
-def test_the_price_survives_a_checkpoint():
+def test_the_coefficient_survives_a_checkpoint():
     config = KLInReward(coef=1.0, controller="adaptive", target=2.0, horizon=100.0)
     first, second = KLController(config), KLController(config)
     first.update(5.0, 50)

@@ -66,7 +66,7 @@ def test_bat_05_sequences_not_divisible_by_the_ranks():
 
 
 def test_bat_06_padding_does_not_change_the_counts():
-    """Sequence means 1, 2, 6 and a filler: (1+2+6)/3, not /4."""
+    """Sequence means 1, 2, 6 and a padding sample: (1+2+6)/3, not /4."""
     real = metas_of([4, 4, 4])
     padded = top_up(real, 4, 4)
     plan = plan_batch(padded, mini_batch_size=4, dp_size=2, token_budget=8)[0]
@@ -133,7 +133,7 @@ def test_bat_09_differencing_is_better_than_greedy_and_not_optimal():
 
 
 def test_bat_11_outputs_come_back_in_input_order():
-    """Place 4 is a filler: it has no loss token, so a forward pass says nothing of it. Samples 2 and 3 are longer."""
+    """Position 4 is a padding sample without loss tokens, so a forward pass gives it no value. Samples 2 and 3 are longer."""
     masks = ([True], [True], [True, False, True], [True, True])
     samples = {p: sample(p, response_len=len(mask), loss_mask=mask) for p, mask in enumerate(masks)}
     outputs = {}

@@ -236,8 +236,8 @@ def test_bat_16_padded_on_the_left_on_the_right_and_packed_agree(family):
     ours = policy(pack_rows([neighbours[0], TrainingSample(sampled), neighbours[1]], TOTALS)).logprob[4:9]
     for left in (0, 1, 4):
         right = 6 - left
-        filler = torch.zeros(1, dtype=torch.int64)
-        padded = torch.cat([filler.expand(left), ids, filler.expand(right)])[None]
+        padding = torch.zeros(1, dtype=torch.int64)
+        padded = torch.cat([padding.expand(left), ids, padding.expand(right)])[None]
         mask = torch.tensor([[0] * left + [1] * 7 + [0] * right])
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         logits = model(input_ids=padded, attention_mask=mask, position_ids=positions).logits[0, left : left + 7]

@@ -139,7 +139,7 @@ def test_a_row_that_lacks_a_value_the_others_have_is_our_own_bug():
         pack_rows([row_of([1], [2], advantage=[1.0]), row_of([1], [2])], TOTALS)
 
 
-def test_a_filler_needs_no_values():
+def test_a_padding_sample_needs_no_values():
     batch = pack_rows([row_of([1], [2], advantage=[1.0]), padding_sample(0)], TOTALS)
     assert batch.advantage.tolist() == [1.0]
     assert batch.loss_tokens.tolist() == [1, 0]

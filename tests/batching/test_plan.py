@@ -152,16 +152,16 @@ def test_balanced_ends_put_small_micro_steps_at_both_ends():
     assert plan.cost == ((6.0, 8.0, 10.0, 9.0, 7.0),)
 
 
-def test_one_more_micro_step_has_to_be_worth_its_price():
+def test_one_more_micro_step_has_to_be_worth_its_cost():
     """Two micro-batches of 50,000 tokens just hold these: 40 + 5 + 5 and 35 + 15 thousand.
 
     With a second micro-step the first one is 40 against 35 + 5, and the rest 15 against 5: 1.8 % less waiting.
     """
     metas = metas_of([40_000, 15_000, 5_000, 5_000, 35_000])
     choices = {"mini_batch_size": 5, "dp_size": 2, "token_budget": 50_000}
-    free, priced = (plan_batch(metas, **choices, cost=Workload(step_cost=coefficient))[0] for coefficient in (0.0, 1e9))
-    assert (free.num_micro_steps, priced.num_micro_steps) == (2, 1)
-    assert free.lockstep_cost < priced.lockstep_cost < free.lockstep_cost + 1e9
+    free, costly = (plan_batch(metas, **choices, cost=Workload(step_cost=coefficient))[0] for coefficient in (0.0, 1e9))
+    assert (free.num_micro_steps, costly.num_micro_steps) == (2, 1)
+    assert free.lockstep_cost < costly.lockstep_cost < free.lockstep_cost + 1e9
 
 
 def test_classic_planner_gives_every_rank_as_many_samples():
@@ -288,7 +288,7 @@ def test_settings_that_cannot_work_are_refused(wrong):
 
 def test_a_plan_that_holds_a_sample_twice_is_refused():
     totals = StepTotals(tokens=2, sequences=2)
-    with pytest.raises(AssertionError, match=r"twice here: \[3\]"):
+    with pytest.raises(AssertionError, match=r"several times \[3\]"):
         MiniBatchPlan((((3,), (3,)),), totals, ((1.0, 1.0),), (2,), (2,), 0)
 
 

@@ -109,15 +109,15 @@ def test_the_state_of_another_iteration_is_our_own_bug():
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
-def test_equal_counts_top_up_with_fillers_that_no_sample_stands_for(dp):
-    """30 samples on a multiple of 8: two fillers, at positions past the samples."""
+def test_equal_counts_top_up_with_positions_that_no_sample_stands_for(dp):
+    """30 samples on a multiple of 8: two padding samples, at positions past the samples."""
     config = BatchingConfig(mini_batch_size=8, equal_counts=True, planner="karmarkar_karp", max_token_len_per_gpu=64)
     plans = sampler_of(config, dp=dp).plans
     held = [p for plan in plans for p in plan.positions]
     assert sorted(held) == list(range(32))
     for plan in plans:
         assert {sum(len(step) for step in rank) for rank in plan.micro_batches} == {8 // dp}
-        assert plan.totals.sequences == sum(p < 30 for p in plan.positions), "fillers count nowhere"
+        assert plan.totals.sequences == sum(p < 30 for p in plan.positions), "padding samples count nowhere"
 
 
 def test_a_fixed_number_of_samples_per_micro_batch():

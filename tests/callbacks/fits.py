@@ -36,7 +36,7 @@ from rlmodule.losses.sft import SFT
 from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
 from rlmodule.module import RLModule
-from rlmodule.optim.adamw import OptimizerConfig
+from rlmodule.optim.adamw import AdamW
 from rlmodule.rollout.hf import HFRolloutConfig
 from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.rollout.parts.sampling import SamplingConfig
@@ -145,7 +145,7 @@ class SmallRun:
         evaluators = [] if self.imitates else [PromptEvaluator(PROMPTS[:3], episodes, engine, self.reward, strategy)]
         start = context.metrics_log.begin_iteration
         data = RLDataModule(source, stream, make, evaluators=evaluators, engine=engine, start=start)
-        trainable = Trainable("policy", objective, OptimizerConfig(lr=1e-2, warmup_steps=0), run_steps=8)
+        trainable = Trainable("policy", objective, AdamW(lr=1e-2, warmup_steps=0), run_steps=8)
         module = RLModule({"policy": policy}, [trainable], max_skipped_in_a_row=3)
         callbacks = [CALLBACKS.get(name)(**kwargs).connect(context) for name, kwargs in self.config.items()]
         loggers = [

@@ -35,7 +35,10 @@ from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.policy import PolicyModel
-from rlmodule.optim.adamw import OptimizerConfig, build_schedule, matrices_of, optimizer_over
+from rlmodule.optim.adamw import AdamW
+from rlmodule.optim.parts.config import OptimizerConfig
+from rlmodule.optim.parts.decay import decayed_parameters
+from rlmodule.optim.parts.schedule import build_schedule
 from rlmodule.training.reduction import reduce_metrics
 from rlmodule.training.update import StepResult, Trainable, update
 from strategies.ddp import DDPConfig, DDPStrategy
@@ -350,9 +353,9 @@ class Stepper:
         self.policy = policy
         self.strategy = wrap({"policy": policy})
         self.objective = Objective(loss or PPOClip(), algorithm or AlgorithmConfig(log_entropy=False))
-        self.config = optimizer or OptimizerConfig(lr=1e-2, warmup_steps=0)
-        matrices = matrices_of(policy)
-        self.optimizer = optimizer_over(self.config, self.strategy.named_parameters("policy"), matrices)
+        self.config = optimizer or AdamW(lr=1e-2, warmup_steps=0)
+        decayed = decayed_parameters(policy)
+        self.optimizer = self.config.build(self.strategy.named_parameters("policy"), decayed)
         self.schedule = build_schedule(self.config, self.optimizer, run_steps=100)
         self.backward_calls = 0
 
@@ -392,7 +395,7 @@ class Training:
 
 
 # An eps this large keeps AdamW from blowing the rounding of a gradient near 0 up to a whole step.
-SMOOTH = OptimizerConfig(lr=1e-2, eps=1e-2, warmup_steps=0)
+SMOOTH = AdamW(lr=1e-2, eps=1e-2, warmup_steps=0)
 
 
 def train_on(

@@ -118,7 +118,7 @@ def test_ipo_by_hand():
 
 
 def test_bradley_terry_by_hand():
-    """One loss token per response, and its score: 2 against 0.5, then -1 against 1; prices of the squared sums 2.5, 0."""
+    """One loss token per response, and its score: 2 against 0.5, then -1 against 1; the sums are 2.5 and 0."""
     scores = torch.tensor([2.0, 0.5, -1.0, 1.0], requires_grad=True)
     pairs_of_scores = LossInputs(
         logprob=scores,

@@ -20,7 +20,7 @@ from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import ModelConfig, load_model_config
 from rlmodule.models.lora import LoraConfig, adapter_only, merged, save_adapter
 from rlmodule.models.policy import PolicyModel
-from rlmodule.optim.adamw import OptimizerConfig
+from rlmodule.optim.adamw import AdamW
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import Stepper, architecture, ddp, mixed_rows, share_rows, single, weights_of
 
@@ -37,7 +37,7 @@ def policy_of(family: str = "qwen3", path: str | None = None, config: LoraConfig
 
 def trained(policy: PolicyModel, steps: int = 3) -> PolicyModel:
     """The policy after some updates that move every adapter."""
-    stepper = Stepper(policy, single, optimizer=OptimizerConfig(lr=5e-2, warmup_steps=0))
+    stepper = Stepper(policy, single, optimizer=AdamW(lr=5e-2, warmup_steps=0))
     (mini_batch,) = share_rows(mixed_rows(), BatchingConfig())
     for _ in range(steps):
         assert stepper(mini_batch).stepped
@@ -161,7 +161,7 @@ def on_rank(rank: int) -> dict[str, Tensor]:
     from rlmodule.core.layout import Layout
 
     policy = policy_of()
-    stepper = Stepper(policy, ddp, optimizer=OptimizerConfig(lr=1e-2, warmup_steps=0))
+    stepper = Stepper(policy, ddp, optimizer=AdamW(lr=1e-2, warmup_steps=0))
     (mini_batch,) = share_rows(mixed_rows(), BatchingConfig(), Layout(2, rank))
     stepper(mini_batch)
     return weights_of(policy)
@@ -170,7 +170,7 @@ def on_rank(rank: int) -> dict[str, Tensor]:
 @pytest.mark.ranks
 def test_two_ranks_train_the_same_adapters_as_one() -> None:
     policy = policy_of()
-    stepper = Stepper(policy, single, optimizer=OptimizerConfig(lr=1e-2, warmup_steps=0))
+    stepper = Stepper(policy, single, optimizer=AdamW(lr=1e-2, warmup_steps=0))
     (mini_batch,) = share_rows(mixed_rows(), BatchingConfig())
     stepper(mini_batch)
     for weights in run_on_ranks(2, on_rank):

@@ -241,7 +241,7 @@ def test_borders_that_do_not_fit_are_noticed():
         packed_attention(query, key, value, segments([5]), SCALING)
     with pytest.raises(AssertionError, match="starts at 0"):
         SegmentBuckets.from_cu_seqlens(torch.tensor([1, 4]))
-    with pytest.raises(AssertionError, match="goes on from no other"):
+    with pytest.raises(AssertionError, match="must not have a prefix"):
         segments([1, 2, 3], prefix=[-1, 0, 1])
     with pytest.raises(AssertionError, match="3 query heads on 2"):
         packed_attention(query[:, :3], key, value, segments([4]), SCALING)

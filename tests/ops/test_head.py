@@ -116,10 +116,10 @@ def test_scores_are_those_of_the_definition(temperature, softcap, with_bias, chu
     hidden, weight, bias, labels = problem()
     bias = bias if with_bias else None
     config = {"bias": bias, "temperature": temperature, "softcap": softcap}
-    said = linear_logprobs(hidden, weight, labels, **config, chunk_size=chunk_size, with_entropy=True)
+    outputs = linear_logprobs(hidden, weight, labels, **config, chunk_size=chunk_size, with_entropy=True)
     expected = plain(hidden, weight, bias, labels, temperature, softcap)
-    torch.testing.assert_close((said.logprob, said.entropy), expected, rtol=1e-12, atol=1e-12)
-    assert not said.logprob.requires_grad
+    torch.testing.assert_close((outputs.logprob, outputs.entropy), expected, rtol=1e-12, atol=1e-12)
+    assert not outputs.logprob.requires_grad
 
 
 @pytest.mark.parametrize(("temperature", "softcap"), [(1.0, None), (0.7, 2.0)])
@@ -127,14 +127,14 @@ def test_scores_are_those_of_the_definition(temperature, softcap, with_bias, chu
 def test_an_energy_is_the_squared_gradient_of_the_log_probability_by_the_logits(temperature, softcap, chunk_size):
     hidden, weight, bias, labels = problem()
     config = {"bias": bias, "temperature": temperature, "softcap": softcap}
-    said = linear_logprobs(hidden, weight, labels, **config, chunk_size=chunk_size, with_energy=True)
+    outputs = linear_logprobs(hidden, weight, labels, **config, chunk_size=chunk_size, with_energy=True)
     logits = hidden @ weight.t() + bias
     logits = logits if softcap is None else softcap * (logits / softcap).tanh()
     logits = (logits / temperature).detach().requires_grad_()
     expected = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
     [gradient] = torch.autograd.grad(expected.sum(), logits)
-    torch.testing.assert_close(said.logprob, expected.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(said.energy, gradient.square().sum(-1), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(outputs.logprob, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(outputs.energy, gradient.square().sum(-1), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)))
@@ -177,7 +177,7 @@ def test_a_second_backward_is_refused_instead_of_wrong():
     hidden, weight, _, labels = problem()
     loss = linear_loss(hidden, weight, labels, added)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated once"):
+    with pytest.raises(RuntimeError, match="differentiated only once"):
         loss.backward()
 
 
@@ -198,8 +198,8 @@ def test_without_loss_tokens_every_gradient_is_zero_and_present(whole_sequences)
     assert hidden.grad.shape == (0, HIDDEN)
     assert not weight.grad.any()
     assert not bias.grad.any()
-    said = linear_logprobs(hidden, weight, labels, bias=bias, with_entropy=True, with_energy=True)
-    assert said.logprob.shape == said.entropy.shape == said.energy.shape == (0,)
+    outputs = linear_logprobs(hidden, weight, labels, bias=bias, with_entropy=True, with_energy=True)
+    assert outputs.logprob.shape == outputs.entropy.shape == outputs.energy.shape == (0,)
 
 
 def test_every_token_is_scored_once_and_in_order():
@@ -288,8 +288,10 @@ def test_a_bias_may_push_all_logits_down():
     """Only differences count: a floor on logits instead of on log-probabilities would show here."""
     hidden, weight, _, labels = problem()
     low = torch.full((VOCABULARY,), -3e4, dtype=torch.float64)
-    said = linear_logprobs(hidden, weight, labels, bias=low, with_entropy=True)
-    torch.testing.assert_close((said.logprob, said.entropy), plain(hidden, weight, None, labels), rtol=1e-8, atol=1e-8)
+    outputs = linear_logprobs(hidden, weight, labels, bias=low, with_entropy=True)
+    torch.testing.assert_close(
+        (outputs.logprob, outputs.entropy), plain(hidden, weight, None, labels), rtol=1e-8, atol=1e-8
+    )
 
 
 def test_a_large_vocabulary_goes_another_way_to_the_same_entropy():
@@ -306,11 +308,11 @@ def test_a_large_vocabulary_goes_another_way_to_the_same_entropy():
 def test_float32_is_close_to_float64_at_any_sharpness(scale):
     hidden, weight, _, labels = problem(torch.float32)
     hidden = hidden.detach() * scale
-    said = linear_logprobs(hidden, weight, labels, with_entropy=True)
+    outputs = linear_logprobs(hidden, weight, labels, with_entropy=True)
     expected_logprob, expected_entropy = plain(hidden, weight, None, labels)
     # The logits themselves carry 1e-7 of their size.
-    torch.testing.assert_close(said.logprob.double(), expected_logprob, rtol=1e-6, atol=1e-6 * max(scale, 1))
-    torch.testing.assert_close(said.entropy.double(), expected_entropy, rtol=1e-5, atol=1e-6 * max(scale, 1))
+    torch.testing.assert_close(outputs.logprob.double(), expected_logprob, rtol=1e-6, atol=1e-6 * max(scale, 1))
+    torch.testing.assert_close(outputs.entropy.double(), expected_entropy, rtol=1e-5, atol=1e-6 * max(scale, 1))
 
 
 # ---- half precision
@@ -320,13 +322,13 @@ def test_float32_is_close_to_float64_at_any_sharpness(scale):
 def test_half_precision_models_get_float32_numbers(dtype):
     """Only the product hidden @ weight is rounded: from its logits on, everything agrees with float64 to 1e-5."""
     hidden, weight, _, labels = problem(dtype)
-    said = linear_logprobs(hidden, weight, labels, temperature=0.8, chunk_size=4, with_entropy=True)
-    assert said.logprob.dtype == said.entropy.dtype == torch.float32
+    outputs = linear_logprobs(hidden, weight, labels, temperature=0.8, chunk_size=4, with_entropy=True)
+    assert outputs.logprob.dtype == outputs.entropy.dtype == torch.float32
     logp = ((hidden / 0.8 @ weight.t()).double()).log_softmax(-1)
     torch.testing.assert_close(
-        said.logprob.double(), logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), rtol=0, atol=1e-5
+        outputs.logprob.double(), logp.gather(-1, labels.unsqueeze(-1)).squeeze(-1), rtol=0, atol=1e-5
     )
-    torch.testing.assert_close(said.entropy.double(), -(logp * logp.exp()).sum(-1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(outputs.entropy.double(), -(logp * logp.exp()).sum(-1), rtol=0, atol=1e-5)
     loss = linear_loss(hidden, weight, labels, added)
     assert loss.dtype == torch.float32
     loss.backward()
@@ -448,9 +450,9 @@ def test_what_is_not_positive_is_refused(wrong):
 def test_given_logits_agree_with_the_head():
     hidden, weight, _, labels = problem()
     logits = (hidden @ weight.t()).detach()
-    said = linear_logprobs(hidden, weight, labels, temperature=0.6, with_entropy=True)
-    torch.testing.assert_close(logprobs_from_logits(logits, labels, 0.6), said.logprob, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(entropy_from_logits(logits, 3, 0.6), said.entropy, rtol=1e-12, atol=1e-12)
+    outputs = linear_logprobs(hidden, weight, labels, temperature=0.6, with_entropy=True)
+    torch.testing.assert_close(logprobs_from_logits(logits, labels, 0.6), outputs.logprob, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(entropy_from_logits(logits, 3, 0.6), outputs.entropy, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares the head on a CUDA device with float64 on the host")

@@ -1,8 +1,19 @@
 """Numbers that belong to a token."""
 
+import pytest
 import torch
 
-from rlmodule.ops.random import uniform_of
+from rlmodule.ops.random import uniform_of, uniform_of_token
+
+WORD = (1 << 64) - 1
+STEP = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
+
+
+def mixed(x):
+    """The finaliser of splitmix64 on Python integers, as its authors print it."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & WORD
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & WORD
+    return x ^ (x >> 31)
 
 
 def test_a_number_depends_on_its_key_and_the_seed_alone():
@@ -14,19 +25,24 @@ def test_a_number_depends_on_its_key_and_the_seed_alone():
     assert not torch.equal(uniform_of(keys, 8), out)
 
 
-def test_wrapping_int64_mixes_as_unsigned_arithmetic_does():
+@pytest.mark.parametrize(("seed", "sample"), [(0, 0), (12, 3), (5, 10**15), (3, -1)])
+def test_wrapping_int64_mixes_as_unsigned_arithmetic_does(seed, sample):
     """Against Python integers cut to 64 bits."""
-    mask = (1 << 64) - 1
+    state = mixed(mixed((seed * STEP + 1) & WORD) ^ (sample * STEP & WORD))
+    assert uniform_of(torch.tensor([[sample]]), seed).item() == (state >> 11) * 2.0**-53
 
-    def mixed(x):
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
-        return x ^ (x >> 31)
 
-    step = 0x9E3779B97F4A7C15
-    for seed, sample in ((0, 0), (12, 3), (5, 10**15), (3, -1)):
-        state = mixed(mixed((seed * step + 1) & mask) ^ (sample * step & mask))
-        assert uniform_of(torch.tensor([[sample]]), seed).item() == (state >> 11) * 2.0**-53
+def test_the_number_of_a_token_is_that_of_the_formula_for_one_position_and_for_many():
+    """A changed formula would change every run that is resumed or repeated."""
+    keys = [(0, 0, 0), (3, 10**12, 7), (2**62, -3, 511), (-1, 5, 2**31)]
+    expected = []
+    for seed, sample, position in keys:
+        word = mixed(mixed((seed * STEP + 1) & WORD) ^ (sample * STEP & WORD))
+        expected.append((mixed((word + (position + 1) * STEP) & WORD) >> 11) / 2**53)
+    seeds, samples, positions = torch.tensor(keys).unbind(1)
+    assert uniform_of_token(seeds, samples, positions).tolist() == expected
+    for i in range(len(keys)):
+        assert uniform_of_token(seeds[i : i + 1], samples[i : i + 1], positions[i : i + 1]).tolist() == expected[i : i + 1]
 
 
 def test_they_are_spread_evenly():

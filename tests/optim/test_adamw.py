@@ -1,71 +1,19 @@
-"""AdamW with decay on matrices alone, and a rate that is a function of the optimizer steps taken."""
-
-import math
+"""AdamW: decay on weights alone, only for what trains; settings that cannot work are refused."""
 
 import pytest
 import torch
 from torch import nn
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.optim.adamw import OptimizerConfig, build_optimizer, build_schedule, lr_factor, matrices_of
+from rlmodule.optim import OPTIMIZERS
+from rlmodule.optim.adamw import AdamW
 
 
-def factors(steps, run_steps=20, **keys):
-    config = OptimizerConfig(**{"warmup_steps": 4, **keys})
-    return [lr_factor(config, step, run_steps) for step in steps]
-
-
-def test_warm_up_rises_from_0_to_the_peak():
-    assert factors(range(5)) == [0, 0.25, 0.5, 0.75, 1]
-    assert factors([0], warmup_steps=0) == [1], "no warm-up, no step at rate 0"
-
-
-@pytest.mark.parametrize(
-    ("schedule", "at_half", "at_end"),
-    [("constant", 1.0, 1.0), ("linear", 0.1 + 0.9 / 2, 0.1), ("cosine", 0.1 + 0.9 / 2, 0.1)],
-)
-def test_after_warm_up_the_schedule_runs_to_its_end_and_stays_there(schedule, at_half, at_end):
-    """20 steps with 4 of warm-up: half of the rest is gone at step 12."""
-    assert factors([4, 12, 20, 99], schedule=schedule, min_lr_ratio=0.1) == pytest.approx([1, at_half, at_end, at_end])
-
-
-def test_cosine_is_a_cosine():
-    [factor] = factors([8], schedule="cosine")
-    assert factor == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
-
-
-def test_total_steps_takes_the_place_of_the_run_s_steps():
-    assert factors([9, 14], schedule="linear", total_steps=14) == pytest.approx([0.5, 0.0])
-
-
-def test_a_run_shorter_than_its_warm_up_divides_by_nothing():
-    assert factors([3, 4, 5], run_steps=2, schedule="linear") == [0.75, 1.0, 0.0]
-
-
-def test_matrices_are_named_before_a_strategy_flattens_them():
-    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    assert matrices_of(model) == {"0.weight"}
-
-
-def test_the_schedule_sets_the_rate_of_every_group():
-    model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
-    config = OptimizerConfig(lr=0.4, warmup_steps=4)
-    optimizer = build_optimizer(config, model)
-    schedule = build_schedule(config, optimizer, run_steps=20)
-    rates = []
-    for _ in range(6):
-        assert len({group["lr"] for group in optimizer.param_groups}) == 1
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert rates == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.4])
-
-
-def test_decay_pulls_at_matrices_and_leaves_vectors_alone():
+def test_decay_pulls_at_weights_and_leaves_biases_and_norms_alone():
     """With no gradient to speak of a step is w - lr * decay * w."""
     model = nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = build_optimizer(OptimizerConfig(lr=0.1, weight_decay=0.5), model)
+    optimizer = AdamW(lr=0.1, weight_decay=0.5).build_for(model)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     optimizer.step()
@@ -77,8 +25,8 @@ def test_decay_pulls_at_matrices_and_leaves_vectors_alone():
 def test_only_what_trains_is_given_to_the_optimizer():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
     model[0].requires_grad_(False)
-    held = [p for group in build_optimizer(OptimizerConfig(), model).param_groups for p in group["params"]]
-    assert held == [model[1].weight], "and no group is empty"
+    parameters = [p for group in AdamW().build_for(model).param_groups for p in group["params"]]
+    assert parameters == [model[1].weight], "and no group is empty"
 
 
 @pytest.mark.parametrize(
@@ -98,5 +46,10 @@ def test_only_what_trains_is_given_to_the_optimizer():
 )
 def test_settings_that_cannot_work_are_refused(keys, key):
     with pytest.raises(ConfigError) as caught:
-        OptimizerConfig(**keys)
+        AdamW(**keys)
     assert caught.value.key == key
+
+
+def test_the_optimizer_goes_by_the_name_of_its_file():
+    assert OPTIMIZERS.names() == ["adamw"]
+    assert OPTIMIZERS.get("adamw") is AdamW

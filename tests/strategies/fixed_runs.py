@@ -25,7 +25,7 @@ from rlmodule.models.building import build_policy_on_meta
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.policy import PolicyModel
 from rlmodule.module import RLModule
-from rlmodule.optim.adamw import OptimizerConfig
+from rlmodule.optim.adamw import AdamW
 from rlmodule.training.update import Trainable
 from strategies.registry import STRATEGIES
 from tests.helpers.tiny import frozen_copy
@@ -43,7 +43,7 @@ ARCHITECTURE: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 0,
 }
-ADAMW = OptimizerConfig(lr=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
+ADAMW = AdamW(lr=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5)
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class FixedRun:
     )
     mini_batch_size: int = 6
     budget: int = 40
-    optimizer: OptimizerConfig = ADAMW
+    optimizer: AdamW = ADAMW
     architecture: Mapping[str, Any] = field(default_factory=dict)
     precision: str = "32-true"
     model: ModelConfig | None = None

@@ -16,7 +16,7 @@ from rlmodule.models.attention import RaggedCache
 from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.description import ModelConfig, load_tokenizer
 from rlmodule.models.policy import PrefillBatch
-from rlmodule.optim.adamw import OptimizerConfig
+from rlmodule.optim.adamw import AdamW
 from tests.helpers.memory import Allocations
 from tests.helpers.ranks import run_on_ranks
 from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun, relative_difference
@@ -155,7 +155,7 @@ def test_prec_03_small_updates_survive_in_fp32_masters():
         weight, rounded = weight - 0.001, rounded - 0.001
     assert weight.item() == pytest.approx(0.9, abs=2e-6)  # a hundred roundings of fp32
     assert rounded.item() == 1.0
-    tiny_steps = OptimizerConfig(lr=1e-4, warmup_steps=0, max_grad_norm=0.0)
+    tiny_steps = AdamW(lr=1e-4, warmup_steps=0, max_grad_norm=0.0)
     run = FixedRun(optimizer=tiny_steps, precision="bf16-mixed", epochs=3)
     norm = "model.layers.0.input_layernorm.weight"
     moved = on_two(run.with_options("deepspeed", stage=2, param_dtype="bfloat16"))[0].weights[norm] - 1.0

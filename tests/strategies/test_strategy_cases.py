@@ -24,12 +24,13 @@ from rlmodule.experience.timer import Timer
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.building import save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
-from rlmodule.optim.adamw import OptimizerConfig, build_optimizer, build_schedule
+from rlmodule.optim.adamw import AdamW
+from rlmodule.optim.parts.schedule import build_schedule
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import SMOOTH, Stepper, frozen_copy, mixed_rows, row, sample, share_rows, tiny_policy, train_on
 
 TOTALS = StepTotals(tokens=1000, sequences=8)
-WARM_UP = OptimizerConfig(lr=0.001, warmup_steps=10)
+WARM_UP = AdamW(lr=0.001, warmup_steps=10)
 
 
 # ---- STR-03
@@ -59,7 +60,7 @@ def test_str_03_a_varying_number_of_micro_batches_goes_unnoticed():
 def test_str_03_the_rate_after_a_resume_is_that_of_a_run_never_stopped():
     def rates(first, count):
         model = torch.nn.Linear(2, 2)
-        optimizer = build_optimizer(WARM_UP, model)
+        optimizer = WARM_UP.build_for(model)
         schedule = build_schedule(WARM_UP, optimizer, run_steps=20)
         if first is not None:
             optimizer.load_state_dict(first[0])

@@ -17,7 +17,7 @@ from rlmodule.core.types import TrainingSample
 from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import PRECISIONS, ModelConfig
-from rlmodule.optim.adamw import OptimizerConfig
+from rlmodule.optim.adamw import AdamW
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import (
     Linear,
@@ -51,7 +51,7 @@ def test_prec_03_small_updates_do_not_vanish():
     The gradient is 1 in every step, so that a step of AdamW is its rate. Fp32 itself takes each step 0.216 units in the
     last place short (0.001 is 16777.216 of 2**-24), 1.3e-6 in all, which the 1e-6 of the list leaves no room for.
     """
-    config = OptimizerConfig(lr=0.001, warmup_steps=0, eps=1e-12, max_grad_norm=0)
+    config = AdamW(lr=0.001, warmup_steps=0, eps=1e-12, max_grad_norm=0)
     stepper = Stepper(Theta(), loss=Linear(), optimizer=config)
     [mini_batch] = share_rows([linear_row(0, [1.0])], WHOLE)
     for _ in range(100):
@@ -139,7 +139,7 @@ IN_ORDER = BatchingConfig(mini_batch_size=4, max_token_len_per_gpu=14, shuffle=F
 def test_prec_05_every_rank_skips_and_the_schedule_stays(world_size):
     """Of three mini-batches the second meets a NaN: two steps are taken, two steps of warm-up are gone."""
     rows = with_nan(alike(12), 5)
-    optimizer = OptimizerConfig(lr=0.001, warmup_steps=10)
+    optimizer = AdamW(lr=0.001, warmup_steps=10)
     train = partial(train_on, rows=rows, batching=IN_ORDER, optimizer=optimizer)
     ranks = [train(0)] if world_size == 1 else run_on_ranks(world_size, train)
     for rank in ranks:
@@ -152,7 +152,7 @@ def test_prec_05_every_rank_skips_and_the_schedule_stays(world_size):
 
 
 def test_prec_05_a_skipped_step_leaves_the_weights_alone():
-    stepper = Stepper(tiny_policy(), optimizer=OptimizerConfig(lr=0.1, warmup_steps=0))
+    stepper = Stepper(tiny_policy(), optimizer=AdamW(lr=0.1, warmup_steps=0))
     [mini_batch] = share_rows(with_nan(mixed_rows(), 2), WHOLE)
     before = weights_of(stepper.policy)
     result = stepper(mini_batch)

@@ -16,7 +16,7 @@ from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.types import MiniBatch
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
-from rlmodule.optim.adamw import OptimizerConfig
+from rlmodule.optim.adamw import AdamW
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import (
     FAMILIES,
@@ -60,8 +60,8 @@ def test_the_cut_changes_nothing(whole, cut):
     assert_same_training(got, whole)
 
 
-def test_fillers_change_nothing(whole):
-    """12 samples on a multiple of 8: four fillers, in the mini-batches of other samples; so only the first step compares."""
+def test_padding_samples_change_nothing(whole):
+    """12 samples on a multiple of 8: four padding samples, in the mini-batches of other samples; so only the first step compares."""
     got = train_on(0, ROWS[:8], FILLED, algorithm=EVERYTHING)
     assert_same_training(got, train_on(0, ROWS[:8], WHOLE, algorithm=EVERYTHING))
 
@@ -127,7 +127,7 @@ def test_gradients_are_those_of_the_loss_written_out():
 
 def test_clipping_by_the_global_norm():
     """With plain descent in mind: the first AdamW step does not depend on the scale of the gradient, but its moments do."""
-    config = OptimizerConfig(lr=1e-3, warmup_steps=0, max_grad_norm=0.01)
+    config = AdamW(lr=1e-3, warmup_steps=0, max_grad_norm=0.01)
     stepper = Stepper(tiny_policy(), loss=SFT(), optimizer=config)
     [mini_batch] = share_rows(ROWS[:8], WHOLE)
     result = stepper(mini_batch)
@@ -138,7 +138,7 @@ def test_clipping_by_the_global_norm():
 
 
 def test_a_norm_of_0_clips_nothing():
-    config = OptimizerConfig(lr=1e-3, warmup_steps=0, max_grad_norm=0)
+    config = AdamW(lr=1e-3, warmup_steps=0, max_grad_norm=0)
     stepper = Stepper(tiny_policy(), loss=SFT(), optimizer=config)
     [mini_batch] = share_rows(ROWS[:8], WHOLE)
     result = stepper(mini_batch)
@@ -160,7 +160,7 @@ def test_an_empty_mini_batch_is_skipped():
 
 
 def test_the_learning_rate_is_logged_as_it_was_used():
-    config = OptimizerConfig(lr=0.1, warmup_steps=4)
+    config = AdamW(lr=0.1, warmup_steps=4)
     stepper = Stepper(tiny_policy(), optimizer=config)
     [mini_batch] = share_rows(ROWS[:8], WHOLE)
     rates = [stepper(mini_batch).metrics["actor/lr"].result for _ in range(5)]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rlmodule.core.config import at_least, more_than
 from rlmodule.core.errors import ConfigError
-from rlmodule.ops.random import STEP, mixed, to_unit_interval
 
 
 @dataclass(frozen=True)
@@ -82,13 +81,6 @@ class Truncation:
             excluded = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= self.top_p)
             logits = logits.masked_fill(excluded, -torch.inf)
         return logits
-
-
-def uniforms(seeds: Tensor, sample_ids: Tensor, positions: Tensor) -> Tensor:
-    """[B] int64 each -> [B] float64 in [0, 1), a function of the three numbers of a row and nothing else."""
-    key = mixed(seeds * STEP + 1)
-    key = mixed(key ^ (sample_ids * STEP))
-    return to_unit_interval(mixed(key + (positions + 1) * STEP))
 
 
 def draw(logits: Tensor, uniform: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def _check_separate_keys(kind: str, critic: CriticConfig) -> None:
     """What is for a value model beside the policy would be passed over in silence where there is none."""
     default = _of_a_critic(CriticConfig())
     for key, value in _of_a_critic(critic).items():
-        if value != default[key]:
+        if value != default.get(key):
             raise ConfigError(
                 key=f"critic.{key}",
                 got=value,
@@ -74,7 +74,10 @@ def _check_separate_keys(kind: str, critic: CriticConfig) -> None:
 def _of_a_critic(critic: CriticConfig) -> dict[str, Any]:
     """Key -> value of what a value model of its own has."""
     own = ("path", "architecture", "mini_batch_size", "warmup_iterations")
-    optimizer = {**asdict(critic.optimizer), "betas": list(critic.optimizer.betas)}  # files say lists
+    optimizer = {
+        key: list(value) if isinstance(value, tuple) else value  # as written in YAML
+        for key, value in asdict(critic.optimizer).items()
+    }
     return {name: getattr(critic, name) for name in own} | {f"optimizer.{key}": v for key, v in optimizer.items()}
 
 

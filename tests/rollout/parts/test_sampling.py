@@ -12,14 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.rollout.parts.sampling import SamplingConfig, Truncation, draw, logprob_of, uniforms
+from rlmodule.ops.random import uniform_of_token
+from rlmodule.rollout.parts.sampling import SamplingConfig, Truncation, draw, logprob_of
 
 LARGEST = 1 - 2.0**-53  # the largest number below 1
 
 
 def numbers(seed, samples, position):
     samples = torch.tensor(samples)
-    return uniforms(torch.full_like(samples, seed), samples, torch.full_like(samples, position))
+    return uniform_of_token(torch.full_like(samples, seed), samples, torch.full_like(samples, position))
 
 
 def test_a_number_depends_on_its_key_alone_and_not_on_its_neighbours():

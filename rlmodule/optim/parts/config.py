@@ -1,0 +1,48 @@
+"""Settings that all optimizers have: learning rate, weight decay, schedule and gradient clipping."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from rlmodule.core.config import at_least, one_of
+from rlmodule.optim.parts.decay import decayed_parameters
+
+SCHEDULES = CONSTANT, LINEAR, COSINE = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(ABC):
+    """Base of all optimizers; a subclass adds its own settings and builds the optimizer."""
+
+    lr: float = 2e-4  # peak learning rate
+    weight_decay: float = 0.0  # decoupled; not applied to biases, norms and other parameters that are no weights
+    warmup_steps: int = 5  # optimizer steps from 0 to lr
+    schedule: str = CONSTANT  # after warm-up: constant, linear or cosine
+    min_lr_ratio: float = 0.0  # the schedule ends at this share of lr
+    total_steps: int | None = None  # optimizer steps of the schedule; None: those of the whole run
+    max_grad_norm: float = 1.0  # clip the global gradient norm to it; 0: no clipping
+
+    def __post_init__(self) -> None:
+        one_of("schedule", self.schedule, SCHEDULES)
+        for name in ("lr", "weight_decay", "warmup_steps", "min_lr_ratio", "max_grad_norm"):
+            at_least(name, getattr(self, name), 0)
+        if self.total_steps is not None:
+            at_least("total_steps", self.total_steps, 1)
+
+    @abstractmethod
+    def build(self, parameters: Iterable[tuple[str, nn.Parameter]], decayed: Collection[str]) -> Optimizer:
+        """Build the optimizer over all parameters with ``requires_grad``.
+
+        Args:
+            parameters: (name, parameter) of a model, possibly sharded.
+            decayed: names of the parameters that weight decay applies to, see ``decayed_parameters``.
+        """
+
+    def build_for(self, model: nn.Module) -> Optimizer:
+        """Build the optimizer of a model that is not sharded."""
+        return self.build(model.named_parameters(), decayed_parameters(model))
