@@ -35,8 +35,8 @@ from rlmodule.batching.workload import Workload
 from rlmodule.core.layout import Layout
 from rlmodule.core.types import TrainingSample
 from rlmodule.losses.ppo_clip import PPOClip
-from rlmodule.models.description import shape_of
 from rlmodule.models.policy import PolicyModel
+from rlmodule.models.shape import shape_of
 from rlmodule.optim.adamw import AdamW
 from rlmodule.optim.parts.schedule import build_schedule
 from rlmodule.training.update import Trainable, update

@@ -42,8 +42,8 @@ from rlmodule.core.layout import Layout
 from rlmodule.core.types import MicroBatch, Prompt, Sample, TrainingSample
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.attention import ATTENTION
-from rlmodule.models.description import shape_of
 from rlmodule.models.policy import PolicyModel
+from rlmodule.models.shape import shape_of
 from rlmodule.ops.segments import SegmentBuckets
 from rlmodule.optim.adamw import AdamW
 from rlmodule.optim.parts.schedule import build_schedule

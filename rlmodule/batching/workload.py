@@ -1,14 +1,14 @@
-"""What a sample costs to train: FLOPs of forward and backward, from the model's own shape.
+"""The cost model: FLOPs of forward and backward of a sample.
 
-Counts useful work only: no padding, no recomputation, the language-model head at loss positions alone. The same numbers
-balance the plan and give the numerator of model FLOPs utilisation. Leaves out everything below a matrix product (norms,
-softmax, activations, the MoE router), which is under one percent at common sizes.
+It counts useful matrix products only: no padding, no recomputation, the language-model head at loss tokens alone, and
+no elementwise operations (norms, softmax, activations), which are under one percent at common sizes. The same numbers
+balance the plan and are the numerator of model FLOPs utilisation. ``models/shape.py`` reads a ModelShape off a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from torch import Tensor
 Floats = NDArray[np.float64]
 Numbers = Sequence[int] | Sequence[float] | NDArray[Any] | Tensor
 
-# A multiplication and an addition; and backward has two matrix products for each one of forward.
-FLOPS_PER_WEIGHT = 2 * 3
+# A multiply-add is two FLOPs, and backward has two matrix products for each one of forward.
+FLOPS_PER_MAC = 2 * 3
 
 # A layer of width h costs about 24 h^2 L + 4 h L^2, up to a common factor; divided by 4 h that is 6 h L + L^2, and
 # 6 * 4096 = 24576 for a 7B model.
@@ -27,47 +27,51 @@ DEFAULT_LINEAR_COST = 24576.0
 
 
 @dataclass(frozen=True)
-class ModelShape:
-    """Sizes of a decoder-only transformer that decide its FLOPs.
+class AttentionShape:
+    """Softmax-attention layers of one kind.
 
     Args:
-        hidden_size: width of the residual stream.
-        num_layers: transformer blocks.
-        num_heads, num_kv_heads: query heads and key/value heads of a block.
-        head_dim: width of a head.
-        intermediate_size: width of one gated MLP (of one expert where there are experts).
-        vocab_size: rows of the language-model head.
-        num_experts_per_token: MLPs a token passes through, shared experts included; 1 for a dense model.
-        sliding_window: tokens a windowed layer looks back over, itself included; None without windowed layers.
-        num_windowed_layers: how many of the layers are windowed.
+        num_layers: how many layers of this kind there are.
+        num_heads, num_kv_heads: query heads and key/value heads of a layer.
+        key_dim, value_dim: width of a query or key, and of a value.
+        window: tokens a token sees, itself included; None for all before it.
     """
 
-    hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    num_experts_per_token: int = 1
-    sliding_window: int | None = None
-    num_windowed_layers: int = 0
+    key_dim: int
+    value_dim: int
+    window: int | None = None
 
     def __post_init__(self) -> None:
-        optional = {"sliding_window", "num_windowed_layers"}
-        for name in (f.name for f in fields(self) if f.name not in optional):
-            assert getattr(self, name) >= 1, f"{name} must be positive, got {getattr(self, name)}"
-        assert 0 <= self.num_windowed_layers <= self.num_layers, f"{self} has more windowed layers than layers"
-        assert self.num_windowed_layers == 0 or (self.sliding_window or 0) >= 1, (
-            f"{self} has windowed layers, no window"
-        )
+        sizes = (self.num_layers, self.num_heads, self.num_kv_heads, self.key_dim, self.value_dim)
+        assert min(sizes) >= 1, f"sizes must be positive, got {self}"
+        assert self.window is None or self.window >= 1, f"a window includes the token itself, got {self}"
 
-    @property
-    def weights_per_token(self) -> int:
-        """Weights every token is multiplied with in the blocks: projections (grouped-query) and active gated MLPs."""
-        attention = self.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
-        mlp = 3 * self.hidden_size * self.intermediate_size * self.num_experts_per_token
-        return self.num_layers * (attention + mlp)
+    def macs(self, length: Floats) -> Floats:
+        """[B] tokens -> [B] multiply-adds of the forward pass: scores and weighted values of every attended pair."""
+        per_pair = float(self.num_layers * self.num_heads * (self.key_dim + self.value_dim))
+        return per_pair * _attended_pairs(length, self.window)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What decides the FLOPs of a model.
+
+    Args:
+        macs_per_token: multiply-adds per token of the forward pass, without softmax attention and head; for a dense
+            transformer the number of weights in its matrices. Linear attention is included, of experts the active ones.
+        macs_per_loss_token: multiply-adds of the language-model head.
+        attention: the kinds of softmax-attention layers.
+    """
+
+    macs_per_token: float
+    macs_per_loss_token: float
+    attention: tuple[AttentionShape, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert min(self.macs_per_token, self.macs_per_loss_token) > 0, f"a model multiplies, got {self}"
 
     def flops(self, lengths: Numbers, response_lengths: Numbers) -> Floats:
         """FLOPs of forward and backward of each sample.
@@ -80,15 +84,10 @@ class ModelShape:
             [B] float64: a L + b L^2 + head; a windowed layer is linear in L past its window.
         """
         length = as_floats(lengths)  # [B]
-        body = float(self.weights_per_token) * length
-        head = float(self.hidden_size * self.vocab_size) * as_floats(response_lengths)
-        windowed = self.num_windowed_layers
-        seen = (self.num_layers - windowed) * _attended_pairs(length, None)
-        if windowed:
-            seen = seen + windowed * _attended_pairs(length, self.sliding_window)
-        # Scores and weighted values: two products of head_dim per head and attended pair.
-        attention = 2.0 * self.num_heads * self.head_dim * seen
-        return FLOPS_PER_WEIGHT * (body + head + attention)
+        macs = self.macs_per_token * length + self.macs_per_loss_token * as_floats(response_lengths)
+        for kind in self.attention:
+            macs = macs + kind.macs(length)
+        return FLOPS_PER_MAC * macs
 
 
 @dataclass(frozen=True)

@@ -200,3 +200,40 @@ class RaggedCache(Cache):
         """One token was added to every row."""
         self.lengths = self.lengths + 1
         self.longest += 1
+
+
+TRACED_ATTENTION = "rlmodule_traced"
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """Sizes of one call of the attention: heads, widths of keys and values, tokens of the window (None for all)."""
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+
+
+def trace_attention() -> list[AttentionCall]:
+    """Register ``TRACED_ATTENTION``, which computes nothing and appends each call to the returned list."""
+    calls: list[AttentionCall] = []
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | str | None = LEFT_TO_THE_MASK,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        window = _window_of(module) if isinstance(sliding_window, str) else sliding_window
+        calls.append(AttentionCall(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], window))
+        batch, heads, length, _width = query.shape
+        return value.new_empty(batch, length, heads, value.shape[-1]), None
+
+    AttentionInterface.register(TRACED_ATTENTION, attention)
+    return calls

@@ -1,4 +1,4 @@
-"""Which model is meant, and what its files say of it without its weights: configuration, tokenizer, sizes.
+"""Which model is meant, and what its files say of it without its weights: configuration, tokenizer, limits.
 
 Leaves out the model itself (``building.py``).
 """
@@ -20,7 +20,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlmodule.batching.workload import ModelShape
 from rlmodule.core.config import one_of
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.models.byte_tokenizer import byte_tokenizer
@@ -212,35 +211,6 @@ def _defaults(kind: type[PreTrainedConfig]) -> PreTrainedConfig | None:
         return made
     except Exception:  # each family checks its values in a way of its own
         return None
-
-
-def shape_of(config: PreTrainedConfig) -> ModelShape:
-    """The sizes that decide what a token costs."""
-    text = config.get_text_config()
-
-    def value(
-        name: str,
-    ) -> Any:  # not from to_dict(): older families have names of their own, which attributes translate
-        return getattr(text, name, None)
-
-    heads, hidden, layers = (int(value(n)) for n in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
-    kinds = value("layer_types") or []
-    window = value("sliding_window")
-    windowed = sum(kind == "sliding_attention" for kind in kinds) if kinds else (layers if window else 0)
-    experts = value("num_experts_per_tok")
-    inner = value("moe_intermediate_size") if experts else None
-    return ModelShape(
-        hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=int(value("num_key_value_heads") or heads),
-        head_dim=int(value("head_dim") or hidden // heads),
-        intermediate_size=int(inner or value("intermediate_size") or 4 * hidden),
-        vocab_size=int(value("vocab_size")),
-        num_experts_per_token=int(experts or 1),
-        sliding_window=int(window) if window and windowed else None,
-        num_windowed_layers=windowed if window else 0,
-    )
 
 
 @dataclass(frozen=True)

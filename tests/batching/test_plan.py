@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlmodule.batching.plan import PLANNERS, MiniBatchPlan, plan_batch
-from rlmodule.batching.workload import ModelShape, Workload
+from rlmodule.batching.workload import AttentionShape, ModelShape, Workload
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import SampleMeta, StepTotals
 
@@ -185,7 +185,7 @@ def test_cost_may_be_given_per_sample():
 
 
 def test_cost_may_come_from_the_model():
-    shape = ModelShape(64, 2, 4, 4, 16, 128, 1000)
+    shape = ModelShape(98304, 64000, (AttentionShape(2, 4, 4, 16, 16),))
     plan = plan_batch(metas_of([5, 9]), mini_batch_size=2, dp_size=2, token_budget=10, cost=Workload(shape))[0]
     assert sorted(sum(rank) for rank in plan.cost) == shape.flops([5, 9], [4, 8]).tolist()
 

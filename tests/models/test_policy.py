@@ -10,11 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlmodule.batching.collate import pack_rows
-from rlmodule.batching.workload import ModelShape
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import StepTotals
 from rlmodule.models.building import build_policy, parameter_count, save_pretrained
-from rlmodule.models.description import ModelConfig, load_model_config, load_tokenizer, shape_of
+from rlmodule.models.description import ModelConfig, load_model_config, load_tokenizer
 from rlmodule.models.policy import silence_dropout
 from tests.helpers.tiny import (
     FAMILIES,
@@ -190,25 +189,6 @@ def test_silencing_dropout_leaves_a_module_in_train_mode():
     x = torch.ones(2, 4)
     assert torch.equal(model(x), model(x))
     assert model[1].training
-
-
-# ---- what a model is
-
-
-def test_the_shape_of_a_model_is_read_off_its_configuration():
-    small = {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 64}
-    expected = {
-        "qwen3": ModelShape(**small, intermediate_size=48),
-        "mistral": ModelShape(**small, intermediate_size=48, sliding_window=4, num_windowed_layers=2),
-        "gemma2": ModelShape(**small, intermediate_size=48, sliding_window=4, num_windowed_layers=1),
-        "qwen3_moe": ModelShape(**small, intermediate_size=24, num_experts_per_token=2),
-        "qwen2_moe": ModelShape(
-            **small, intermediate_size=24, num_experts_per_token=2, sliding_window=4, num_windowed_layers=1
-        ),
-        "gpt2": ModelShape(**{**small, "num_kv_heads": 4}, intermediate_size=128),
-    }
-    for family, shape in expected.items():
-        assert shape_of(load_model_config(ModelConfig(architecture=architecture(family)))) == shape, family
 
 
 # ---- bad input

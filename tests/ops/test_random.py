@@ -42,7 +42,9 @@ def test_the_number_of_a_token_is_that_of_the_formula_for_one_position_and_for_m
     seeds, samples, positions = torch.tensor(keys).unbind(1)
     assert uniform_of_token(seeds, samples, positions).tolist() == expected
     for i in range(len(keys)):
-        assert uniform_of_token(seeds[i : i + 1], samples[i : i + 1], positions[i : i + 1]).tolist() == expected[i : i + 1]
+        assert (
+            uniform_of_token(seeds[i : i + 1], samples[i : i + 1], positions[i : i + 1]).tolist() == expected[i : i + 1]
+        )
 
 
 def test_they_are_spread_evenly():

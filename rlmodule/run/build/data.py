@@ -23,7 +23,7 @@ from rlmodule.experience.reference_cache import ReferenceLogprobCache
 from rlmodule.experience.replay import ReplayMemory
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.sources import OfflineSource, RowSampler
-from rlmodule.models.description import shape_of
+from rlmodule.models.shape import shape_of
 from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.run.config import RunConfig
 from rlmodule.run.datasets import Preferences, TrainingDataset

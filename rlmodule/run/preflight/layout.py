@@ -1,4 +1,4 @@
-"""How ranks split the model: heads over sequence ranks."""
+"""Sequence parallelism: the attention heads of a model must split over the sequence ranks."""
 
 from __future__ import annotations
 
@@ -6,25 +6,29 @@ from transformers import PreTrainedConfig
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
-from rlmodule.models.description import shape_of
+from rlmodule.models.shape import shape_of
 
 
 def check_layout(hf_config: PreTrainedConfig, layout: Layout) -> None:
-    """Refuse a layout that this model cannot have: attention heads are dealt out over sequence ranks.
+    """Check that the heads of every layer split over the sequence ranks.
 
     Raises:
         ConfigError: names the numbers and what works.
     """
-    shape, sp_size = shape_of(hf_config), layout.sp_size
-    if sp_size == 1:
-        return
-    heads, kv_heads = shape.num_heads // layout.tp_size, max(1, shape.num_kv_heads // layout.tp_size)
+    if layout.sp_size > 1:
+        for heads, kv_heads in sorted({(kind.num_heads, kind.num_kv_heads) for kind in shape_of(hf_config).attention}):
+            _check_heads(heads, kv_heads, layout)
+
+
+def _check_heads(num_heads: int, num_kv_heads: int, layout: Layout) -> None:
+    sp_size = layout.sp_size
+    heads, kv_heads = num_heads // layout.tp_size, max(1, num_kv_heads // layout.tp_size)
     fits = [s for s in _divisors(heads) if kv_heads % s == 0 or s % kv_heads == 0]
     if sp_size not in fits:
         raise ConfigError(
             key="strategy.sp_size",
             got=sp_size,
-            because=f"num_attention_heads={shape.num_heads} and num_key_value_heads={shape.num_kv_heads} do not split "
+            because=f"num_attention_heads={num_heads} and num_key_value_heads={num_kv_heads} do not split "
             f"over sp_size={sp_size}"
             + (f" after tp_size={layout.tp_size}" if layout.tp_size > 1 else "")
             + ": it must divide the former, and divide or be a multiple of the latter",
