@@ -254,6 +254,7 @@ class ChatFormat:
 
 
 _NEEDS_TEMPLATE = "a list of turns needs a chat template, and data.apply_chat_template is false"
+_OWN_COLUMN = "; a system column, which makes turns of a text, is left out by data.system_key=null"
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:
@@ -275,5 +276,6 @@ def _filled(message: Message, content: Message) -> Message:
 
 def _raw_text(prompt: Turns) -> str:
     if not isinstance(prompt, str):
-        raise ChatError(_NEEDS_TEMPLATE)
+        is_made = prompt[0]["role"] == "system"
+        raise ChatError(f"{_NEEDS_TEMPLATE}{_OWN_COLUMN if is_made else ''}")
     return prompt

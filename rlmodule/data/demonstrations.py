@@ -18,7 +18,7 @@ from rlmodule.core.types import Prompt, Sample
 from rlmodule.data.chat import ChatError, ChatFormat, Message, Segment, as_turns, join, prompt_text
 from rlmodule.data.files import in_batches
 from rlmodule.data.formats import Row
-from rlmodule.data.messages import is_assistant
+from rlmodule.data.messages import is_assistant, without_prompt
 from rlmodule.data.prompts import DataConfig, keep_by_length, open_rows, tools_note
 
 
@@ -142,7 +142,8 @@ def _encode(row: Row, chat: ChatFormat) -> list[Segment]:
         return chat.encode_demonstration(row.prompt, row.completion, row.tools)
     turns = as_turns(row.prompt)
     if row.completion:
-        return chat.encode_conversation([*turns, *row.completion], num_context=len(turns), tools=row.tools)
+        completion = without_prompt(turns, row.completion)
+        return chat.encode_conversation([*turns, *completion], num_context=len(turns), tools=row.tools)
     if isinstance(row.prompt, str):
         raise ChatError(
             "the row has no completion; a conversation must begin with a prompt and end with an assistant turn"

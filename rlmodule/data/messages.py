@@ -22,6 +22,15 @@ def as_turns(prompt: Turns) -> Sequence[Message]:
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
+def without_prompt(prompt: Turns, response: Turns) -> Turns:
+    """The response without the prompt's own turns, where it repeats them first."""
+    turns = list(as_turns(prompt))
+    for own in (turns, turns[1:]):  # the system turn may stand in a column of its own
+        if own and not isinstance(response, str) and list(response[: len(own)]) == own:
+            return response[len(own) :]
+    return response
+
+
 def is_assistant(message: Message) -> bool:
     """Whether this is a turn of the assistant."""
     return message.get("role") == "assistant"

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.errors import DataError
 from rlmodule.core.types import Sample
-from rlmodule.data.chat import ChatFormat, Segment, Tools, Turns, as_turns
+from rlmodule.data.chat import ChatFormat, Segment, Tools, Turns
 from rlmodule.data.demonstrations import encode_row, sample_of
 from rlmodule.data.files import RawRow, RowTable, open_files
 from rlmodule.data.formats import (
@@ -29,6 +29,7 @@ from rlmodule.data.formats import (
     read_turns,
     with_system_turn,
 )
+from rlmodule.data.messages import without_prompt
 from rlmodule.data.prompts import DataConfig, keep_by_length
 
 
@@ -164,7 +165,7 @@ def _preference(raw: RawRow, columns: Columns, config: DataConfig, table: RowTab
         prompt, chosen, rejected = _without_common_beginning(chosen, rejected, location, table.columns)
         prompt = with_system_turn(prompt, raw, columns, location)
     else:
-        chosen, rejected = _without_prompt(prompt, chosen), _without_prompt(prompt, rejected)
+        chosen, rejected = without_prompt(prompt, chosen), without_prompt(prompt, rejected)
     for response in (chosen, rejected):
         if not isinstance(response, str) and [turn["role"] for turn in response[:1]] != ["assistant"]:
             raise DataError(
@@ -190,15 +191,6 @@ def _without_common_beginning(
             fix="Set data.prompt_key to the one with the prompt, give the row a prompt, or delete the row",
         )
     return chosen[:start], chosen[start:], rejected[start:]
-
-
-def _without_prompt(prompt: Turns, response: Turns) -> Turns:
-    """The response without the prompt's own turns, where it begins with them."""
-    turns = list(as_turns(prompt))
-    for own in (turns, turns[1:]):  # the system turn may stand in a column of its own
-        if own and not isinstance(response, str) and list(response[: len(own)]) == own:
-            return response[len(own) :]
-    return response
 
 
 def _end_of_common_beginning(chosen: Turns, rejected: Turns) -> int:

@@ -201,6 +201,13 @@ def test_turns_of_a_prompt_before_a_completion_are_not_trained(lines):
     assert demonstrated(lines(*rows)) == [expected] * 2
 
 
+def test_a_completion_that_repeats_its_prompt_is_shown_once(lines):
+    """As pairs are published, whose chosen responses a warm start imitates."""
+    question, answer = turn("user", "q"), turn("assistant", "a")
+    rows = [{"prompt": "q", "chosen": [question, answer]}, {"prompt": [question], "chosen": [answer]}]
+    assert demonstrated(lines(*rows), completion_key="chosen") == [("<|user|>q<|assistant|>", "a<|end|>")] * 2
+
+
 def test_earlier_turns_that_lose_their_reasoning_are_said(lines):
     """Issue 10, point 3."""
     messages = [turn("user", "q"), turn("assistant", "<think>x</think>a"), turn("user", "r"), turn("assistant", "b")]
@@ -376,6 +383,15 @@ def test_t2b_19_turns_without_a_template_are_refused(lines):
     ):
         with pytest.raises(DataError, match=r"rows\.jsonl:1: a list of turns needs a chat template"):
             demonstrated(lines(row), apply_chat_template=False)
+
+
+def test_t2b_38_a_system_column_for_raw_text_names_the_key(lines):
+    """T2B-38."""
+    path = lines({"system": "S", "prompt": "q", "completion": "a"})
+    with pytest.raises(DataError, match=r"left out by data\.system_key=null"):
+        prompted(path, apply_chat_template=False)
+    [(prompt, _)] = demonstrated(path, apply_chat_template=False, system_key=None)
+    assert prompt == "q"
 
 
 def test_t2b_32_a_file_without_responses_names_the_key(lines):
