@@ -415,7 +415,7 @@ class ValueAdvantage(Advantage, Protocol):
 
 
 class Reward(Protocol):
-    """A judge of responses. Frozen dataclass whose fields are its config keys.
+    """A reward function. Frozen dataclass whose fields are its config keys.
 
     ``knows_one_response``: it takes the answer of a row for the only right response.
     """
@@ -423,10 +423,10 @@ class Reward(Protocol):
     knows_one_response: ClassVar[bool]
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
-        """One verdict per sample, in order."""
+        """One result per sample, in order."""
 
     def missing_fields(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
-        """What a row with this answer and these columns lacks to be judged; None where it has everything."""
+        """What a row with this answer and these columns lacks to be scored; None where it has everything."""
 
 
 class Episode(Protocol):

@@ -33,7 +33,7 @@ class Prompt:
         ids: token ids with the chat template applied.
         text: the prompt as text; for rewards and logs only.
         answer: ground truth for the reward, or None.
-        source: name of the task or data source the row came from.
+        source: name of the environment or data source the row came from.
         meta: every other column of the row.
         answer_value: the answer with the type it has in the file; a list holds several right answers.
         location: ``file:line`` of the row, for messages; empty where there is no file.

@@ -28,6 +28,7 @@ from rlmodule.environments import ENVIRONMENTS
 from rlmodule.experience.replay import ReplayConfig
 from rlmodule.loggers import LOGGERS, LoggerConfig
 from rlmodule.losses import LOSSES
+from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
 from rlmodule.models.description import NO_VALUE, SEPARATE, SHARED, ModelConfig
 from rlmodule.models.lora import LoraConfig
@@ -36,6 +37,7 @@ from rlmodule.optim.adamw import AdamW
 from rlmodule.optim.parts.config import OptimizerConfig
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
+from rlmodule.rollout.hf import HFRolloutConfig
 from rlmodule.rollout.parts.engine import EngineConfig
 from rlmodule.rollout.parts.sampling import SamplingConfig
 
@@ -129,23 +131,23 @@ class GeneralConfig:
 class RunConfig:
     """Everything about a run but the strategy's own options, which only ``train.py`` can read."""
 
-    general: GeneralConfig
     model: ModelConfig
-    data: DataConfig
-    sampling: SamplingConfig
-    rollout: EngineConfig
-    algorithm: AlgorithmConfig
-    loss: Loss
-    batching: BatchingConfig
-    optimizer: OptimizerConfig
-    warm_start: WarmStartConfig
-    trainer: TrainerConfig
-    backend: str
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    general: GeneralConfig = field(default_factory=GeneralConfig)
+    data: DataConfig = field(default_factory=DataConfig)
     environment: Environment | None = None  # None: rows come from files
-    advantage: Advantage | None = None
-    reward: Reward | None = None
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    rollout: EngineConfig = field(default_factory=HFRolloutConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    loss: Loss = field(default_factory=PPOClip)
+    advantage: Advantage | None = None  # None where the loss reads none
+    reward: Reward | None = None  # None where no response is rewarded
+    batching: BatchingConfig = field(default_factory=BatchingConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamW)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    backend: str = "single"  # name of the strategy
     loggers: Mapping[str, LoggerConfig] = field(default_factory=dict)
     callbacks: Mapping[str, Any] = field(default_factory=dict)
 

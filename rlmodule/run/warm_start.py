@@ -50,7 +50,7 @@ class WarmStart:
         self._stamp.write_text(self._digest)
 
     def started(self) -> Run:
-        """The run on its starting weights; the run itself where it needs none."""
+        """The run on its starting weights, which ``fit`` has made; the run itself where it needs none."""
         if not self.run.config.needs_warm_start:
             return self.run
         return replace(self.run, config=self.run.config.starting_from(str(self.directory.policy)))

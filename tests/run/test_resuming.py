@@ -117,4 +117,5 @@ def test_a_resumed_run_takes_the_learning_rate_of_the_command_line(begun: tuple[
     folder, words = begun
     records = run_small(folder, *words, "optimizer.lr=1e-5", "optimizer.schedule=constant", "optimizer.warmup_steps=0")
     rates = [r.metrics["actor/lr"] for r in records if r.iteration == 2 and "actor/lr" in r.metrics]
-    assert rates and set(rates) == {pytest.approx(1e-5)}
+    assert rates
+    assert rates == pytest.approx([1e-5] * len(rates))
