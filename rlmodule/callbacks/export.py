@@ -33,7 +33,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 @CALLBACKS.register
 @dataclass(frozen=True)
 class ExportConfig:
-    """What is written at the end of a run."""
+    """How the trained models are written at the end of a run."""
 
     dtype: str = "float32"  # of the weights on disk: float32 or bfloat16
     lora: str = MERGED  # with model.lora: merged into a plain model, or the adapter alone
@@ -80,7 +80,7 @@ class ExportPolicy(L.Callback):
             raise TrainingError(f"{problem}. Free some space, then go on with resume=auto")
 
     def _write(self, name: str, save: Callable[[Path], None]) -> str | None:
-        """What went wrong; nothing half written is left then."""
+        """Export one model; returns what went wrong, and then leaves nothing half written."""
         folder = self.context.run_dir / name
         try:
             with disk_errors(), _in_place_of(folder) as aside:
@@ -100,7 +100,7 @@ class ExportPolicy(L.Callback):
         save_head(folder, head)
 
     def _weights(self, strategy: Strategy, policy: PolicyModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(the policy's weights, those of its value head), as they go to disk."""
+        """(weights of the policy, of its value head) in the form that is written."""
         head: dict[str, Tensor] = {}
         if policy.lora is None:
             return dict(without_head(strategy.full_weights(POLICY, self.dtype), head)), head
@@ -112,7 +112,7 @@ class ExportPolicy(L.Callback):
 
 @contextmanager
 def _in_place_of(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which then takes the place of ``folder``."""
+    """A temporary folder that replaces ``folder`` if the block succeeds."""
     aside = folder.with_name(f"{folder.name}.writing")
     shutil.rmtree(aside, ignore_errors=True)
     try:

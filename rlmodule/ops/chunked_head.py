@@ -164,9 +164,9 @@ class ChunkedHead:
 
 
 def _end_to_end(parts: Iterable[Tensor | None]) -> Tensor | None:
-    """[C] of every chunk -> [N]; None where nobody asked."""
-    said = [part for part in parts if part is not None]
-    return torch.cat(said) if said else None
+    """[C] of every chunk -> [N]; None if it was not computed."""
+    computed = [part for part in parts if part is not None]
+    return torch.cat(computed) if computed else None
 
 
 def _row_products(a: Tensor, b: Tensor) -> Tensor:
