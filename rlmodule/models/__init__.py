@@ -1,1 +1,1 @@
-"""What a model is, how it is loaded, what its head says. Leaves out how it is spread over processes."""
+"""Hugging Face policies and value models: loading, attention, adapters, checks of a family. Leaves out sharding."""

@@ -6,7 +6,7 @@ an error. So a small copy of the configuration (``shrink.py``) gets random weigh
 does, one sample at a time under eager attention, and as we do. Log-probabilities, gradients, decoding and, with
 adapters, the merged model must agree. It takes a fraction of a second on a CPU, whatever the size of the real model.
 
-Leaves out the real weights; ``loading.py`` says which of them a folder lacks.
+Leaves out the real weights; ``pretrained.py`` refuses folders that lack some of them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from rlmodule.models.shrink import FIRST_TOKEN, small_copies
 LENGTHS = ((5, 7), (2, 1), (3, 5))  # prompt and response tokens of the samples; windows of the small copy are shorter
 DECODED = 2  # tokens of each sample that are decoded one by one
 SPREAD = 1.5  # standard deviation of a matrix times unit inputs, so that distributions are far from flat
-ADAPTER_SPREAD = 0.3  # the same of an adapter's matrices, whose product is multiplied by alpha / r
+ADAPTER_SPREAD = 0.3  # likewise for an adapter's matrices, whose product is multiplied by alpha / r
 ADAPTED = " with adapters"  # at the end of what was compared
 OFF = 3e-3  # nats, or shares of the largest gradient, from which on results differ; rounding stays below 1e-3
 
@@ -278,8 +278,8 @@ def small_samples(config: PreTrainedConfig) -> list[Sample]:
         count = min(prompt + response, limit or prompt + response)
         ids = torch.randint(min(FIRST_TOKEN, size - 1), size, (count,))
         cut = min(prompt, count - 1)
-        asked = Prompt(row=number, ids=tuple(ids[:cut].tolist()), text="")
-        samples.append(Sample(number, number, asked, ids[cut:], torch.ones(count - cut, dtype=torch.bool)))
+        before = Prompt(row=number, ids=tuple(ids[:cut].tolist()), text="")
+        samples.append(Sample(number, number, before, ids[cut:], torch.ones(count - cut, dtype=torch.bool)))
     return samples
 
 

@@ -19,7 +19,7 @@ from rlmodule.ops.attention import packed_attention, ragged_decode_attention
 from rlmodule.ops.segments import SegmentBuckets
 
 ATTENTION = "rlmodule"
-LEFT_TO_THE_MASK = "left to the mask"  # a window that the model's attention was not given, and did not say is absent
+LEFT_TO_THE_MASK = "left to the mask"  # the default where a model passes no window, neither a number nor None
 
 
 def attention_forward(
@@ -69,7 +69,7 @@ def attention_forward(
 
 
 def _window_of(module: nn.Module) -> int | None:
-    """The window of a layer whose family leaves it to the mask and hands none to its attention (Qwen2-MoE)."""
+    """The window of a layer whose family puts it into the mask and hands none to its attention (Qwen2-MoE)."""
     config: Any = module.config
     kinds = getattr(config, "layer_types", None)
     if kinds is not None and kinds[module.layer_idx] != "sliding_attention":
@@ -82,7 +82,7 @@ AttentionInterface.register(ATTENTION, attention_forward)
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Where packed positions go in the buffer: position t is entry ``place[t]`` of row ``row[t]``; both [T] int64."""
+    """Where packed positions go in the cache: position t is entry ``place[t]`` of row ``row[t]``; both [T] int64."""
 
     row: Tensor
     place: Tensor
@@ -125,14 +125,14 @@ class RaggedLayer(CacheLayerMixin):
         self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
 
     def move(self, target: Tensor, source: Tensor, count: int) -> None:
-        """Rows ``target`` become those of ``source``; then all from ``count`` on are given up. Copies no other row."""
+        """Copy rows ``source`` over rows ``target``, then drop all rows from ``count`` on."""
         assert self.keys is not None and self.values is not None
         for buffer in (self.keys, self.values):
             buffer[target] = buffer[source]
         self.keys, self.values = self.keys[:count], self.values[:count]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Asked by transformers' mask builders, which this attention never uses."""
+        """For transformers' mask builders; this attention uses no mask."""
         return self.owner.longest + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -178,9 +178,9 @@ class RaggedCache(Cache):
         self._now_has(rows)
 
     def keep(self, going: Tensor) -> Tensor:
-        """Give up the rows that are not ``going`` [b] bool; returns [m] which row each of those left was.
+        """Drop the rows where ``going`` [b] bool is False; returns [m] the old row of each row that is left.
 
-        The last rows fill the gaps, so that what is copied are as many rows as end and not the whole cache.
+        The last rows fill the gaps, so that only as many rows are copied as are dropped.
         """
         count = int(going.sum())
         target = (~going[:count]).nonzero().squeeze(1)
@@ -197,7 +197,7 @@ class RaggedCache(Cache):
         self.longest = int(self.lengths.max())
 
     def advance(self) -> None:
-        """One token was added to every row."""
+        """Count the token that was added to every row."""
         self.lengths = self.lengths + 1
         self.longest += 1
 

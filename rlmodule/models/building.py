@@ -58,9 +58,9 @@ def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> Polic
 
 
 def build_policy_on_meta(config: ModelConfig, *, seed: int, temperature: float) -> PolicyModel:
-    """``build_policy``, but weights that can be read one by one are left on disk for the strategy to read.
+    """As ``build_policy``, but weights that can be read one by one stay on disk for the strategy to read.
 
-    What is not left there is the same, number by number; ``loading`` says what was done, and why.
+    All else is equal, bit for bit; ``loading`` says what was done, and why.
     """
     if config.path is None:
         return build_policy(config, seed=seed, temperature=temperature)
@@ -87,7 +87,7 @@ def build_policy_on_meta(config: ModelConfig, *, seed: int, temperature: float) 
 def _policy_around(
     lm: PreTrainedModel, config: ModelConfig, seed: int, temperature: float, found: Agreement, notes: Iterable[str]
 ) -> PolicyModel:
-    """Put in what the configuration asks for, and a policy around it."""
+    """A policy around ``lm``, with checkpointing, adapters, frozen parts and compilation as configured."""
     compute_in_fp32(lm)
     recompute_activations(lm, config.activation_checkpointing, offload=config.activation_offload)
     if config.lora.is_on:
@@ -110,12 +110,12 @@ def _policy_around(
 
 
 def joined(notes: Iterable[str]) -> str:
-    """Those of the notes that say something, as one text."""
+    """The notes that are not empty, as one text."""
     return "; ".join(note for note in notes if note)
 
 
 def freeze(lm: PreTrainedModel, found: Agreement) -> str:
-    """Never train what no text reaches, nor adapters that have no effect; returns what a run's plan says of it.
+    """Freeze what no text reaches and adapters without effect; returns a note for the run's plan.
 
     A gradient that never comes is an error in data-parallel training.
     """
@@ -150,7 +150,7 @@ def check_family(hf_config: PreTrainedConfig, config: ModelConfig) -> Agreement:
 
 
 def small_models(config: ModelConfig) -> SmallModels[PolicyModel]:
-    """How the models are made that are compared; ``config`` says what is around them."""
+    """How to make the models that are compared, with the adapters of ``config``."""
     auto = AutoModelForCausalLM
 
     def stock(hf_config: PreTrainedConfig) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""Compiling the blocks of a model. Attention stays as it is: its shapes are new in every micro-batch.
+"""Compiles the blocks of a model. Attention stays uncompiled: its shapes are new in every micro-batch.
 
 A compiled block rounds differently, and differently with and without gradients: the first ratio of an update is then 1
 up to rounding instead of exactly. Leaves out sampling, which runs uncompiled (its shapes change with every token).
@@ -18,7 +18,7 @@ ATTENTION_UNCOMPILED = "rlmodule_uncompiled"
 
 
 def check_compiler(device: str) -> None:
-    """Refuse to compile where nothing can: it would come up in the middle of the first step.
+    """Refuse to compile without a compiler; otherwise the first step would fail.
 
     Raises:
         ConfigError: names what is missing.

@@ -115,9 +115,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def load_model_config(config: ModelConfig, section: str = "model") -> PreTrainedConfig:
-    """The model's own description, read without its weights; for checks before anything big is loaded.
+    """The transformers configuration, read without weights; for checks before anything big is loaded.
 
-    ``section`` of the configuration it is named in, for errors.
+    ``section`` is where the model stands in the run's configuration, for errors.
 
     Raises:
         ConfigError: nothing there, an unknown architecture, or one that cannot be trained here.
@@ -155,7 +155,7 @@ def _of_files(path: str, trust_remote_code: bool, section: str) -> PreTrainedCon
             got=path,
             because=f"no model configuration can be read there ({first_line(error)})",
             fix="Give a folder that holds config.json and safetensors files, or a name that the hub's cache knows "
-            "or the hub can be asked for",
+            "or the hub offers",
         ) from error
 
 
@@ -252,7 +252,7 @@ def positions_of(config: PreTrainedConfig) -> int | None:
 
 
 def positions_in_words(config: PreTrainedConfig) -> str:
-    """What an error says of ``positions_of``, after "the model has"."""
+    """The limit of ``positions_of`` for error messages, to follow "the model has"."""
     rotary = rotary_limit(config)
     behind = "" if rotary is None else f" before its rotary frequencies change for a whole row ({rotary.kind})"
     return f"{positions_of(config)} positions{behind}"
@@ -266,5 +266,5 @@ def source_of(config: ModelConfig, section: str = "model") -> dict[str, Any]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """The first line of an error's message that is not empty; the error's class if there is none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

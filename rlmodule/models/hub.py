@@ -1,4 +1,4 @@
-"""The Hugging Face hub, where it does not answer: its client would try for half a minute before it says so."""
+"""What to do where the Hugging Face hub cannot be reached: its client would retry for half a minute."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pathlib import Path
 
 from huggingface_hub import constants, is_offline_mode
 
-PATIENCE = 5.0  # seconds for one answer of any kind
+PATIENCE = 5.0  # seconds until the hub counts as unreachable
 
 
 def prefer_cache_if_unreachable(place: str) -> None:
-    """Look for ``place`` in the hub's cache only, in this process and its children, when the hub cannot be reached."""
+    """Use only the hub's local cache, in this process and its children, if the hub cannot be reached for ``place``."""
     if is_offline_mode() or Path(place).exists():
         return
     try:
         urllib.request.urlopen(constants.ENDPOINT, timeout=PATIENCE).close()
     except urllib.error.HTTPError:
-        return  # an answer
+        return  # any reply will do
     except OSError:
         constants.HF_HUB_OFFLINE = True
         os.environ["HF_HUB_OFFLINE"] = "1"

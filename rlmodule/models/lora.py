@@ -1,9 +1,9 @@
 """Low-rank adapters (arXiv:2106.09685, by peft): the policy trains two thin matrices beside each frozen one.
 
-The start of training is the model with its adapter switched off, so a frozen reference needs no second copy. A start
-that is an adapter folder itself is merged into its base when it is loaded: the reference then keeps it.
-Leaves out how weights are spread; adapters are ordinary parameters, and names of streamed weights are those of the
-module with adapters in it.
+The reference is the model with its adapter switched off, so it needs no second copy. If ``model.path`` is an adapter
+folder, that adapter is merged into its base at load, and the reference keeps it.
+Leaves out sharding; adapters are ordinary parameters, and weights are streamed by the names they have in the model with
+adapters.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class LoraConfig:
 
 
 def add_adapter(lm: nn.Module, config: LoraConfig, *, seed: int, base: str | None) -> None:
-    """Put adapters into ``lm`` in place and freeze the rest; the policy is unchanged until the first update.
+    """Put adapters into ``lm`` in place and freeze the rest; the outputs stay the same until the first update.
 
     Args:
         lm: causal LM.
         config: rank and the rest.
         seed: of the random half of each adapter; the global random state is left alone.
-        base: where the frozen weights came from; goes into an exported adapter.
+        base: folder or hub name of the frozen weights; written into an exported adapter.
 
     Raises:
         DependencyError: peft is not installed.
@@ -108,7 +108,7 @@ def add_adapter(lm: nn.Module, config: LoraConfig, *, seed: int, base: str | Non
 def without_adapter(lm: nn.Module) -> Iterator[None]:
     """Inside, ``lm`` is the model that training started from.
 
-    peft's own switch also toggles ``requires_grad``, which a sharded model must not see in the middle of a run.
+    peft's own switch also toggles ``requires_grad``, which must not change in a sharded model while it runs.
     """
     layers = [m for m in lm.modules() if isinstance(m, _peft().tuners.tuners_utils.BaseTunerLayer)]
     before = [layer._disable_adapters for layer in layers]
@@ -250,7 +250,7 @@ def adapter_only(weights: Weights) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_adapter(folder: Path, lm: PreTrainedModel, weights: Weights) -> None:
-    """Write a folder that ``PeftModel.from_pretrained`` loads over the base; ``weights`` come from ``adapter_only``."""
+    """Write a folder that ``PeftModel.from_pretrained`` loads over the base; ``weights`` as ``adapter_only`` yields."""
     folder.mkdir(parents=True, exist_ok=True)
     config: PeftConfig = lm.peft_config[ADAPTER]  # type: ignore[index, assignment]
     config.save_pretrained(str(folder))
@@ -265,7 +265,7 @@ def is_adapter(path: str | None) -> bool:
 
 
 def base_of(path: str) -> str:
-    """Where the weights of a model live: the base of an adapter folder, and the path itself of anything else."""
+    """Folder or hub name of a model's weights: the base of an adapter folder, else ``path`` itself."""
     if not is_adapter(path):
         return path
     base = json.loads((Path(path) / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
@@ -280,8 +280,30 @@ def base_of(path: str) -> str:
 
 
 def merge_start(lm: PreTrainedModel, path: str) -> PreTrainedModel:
-    """``lm`` with the adapter of a folder merged into its weights, as a plain model."""
-    return _peft().PeftModel.from_pretrained(lm, path).merge_and_unload()
+    """``lm`` with the adapter of a folder merged into its weights, as a plain model.
+
+    Raises:
+        ConfigError: the folder lacks a part of the adapter, or holds one that the model has no place for.
+    """
+    peft = _peft()
+    adapter = peft.PeftConfig.from_pretrained(path)
+    adapter.inference_mode = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of ties and of transposed matrices, which peft merges itself
+        model = peft.PeftModel(lm, adapter)
+        result = model.load_adapter(path, ADAPTER)
+    for names, problem in (
+        (result.missing_keys, "lacks"),
+        (result.unexpected_keys, "holds, for no layer of its base,"),
+    ):
+        if names:
+            raise ConfigError(
+                key="model.path",
+                got=path,
+                because=f"the adapter {problem} {min(names)}",
+                fix="Give the whole adapter, and the base it was trained on",
+            )
+    return model.merge_and_unload()
 
 
 def _peft() -> Any:

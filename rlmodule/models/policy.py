@@ -1,7 +1,6 @@
-"""A policy: any Hugging Face causal LM that says log-probabilities of loss tokens, and next-token logits for sampling.
+"""A policy: a Hugging Face causal LM that gives log-probabilities of loss tokens, and next-token logits for sampling.
 
-Leaves out where the model sits (``strategies/``) and what is done with its answers (``algorithm/objective.py``,
-``rollout/``).
+Leaves out sharding (``strategies/``), losses (``algorithm/objective.py``) and sampling itself (``rollout/``).
 """
 
 from __future__ import annotations
@@ -29,7 +28,14 @@ from rlmodule.ops.segments import SegmentBuckets
 
 @dataclass(frozen=True, eq=False)
 class PrefillBatch:
-    """Prompts end to end, to be read into an empty cache: ``input_ids`` and ``position_ids`` [T], ``last`` [B]."""
+    """Prompts laid end to end, to fill an empty key-value cache.
+
+    Args:
+        input_ids, position_ids: [T] int64.
+        cu_seqlens: [B+1] int32, first position of each prompt and the end of the row.
+        last: [B] int64, position of the last token of each prompt.
+        cache: is filled; a row for each prompt.
+    """
 
     input_ids: Tensor
     position_ids: Tensor
@@ -40,7 +46,7 @@ class PrefillBatch:
 
 @dataclass(frozen=True, eq=False)
 class DecodeBatch:
-    """One new token per row of a cache. ``input_ids`` [B]."""
+    """One new token for each row of a key-value cache; ``input_ids`` [B] int64."""
 
     input_ids: Tensor
     cache: RaggedCache
@@ -50,19 +56,20 @@ class PolicyModel(nn.Module):
     """Wraps a causal LM; every use of its weights goes through ``forward`` so that any strategy can wrap it.
 
     Args:
-        lm: causal LM in fp32, attention set to the project's own.
+        lm: causal LM in fp32 with the project's attention.
         temperature: divides logits in scoring and sampling alike.
-        compute_dtype: matmuls run in it under autocast; None computes in the weights' own type.
-        lora: configuration of the adapters in it, None where every weight trains.
-        compiled: whether its blocks are compiled; sampling then steps around that.
+        compute_dtype: dtype of matmuls under autocast; None computes in the dtype of the weights.
+        lora: configuration of the adapters in ``lm``, None where every weight trains.
+        compiled: whether its blocks are compiled; sampling runs them uncompiled.
 
     Attributes:
-        sequence: ranks that share a packed row, set by the strategy; scoring and training then see a slice of it, while
-            sampling runs whole rows on every rank.
-        stored: where parameters on the meta device are to be read from, None where there are none.
+        sequence: sequence-parallel ranks, set by the strategy; scoring and training get a slice of each packed row,
+            sampling gets whole rows on every rank.
+        stored: files that parameters on the meta device are read from, None where there are none.
         loading: how the weights come from disk and which parts are frozen, in words for a run's plan.
         adapted: the weights with adapters, and how to merge them.
         head: what lies between the last hidden states and the logits.
+        head_in_fp32: whether the family wants its logits computed in float32.
     """
 
     lm: PreTrainedModel
@@ -98,11 +105,16 @@ class PolicyModel(nn.Module):
         outputs: frozenset[str] = frozenset({"logprob"}),
         with_adapter: bool = True,
     ) -> Tensor | TokenOutputs:
-        """A micro-batch with an objective -> scalar loss; without -> TokenOutputs of its loss tokens, no gradients.
+        """Compute the loss of a micro-batch, outputs of its loss tokens, or next-token logits.
 
-        ``outputs`` names those wanted; entropies and energies cost time and are computed only when named. A
-        PrefillBatch or a DecodeBatch -> [B, V] next-token logits. Without its adapter a policy is the model that
-        training started from.
+        Args:
+            batch: a MicroBatch to score or train on; a PrefillBatch or DecodeBatch to sample from.
+            objective: with a MicroBatch: what is minimised; None computes outputs without gradients.
+            outputs: names of what a MicroBatch gives without an objective beside log-probabilities: entropy, energy.
+            with_adapter: False computes the model that training started from.
+
+        Returns:
+            Scalar loss, or TokenOutputs [N] of the loss tokens; [B, V] fp32 logits of a PrefillBatch or DecodeBatch.
         """
         device = batch.input_ids.device.type
         with ExitStack() as state:
@@ -114,19 +126,19 @@ class PolicyModel(nn.Module):
                 state.enter_context(without_adapter(self.lm))
             if isinstance(batch, MicroBatch):
                 hidden = packed_hidden(self.lm, batch, self.sequence)[batch.loss_positions]
-                return self.answer(hidden, batch.labels, objective, outputs)
+                return self.head_outputs(hidden, batch.labels, objective, outputs)
             if self.compiled:
                 state.enter_context(torch.compiler.set_stance("force_eager"))
             return self._prefill(batch) if isinstance(batch, PrefillBatch) else self._decode(batch)
 
-    def answer(
+    def head_outputs(
         self,
         hidden: Tensor,
         labels: Tensor,
         objective: TokenObjective | None,
         outputs: frozenset[str],
     ) -> Tensor | TokenOutputs:
-        """[N, H] hidden states at the positions that predict ``labels`` [N] -> the objective, or what it is made of."""
+        """Loss or TokenOutputs of ``labels`` [N] from the hidden states [N, H] at the positions before them."""
         weight, bias = head_weight(self.lm)
         hidden = self.head.input(self.lm, hidden.float() if self.head_in_fp32 else hidden)
         options: dict[str, Any] = {"bias": bias, "temperature": self.temperature, "softcap": self.head.softcap}
@@ -203,16 +215,16 @@ def hidden_states(
     lm: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, use_cache: bool = False, **kwargs: Any
 ) -> Tensor:
     """[B, T] ids -> [B, T, H] last hidden states; further keywords reach the attention."""
-    # use_cache must be said: left out, transformers makes a cache and packed samples attend to each other.
+    # Without use_cache=False transformers makes a cache, and packed samples attend to each other.
     return lm.base_model(  # type: ignore[no-any-return]
         input_ids=input_ids, position_ids=position_ids, use_cache=use_cache, **kwargs
     ).last_hidden_state
 
 
 def silence_dropout(model: nn.Module) -> None:
-    """Set every dropout and jitter of ``model`` to 0, module or functional; its configuration (and its export) stays.
+    """Set every dropout and router jitter of ``model`` to 0; its configuration, and so its export, keeps them.
 
-    eval() would do too, but it also switches off activation checkpointing.
+    eval() would silence them too, but it also switches off activation checkpointing.
     """
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):

@@ -19,7 +19,7 @@ from rlmodule.models.attention import ATTENTION
 from rlmodule.models.description import ModelConfig, first_line, source_of
 from rlmodule.models.weights import NotByNameError
 
-PACKED_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers that can be told where a sample ends
+PACKED_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers that keep samples of one row apart
 
 
 def lm_options(config: ModelConfig, attention: str = ATTENTION) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def check_unused(unused: Iterable[str], lm: nn.Module, config: ModelConfig, sect
 
 
 def unused_note(unused: Collection[str]) -> str:
-    """What a run's plan says of tensors in the files that the model does not use; empty for none."""
+    """Note for a run's plan about tensors in the files that the model does not use; empty for none."""
     return f"not used of the files: {_some(unused)}" if unused else ""
 
 
@@ -103,7 +103,7 @@ def _bad_files(config: ModelConfig, section: str, because: str) -> ConfigError:
 
 @contextmanager
 def silent_loading() -> Iterator[None]:
-    """Inside, transformers prints no report of missing and unused weights: they are refused, or said in our words."""
+    """Inside, transformers prints no report of missing and unused weights; this module refuses or notes them itself."""
     before = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -114,7 +114,7 @@ def silent_loading() -> Iterator[None]:
 
 @contextmanager
 def config_errors(config: ModelConfig, section: str = "model") -> Iterator[None]:
-    """Inside, whatever transformers cannot build or find is the user's error; ``section`` names the model.
+    """Inside, what transformers cannot build or find is a ConfigError; ``section`` names the model in it.
 
     Raises:
         ConfigError: names the model and the reason.
@@ -133,7 +133,7 @@ def config_errors(config: ModelConfig, section: str = "model") -> Iterator[None]
 
 
 def check_attention_is_ours(lm: PreTrainedModel, config: ModelConfig, section: str = "model") -> None:
-    """Refuse a model in which packed samples would see each other: attention of its own, or a state that runs along.
+    """Refuse a model in which packed samples would see each other: attention or a recurrent state of its own.
 
     Raises:
         ConfigError: names the class and the layers.

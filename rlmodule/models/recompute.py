@@ -1,6 +1,6 @@
-"""Activation checkpointing: what a block computed forward is thrown away and made again in backward. No number changes.
+"""Activation checkpointing: activations of a block are dropped and recomputed in backward. No number changes.
 
-What is kept, the input of each block, may wait in host memory meanwhile.
+The inputs of the blocks, which are kept, may be offloaded to host memory.
 
 Leaves out how blocks are sharded (``strategies/``) and what is computed (the model's own code).
 """
@@ -19,8 +19,8 @@ from rlmodule.core.errors import ConfigError
 NONE, FULL, SELECTIVE = "none", "full", "selective"
 MODES = (NONE, FULL, SELECTIVE)
 
-# What costs most to make again for the bytes it takes. (An exchange between ranks is made again: it fills a buffer in
-# place, which cannot be kept from here.)
+# Operations that cost most to recompute for the bytes they take. (Exchanges between ranks are recomputed: they fill a
+# buffer in place, which a checkpoint policy cannot keep.)
 _aten = torch.ops.aten
 KEPT = {
     _aten.mm.default,
@@ -34,7 +34,7 @@ KEPT = {
 
 
 def check_offload(device: str) -> None:
-    """Refuse to bring activations into host memory where they are there already.
+    """Refuse to offload activations on a CPU.
 
     Raises:
         ConfigError: the device is the CPU.
@@ -49,10 +49,9 @@ def check_offload(device: str) -> None:
 
 
 def recompute_activations(lm: PreTrainedModel, mode: str, *, offload: bool = False) -> None:
-    """Make ``lm`` recompute its blocks in train mode: all of a block (full), or all but matrix products and attention.
+    """Make ``lm`` recompute its blocks in train mode: all of a block (full), or all but matmuls and attention.
 
-    With ``offload`` the inputs of the blocks wait in host memory. Weights never do, whatever strategy gathers them: no
-    block saves one.
+    With ``offload`` the inputs of the blocks are kept in host memory. Gathered weights never are: no block saves one.
 
     Raises:
         ConfigError: the model does not offer it.

@@ -1,4 +1,4 @@
-"""A small copy of a model's configuration: the same kinds of layers, few and narrow, and every other value as it is.
+"""A small copy of a model's configuration: the same kinds of layers, few and narrow; all other values stay.
 
 A random model of the copy has some million weights and shows on a CPU, in a fraction of a second, what a model of the
 family does: how its layers attend, what its experts do, what lies between its hidden states and its logits. Windows and
@@ -74,7 +74,7 @@ def _values(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _at_most(value: Any, limit: int) -> Any:
-    """A positive number cut to ``limit``, each of a list; all else as it is (0 and negative ones switch things off)."""
+    """A positive number, or each of a list, cut to ``limit``; other values stay (0 and below switch things off)."""
     if isinstance(value, list | tuple):
         return [_at_most(one, limit) for one in value]
     return min(value, limit) if _is_number(value) and value > 0 else value

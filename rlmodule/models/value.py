@@ -49,7 +49,7 @@ SCORE = {"score.weight", "score.bias"}  # the head of a value model
 
 
 class ValueHead(nn.Linear):
-    """[N, H] -> [N] float32, whatever the hidden states and its own weights come in; starts by saying 0."""
+    """[N, H] hidden states of any dtype -> [N] float32 values; starts at 0."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__(hidden_size, 1, dtype=torch.float32)
@@ -57,7 +57,7 @@ class ValueHead(nn.Linear):
         nn.init.zeros_(self.bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Bfloat16 would round a value to 8 digits: the product is made in float32, outside of autocast."""
+        """Computed in float32, outside of autocast: bfloat16 would round a value to 8 bits."""
         with torch.autocast(hidden.device.type, enabled=False):
             return F.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(-1)
 
@@ -66,13 +66,13 @@ class ValueModel(nn.Module):
     """Wraps a transformers model for token classification with one label: a trunk and the head ``score``.
 
     Args:
-        lm: in fp32, attention set to the project's own, ``score`` a ValueHead.
-        compute_dtype: matmuls run in it under autocast; None computes in the weights' own type.
+        lm: transformers model in fp32 with the project's attention; its ``score`` is a ValueHead.
+        compute_dtype: dtype of matmuls under autocast; None computes in the dtype of the weights.
 
     Attributes:
-        sequence: ranks that share a packed row, set by the strategy; the model then sees a slice of it.
-        stored: where parameters on the meta device are to be read from, None where there are none.
-        loading: how the weights come from disk, in words; empty where they do not.
+        sequence: sequence-parallel ranks, set by the strategy; the model then gets a slice of each packed row.
+        stored: files that parameters on the meta device are read from, None where there are none.
+        loading: how the weights come from disk and which parts are frozen, in words for a run's plan.
     """
 
     lm: PreTrainedModel
@@ -116,18 +116,20 @@ class PolicyValueModel(PolicyModel):
         self.stored, self.loading = policy.stored, policy.loading
         self.value_head = ValueHead(self.lm.config.get_text_config().hidden_size)
 
-    def answer(self, hidden: Tensor, labels: Tensor, objective: Any, outputs: frozenset[str]) -> Tensor | TokenOutputs:
-        """[N, H] hidden states -> the policy's answer, with values beside it or the value loss added."""
-        answer = super().answer(hidden, labels, objective, outputs)
+    def head_outputs(
+        self, hidden: Tensor, labels: Tensor, objective: Any, outputs: frozenset[str]
+    ) -> Tensor | TokenOutputs:
+        """As the policy's, with the value of each token, or its loss, added."""
+        found = super().head_outputs(hidden, labels, objective, outputs)
         value = self.value_head(hidden)
-        if isinstance(answer, TokenOutputs):
-            return replace(answer, value=value)
+        if isinstance(found, TokenOutputs):
+            return replace(found, value=value)
         both: JointObjective = objective
-        return answer + both.of_values(value)
+        return found + both.of_values(value)
 
 
 def with_value_head(policy: PolicyModel, path: str | None) -> PolicyValueModel:
-    """The policy with a value head: the one beside its weights in ``path`` where there is one, else one that says 0.
+    """The policy with a value head: the one stored beside its weights in ``path`` if there is one, else one at 0.
 
     Raises:
         ConfigError: what lies there does not fit.
@@ -148,7 +150,7 @@ def with_value_head(policy: PolicyModel, path: str | None) -> PolicyValueModel:
 
 
 def without_head(weights: Iterable[tuple[str, Tensor]], head: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The stream of a policy's weights less those of its value head, which are put into ``head`` by their own names."""
+    """The stream of a policy's weights without its value head's, which are put into ``head`` by their own names."""
     for name, tensor in weights:
         if name.startswith(HEAD):
             head[name.removeprefix(HEAD)] = tensor
@@ -163,7 +165,7 @@ def save_head(folder: Path, head: Mapping[str, Tensor]) -> None:
 
 
 def value_config(policy: ModelConfig, path: str | None, architecture: Mapping[str, Any]) -> ModelConfig:
-    """Where a value model of its own starts: from ``path``, as a random ``architecture``, or where the policy does."""
+    """The configuration of a separate value model: ``path``, a random ``architecture``, or the policy's own start."""
     own = path is not None or architecture
     return replace(
         policy,

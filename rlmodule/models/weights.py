@@ -1,8 +1,8 @@
-"""Weights that stay on disk until a strategy asks for them: a model is outlined first, and each tensor read when due.
+"""Weights that stay on disk until a strategy reads them: the model is built with its parameters on the meta device.
 
-An outline has its parameters on the meta device and everything else as it must be: buffers (rotary frequencies too),
-ties, generation settings. It is made only where the files hold each tensor under its own name and in its own shape.
-transformers renames, fuses or unties weights of some families while it loads them; those are loaded by it, whole.
+All else about such a model is real: buffers (rotary frequencies too), ties, generation settings. It is built only if
+the files hold each tensor under its own name and in its own shape. transformers renames, fuses or unties weights of
+some families while it loads them; it loads those as a whole (``pretrained.py``).
 Leaves out which part of a tensor a process keeps (``strategies/parts/loading.py``).
 """
 
@@ -24,7 +24,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from rlmodule.core.parameters import put, tied
 from rlmodule.models.lora import plain_name
 
-FLOATING = ("F64", "F32", "F16", "BF16")  # as safetensors calls the types that become fp32 by a plain copy
+FLOATING = ("F64", "F32", "F16", "BF16")  # dtypes, by their names in safetensors, that a plain copy turns into fp32
 
 
 class NotByNameError(Exception):
@@ -32,14 +32,14 @@ class NotByNameError(Exception):
 
 
 def is_ignored(lm: PreTrainedModel, name: str) -> bool:
-    """Whether files of the family may hold a tensor of this name for nothing: layers of another use, old buffers."""
+    """Whether files of the family may hold a tensor of this name that the model does not use, such as old buffers."""
     patterns = (*(lm._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
     return any(re.search(pattern, name) for pattern in patterns)
 
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    """A full disk is an OSError inside, also where safetensors has a name of its own for it."""
+    """Inside, errors of safetensors, such as a full disk, are OSErrors."""
     try:
         yield
     except SafetensorError as error:
@@ -48,7 +48,7 @@ def disk_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """Where the tensors of a transformers model lie; implements ``core.contract.StoredWeights``.
+    """The files that hold the tensors of a transformers model; implements ``core.contract.StoredWeights``.
 
     Args:
         places: name in the model -> (safetensors file, name in it); tied tensors under each of their names.
@@ -60,10 +60,10 @@ class StoredWeights:
 
     @classmethod
     def of(cls, lm: PreTrainedModel, path: str, may_lack: Collection[str] = ()) -> StoredWeights:
-        """Find every tensor of ``lm`` in a folder or in the hub cache; those that ``may_lack`` names need not be there.
+        """Find every tensor of ``lm`` in a folder or in the hub cache; those in ``may_lack`` may be missing.
 
         Raises:
-            NotByNameError: a tensor is missing, differs in shape or type, or transformers would convert it.
+            NotByNameError: a tensor is missing, differs in shape or dtype, or transformers would convert it.
             OSError: there are no such files, they cannot be fetched, or one is damaged.
         """
         try:
@@ -74,9 +74,9 @@ class StoredWeights:
             raise OSError(f"a safetensors file is damaged or no such file: {error}") from error
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor in the type it is stored in; its memory is the file's own: read-only.
+        """The whole tensor in the dtype it is stored in, mapped from the file: read-only.
 
-        ``name`` may be that of one of our models: the transformers model sits at ``lm``, adapters around its layers.
+        ``name`` may be that of a policy or value model, with ``lm.`` before it and adapters around its layers.
         """
         return _read(*self.places[plain_name(name.removeprefix("lm."))])
 
@@ -84,12 +84,12 @@ class StoredWeights:
 def build_on_meta(
     path: str, make: Callable[[], PreTrainedModel], may_lack: Collection[str] = ()
 ) -> tuple[PreTrainedModel, StoredWeights]:
-    """The model that ``make`` builds, with its parameters on the meta device, and where they can be read.
+    """The model that ``make`` builds, with its parameters on the meta device, and the files to read them from.
 
-    Parameters that ``may_lack`` names need not be in the files.
+    Parameters in ``may_lack`` may be missing from the files.
 
     Raises:
-        NotByNameError: why they must be loaded by transformers instead.
+        NotByNameError: transformers must load them instead; it holds the reason.
     """
     with _parameters_on_meta():
         lm = make()
@@ -105,9 +105,9 @@ def build_on_meta(
 
 @contextmanager
 def meta_parameters(model: nn.Module) -> Iterator[None]:
-    """Inside, parameters on the meta device are real ones that take no memory (one number, seen at every place).
+    """Inside, parameters on the meta device are on the CPU and take no memory (one number with stride 0).
 
-    For those who put modules of their own beside others, on the device they find those on. They may freeze parameters.
+    For code such as peft's, which puts new modules on the device of the old ones. It may also freeze parameters.
     """
     originals: dict[nn.Parameter, nn.Parameter] = {}
     for names, parameter in tied(model):
@@ -130,18 +130,18 @@ def meta_parameters(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, a module forgets the numbers of each parameter as it takes it in; buffers are left alone.
+    """Inside, every parameter goes to the meta device as a module registers it; buffers are left alone.
 
-    (Under torch's own ``device("meta")`` buffers, too, would be without numbers, and each family computes its own.)
+    (torch's ``device("meta")`` would also empty the buffers, which each family computes in a way of its own.)
     """
     original = nn.Module.register_parameter
 
-    def without_numbers(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and not param.is_meta:  # one that is tied has been here before, and stays the same object
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta:  # a tied one has been here before, and stays the same object
             param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
         original(module, name, param)
 
-    nn.Module.register_parameter = without_numbers  # type: ignore[method-assign, assignment]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -197,7 +197,7 @@ def _read(file: str, key: str) -> Tensor:
 
 
 def _kept(lm: PreTrainedModel) -> list[tuple[tuple[str, ...], Tensor]]:
-    """(all names, tensor) of everything that belongs into a state dict: parameters, and some of the buffers."""
+    """(all names, tensor) of everything in a state dict: parameters, and persistent buffers."""
     parameters: list[tuple[tuple[str, ...], Tensor]] = list(tied(lm))
     known = {name for names, _ in parameters for name in names}
     return parameters + [((name,), tensor) for name, tensor in lm.state_dict().items() if name not in known]

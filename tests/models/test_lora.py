@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -183,6 +184,30 @@ def test_settings_that_cannot_work_are_refused() -> None:
         LoraConfig(r=4, dropout=0.1)
     with pytest.raises(ConfigError, match=r"model.lora.target_modules=\['nose'\].*all-linear"):
         policy_of(config=LoraConfig(r=4, target_modules=["nose"]))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: state.pop(min(state)), "the adapter lacks"),
+        (
+            lambda state: state.update({"base_model.model.nowhere.lora_A.weight": torch.ones(1, 1)}),
+            "holds, for no layer",
+        ),
+    ],
+)
+def test_t2a_23_an_adapter_that_is_not_whole_is_refused(tmp_path: Path, change: Any, says: str) -> None:
+    """Half an adapter would be no adapter in half of the layers."""
+    save_pretrained(tmp_path / "base", policy_of(config=LoraConfig()).lm, byte_tokenizer())
+    start = trained(policy_of(path=str(tmp_path / "base")))
+    save_adapter(tmp_path / "start", start.lm, adapter_only(stream(start)))
+    file = tmp_path / "start" / "adapter_model.safetensors"
+    state = load_file(file)
+    change(state)
+    save_file(state, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=f"model.path={tmp_path / 'start'}: the adapter") as caught:
+        policy_of(path=str(tmp_path / "start"))
+    assert says in str(caught.value)
 
 
 def test_an_adapter_that_does_not_name_its_base_is_refused(tmp_path: Path) -> None:
