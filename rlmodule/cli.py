@@ -30,12 +30,12 @@ from omegaconf.errors import OmegaConfBaseException
 from rlmodule.commands.parts.arguments import with_command, with_open_mappings
 from rlmodule.commands.parts.sweep import JobResult, read_jobs, show_jobs
 from rlmodule.core.errors import ConfigError, Preempted, RLModuleError, TrainingError, did_you_mean, nearest
+from rlmodule.core.preemption import PreemptionHandler
 from rlmodule.core.renamed import instead_of
 from rlmodule.records import run_directory
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.records.secrets import from_environment, mask, to_environment
 from rlmodule.run.launchers import local as launch
-from rlmodule.training.preemption import PreemptionHandler
 
 if TYPE_CHECKING:
     from rlmodule.run.run import Run

@@ -5,17 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 import torch
 
-from rlmodule.algorithm.shaping import KLController
 from rlmodule.batching.prefetch import PackedAhead
-from rlmodule.checkpoint.samples import PlainState
+from rlmodule.core.contract import Evaluator
 from rlmodule.core.types import MiniBatch, ScoredSample
-from rlmodule.data.stream import PromptStream
-from rlmodule.evaluation import Evaluator
 from rlmodule.experience.failures import first_failure, num_failed
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.iteration_metrics import without_padding
@@ -26,6 +23,11 @@ from rlmodule.experience.replay import ReplayMemory
 from rlmodule.experience.sample_info import SampleInfo
 from rlmodule.experience.sources import Source
 from rlmodule.experience.timer import Timer
+
+if TYPE_CHECKING:  # types alone
+    from rlmodule.algorithm.shaping import KLController
+    from rlmodule.checkpoint.samples import PlainState
+    from rlmodule.data.stream import PromptStream
 
 NEARLY_ALL = 0.95  # share of an iteration's responses
 

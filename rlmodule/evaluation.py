@@ -5,12 +5,11 @@ Leaves out when (``callbacks/validation.py``) and where the rows come from (``ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
-from rlmodule.algorithm.objective import Objective
 from rlmodule.core.contract import Reward, RolloutEngine, Strategy
 from rlmodule.core.metrics import Metric, Metrics, merge
 from rlmodule.core.types import Prompt, ScoredSample
@@ -22,23 +21,10 @@ from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.sample_info import gather_sample_info
 from rlmodule.experience.sources import Source, share_of_rank, with_rewards
 from rlmodule.experience.timer import Timer
-from rlmodule.ops.aggregate import PROMPT_MEAN
 from rlmodule.training.reduction import reduce_metrics
 
 VALIDATION = "val"  # first part of the names of what examinations say
 VALIDATION_SEED = 0  # greedy sampling draws nothing; the key only has to be there
-
-
-class Evaluator(Protocol):
-    """Says how good the models are now.
-
-    ``accuracy``: the one of its metrics that checkpoints are compared by.
-    """
-
-    accuracy: ClassVar[str]
-
-    def __call__(self) -> Mapping[str, float]:
-        """``val/*``, the same on every rank; every rank takes part."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +93,7 @@ class PairEvaluator:
     def _local_metrics(self) -> dict[str, Metric]:
         """Metrics of this rank's micro-batches, merged."""
         maker, iteration, scorer = self._maker, self._iteration, self._maker.scorer
-        objective, parts = held_out(scorer.objective), list[Metrics]()
+        objective, parts = scorer.objective.alone(VALIDATION), list[Metrics]()
         for share in iteration.sampler.remaining():
             mini_batch = maker.packed(iteration.experience, share).to(scorer.device)
             parts += scorer.strategy.evaluate(self.model, mini_batch.micro_batches, objective, mini_batch.totals)
@@ -121,9 +107,3 @@ class PairEvaluator:
     def _iteration(self) -> Iteration:
         timer = Timer()
         return self._maker(lambda: self.source.collect(0, timer), timer)
-
-
-def held_out(objective: Objective) -> Objective:
-    """The loss that is trained with and nothing added to it, as a mean over pairs."""
-    alone = replace(objective.config, loss_agg_mode=PROMPT_MEAN, entropy_coeff=0.0, log_entropy=False)
-    return replace(objective, config=alone, label=VALIDATION)

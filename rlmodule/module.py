@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.metrics import Metric, ReduceType
+from rlmodule.core.preemption import PreemptionHandler
 from rlmodule.core.types import MiniBatch
 from rlmodule.optim.parts.decay import decayed_parameters
 from rlmodule.optim.parts.schedule import build_schedule
-from rlmodule.training.preemption import PreemptionHandler
 from rlmodule.training.reduction import reduce_metrics
 from rlmodule.training.update import StepResult, Trainable, update
 

@@ -5,6 +5,7 @@ at the top as data; a new file has to find its place there.
 """
 
 import ast
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -292,6 +293,35 @@ def test_names_say_what_is_inside():
         if parts[:2] == ("tests", "helpers"):
             continue
         assert not VAGUE & set(parts), f"{shown(path)} says nothing"
+
+
+# Words of our own for things that the field has a name for; they stay out of identifiers.
+GONE = {
+    *("examination", "verdict", "dear", "dearer", "dearest", "supply", "supplies", "stopwatch", "journal", "tally"),
+    *("somebody", "nobody", "whoever", "skeleton", "strangers", "outline", "session", "charge", "price"),
+    *("informative", "filler", "judge", "judged", "itself"),
+}
+
+
+def words_of(identifier: str) -> set[str]:
+    """``LastStep_count`` -> last, step, count."""
+    return {word.lower() for word in re.split(r"_+|(?<=[a-z])(?=[A-Z])", identifier) if word}
+
+
+@pytest.mark.parametrize("path", sources("rlmodule", "strategies"), ids=shown)
+def test_names_are_the_field_s_words(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = {
+            ast.Name: lambda n: n.id,
+            ast.arg: lambda n: n.arg,
+            ast.Attribute: lambda n: n.attr,
+            ast.FunctionDef: lambda n: n.name,
+            ast.ClassDef: lambda n: n.name,
+        }
+        if type(node) in names:
+            name = names[type(node)](node)
+            gone = GONE & words_of(name)
+            assert not gone, f"{shown(path)}:{node.lineno}: {name}: the field has another word for {sorted(gone)[0]}"
 
 
 def test_every_file_says_what_it_is_for():

@@ -151,8 +151,7 @@ def plan_batch(
         seed: seed of the membership of ``joint_free``; nothing else is random.
         sp_size: sequence-parallel ranks; only the totals need them.
         micro_batch_size: samples per micro-batch; if set, the token budget does not apply.
-        order: ``largest_first`` (out-of-memory shows in the first micro-step) or ``balanced_ends`` (small micro-steps
-            at both ends, for pipelines).
+        order: ``largest_first``, or ``balanced_ends`` with small micro-steps at both ends, for pipelines.
         multiple_of: the number of micro-steps is raised to a multiple of this.
         keep_groups: the samples of a group share a micro-batch; mini-batches and micro-batches then consist of whole
             groups, with at most ``mini_batch_size`` and ``micro_batch_size`` samples.

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from rlmodule.commands import COMMANDS, Invocation
-from rlmodule.records.run_directory import locked
 from rlmodule.run.build.distributed import on_rank_zero
 from rlmodule.run.launchers.local import launched_from_outside
 from rlmodule.run.run import Run
@@ -25,7 +24,7 @@ class Train:
         run = invocation.run
         run.init_distributed()
         with ExitStack() as held:
-            on_rank_zero(lambda: held.enter_context(locked(run.run_dir)))
+            on_rank_zero(lambda: held.enter_context(run.locked()))
             run.check()
             run.save_config(invocation.config, invocation.provenance)
             make_starting_weights(run, invocation)

@@ -515,3 +515,15 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Release everything; called at the end of a run, also after an error. Calling it again does nothing."""
+
+
+class Evaluator(Protocol):
+    """Evaluates the models between updates, on rows that are never trained on.
+
+    ``accuracy`` names the metric that checkpoints are compared by.
+    """
+
+    accuracy: ClassVar[str]
+
+    def __call__(self) -> Mapping[str, float]:
+        """``val/*``, the same on every rank; every rank takes part."""

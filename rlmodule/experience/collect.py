@@ -35,7 +35,7 @@ def collect_groups(
             lambda: check_logprobs(collect(), objective), collectives, mask_truncated=config.mask_truncated
         )
 
-    mine, sample_info = last_mine, last_facts = more()
+    mine, sample_info = last_mine, last_info = more()
     if not config.filter_groups.enable:
         check_not_all_failed(sample_info, "the iteration")
         return mine, sample_info, reward_counts(sample_info)
@@ -43,8 +43,8 @@ def collect_groups(
     rounds = 1
     kept = _groups_with_variance(sample_info, num_groups)
     while len(kept) < num_groups and rounds < config.filter_groups.max_num_gen_batches:
-        last_mine, last_facts = more()
-        mine, sample_info, rounds = mine + last_mine, sample_info + last_facts, rounds + 1
+        last_mine, last_info = more()
+        mine, sample_info, rounds = mine + last_mine, sample_info + last_info, rounds + 1
         kept = _groups_with_variance(sample_info, num_groups)
     check_not_all_failed(sample_info, "the iteration")
     rewards = [f.reward for f in sample_info if f.reward is not None and math.isfinite(f.reward)]
@@ -55,7 +55,7 @@ def collect_groups(
         "filter_groups/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
     }
     if not kept:
-        return last_mine, last_facts, metrics
+        return last_mine, last_info, metrics
     return (
         [s for s in mine if s.group_id in kept],
         [f for f in sample_info if f.meta.group_id in kept],

@@ -24,7 +24,6 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from rlmodule.algorithm.objective import Objective
 from rlmodule.callbacks.parts.context import RunState
 from rlmodule.core.errors import RLModuleError
 from rlmodule.core.types import POLICY
@@ -181,7 +180,7 @@ def train(run: Run, parity: ParityConfig, *, is_rank_zero: bool, is_reference: b
         meet(parity.timeout)
     torch.set_num_threads(config.trainer.num_threads or 1)
     samples = make_samples(run.dataset.examples(), parity)
-    objective = Objective(config.loss, config.algorithm)
+    objective = config.objective
     strategy = run.strategy.build()
     module = build_module(config, objective, run.dataset.samples_per_row, strategy)
     data = RLDataModule(

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,15 @@ from transformers import PreTrainedTokenizerBase
 from rlmodule.core.config import at_least
 from rlmodule.core.episodes import LENGTH, STOP, Completion, GenerationRequest
 from rlmodule.core.types import POLICY
-from rlmodule.data.end_tokens import EndTokens
 from rlmodule.models.attention import RaggedCache
 from rlmodule.models.policy import DecodeBatch, PrefillBatch
 from rlmodule.ops.random import uniform_of_token
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.rollout.parts.sampling import Truncation, draw, logprob_of
+
+if TYPE_CHECKING:  # types alone
+    from rlmodule.data.end_tokens import EndTokens
 
 
 @ROLLOUTS.register

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from rlmodule.advantages import ADVANTAGES
 from rlmodule.algorithm.config import DEMONSTRATIONS, PREFERENCES, AlgorithmConfig
 from rlmodule.algorithm.critic import CriticConfig
+from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.core.config import at_least, convert, convert_parts, more_than, one_of
@@ -191,6 +192,11 @@ class RunConfig:
             loggers=components(LOGGERS, node.get("logger"), "logger"),
             callbacks=components(CALLBACKS, node.callbacks, "callbacks"),
         )
+
+    @property
+    def objective(self) -> Objective:
+        """What the trained model minimises."""
+        return Objective(self.loss, self.algorithm)
 
     @property
     def dataset(self) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,6 @@ from omegaconf import DictConfig
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from rlmodule.algorithm.objective import Objective
 from rlmodule.callbacks.parts.context import RunContext
 from rlmodule.checkpoint.state import STATE_FILE, newest_whole, read_manifest, verify
 from rlmodule.core.errors import CheckpointError, ConfigError
@@ -32,7 +31,7 @@ from rlmodule.models.compiled import check_compiler
 from rlmodule.models.description import SEPARATE, load_model_config, load_tokenizer
 from rlmodule.models.recompute import SELECTIVE, check_offload
 from rlmodule.module import RLModule
-from rlmodule.records.run_directory import RunDirectory
+from rlmodule.records.run_directory import RunDirectory, locked
 from rlmodule.run.build.data import build_datamodule
 from rlmodule.run.build.distributed import init_distributed, meet
 from rlmodule.run.build.machine import Machine
@@ -118,6 +117,10 @@ class Run:
     def strategy(self) -> StrategyChoice:
         """How its models are spread."""
         return StrategyChoice(self.config, self.machine, self.registry, self.strategy_node)
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep the run directory for this process; see ``records/run_directory.py``."""
+        return locked(self.run_dir)
 
     def init_distributed(self) -> None:
         """Under torchrun or srun: meet the other ranks, and learn the run directory from the first."""
@@ -236,7 +239,7 @@ class Run:
         )
         checkpoint = self.resume_from()
         step = None if checkpoint is None else read_manifest(checkpoint).step
-        objective = Objective(config.loss, config.algorithm)
+        objective = config.objective
         strategy = self.strategy.build()
         module = build_module(config, objective, self.dataset.samples_per_row, strategy)
         context = self._context(dict(module.models.items()), step)

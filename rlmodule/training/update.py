@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,8 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlmodule.core.contract import Backward, ModelObjective, Strategy
 from rlmodule.core.metrics import Metric, ReduceType, merge
 from rlmodule.core.types import MiniBatch
-from rlmodule.optim.parts.config import OptimizerConfig
 from rlmodule.training.selection import with_selection
+
+if TYPE_CHECKING:  # types alone
+    from rlmodule.optim.parts.config import OptimizerConfig
 
 
 @dataclass(frozen=True)

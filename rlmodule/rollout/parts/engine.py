@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.contract import RolloutEngine, Strategy
-from rlmodule.data.end_tokens import EndTokens
 from rlmodule.rollout.parts.sampling import SamplingConfig
+
+if TYPE_CHECKING:  # types alone
+    from rlmodule.data.end_tokens import EndTokens
 
 
 @dataclass(frozen=True)

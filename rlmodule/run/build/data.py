@@ -11,11 +11,11 @@ from rlmodule.algorithm.shaping import KLController
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler
 from rlmodule.batching.workload import Workload
-from rlmodule.core.contract import RolloutEngine, Strategy
+from rlmodule.core.contract import Evaluator, RolloutEngine, Strategy
 from rlmodule.core.types import POLICY
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
-from rlmodule.evaluation import Evaluator, PairEvaluator, PromptEvaluator
+from rlmodule.evaluation import PairEvaluator, PromptEvaluator
 from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.live_engine import LiveEngine
 from rlmodule.experience.maker import ExperienceMaker

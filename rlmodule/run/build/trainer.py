@@ -53,7 +53,7 @@ def build_trainer(
         enable_model_summary=False,
     )
     # Lightning answers SIGTERM with a collective inside the signal handler, which hangs ranks that are elsewhere; what
-    # a signal means here is in training/preemption.py.
+    # a signal means here is in core/preemption.py.
     trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
     return trainer
 

@@ -9,11 +9,11 @@ import textwrap
 
 import pytest
 
-from rlmodule.training.preemption import EXIT_CODE, NOTHING_SAVED
+from rlmodule.core.preemption import EXIT_CODE, NOTHING_SAVED
 
 OPENING = """
 import os, signal, time
-from rlmodule.training import preemption
+from rlmodule.core import preemption
 handler = preemption.PreemptionHandler()
 handler.install()
 me = os.getpid()
