@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
 
-train: setup ## train the built-in example (ARGS='data=countdown' passes settings on)
+train: setup ## train the built-in example (ARGS='environment=countdown' passes settings on)
 	$(BIN)/python train.py $(ARGS)
 
 check: setup ## lint, format, types and who-imports-whom

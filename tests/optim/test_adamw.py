@@ -51,5 +51,5 @@ def test_settings_that_cannot_work_are_refused(keys, key):
 
 
 def test_the_optimizer_goes_by_the_name_of_its_file():
-    assert OPTIMIZERS.names() == ["adamw"]
+    assert "adamw" in OPTIMIZERS.names()
     assert OPTIMIZERS.get("adamw") is AdamW
