@@ -138,8 +138,8 @@ def from_command_line(config: DictConfig) -> float | None:
         return job_of_sweep(config, run_dir)
     with stopped_by_signals(run_dir):
         code = reported(partial(carry_out, config, run_dir))
+    run_directory.remove_if_unused(run_dir)
     if code:
-        run_directory.remove_if_unused(run_dir)
         raise SystemExit(code)  # Hydra would print a line of its own above ours
     return run_directory.result(run_dir)
 
@@ -189,12 +189,12 @@ def stopped_by_signals(run_dir: RunDirectory) -> Iterator[None]:
 def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
     """Call the command that the configuration chooses; returns the exit code."""
     # torch and friends take seconds to import: --help, --cfg and tab completion must not wait for them.
-    from rlmodule.commands import COMMANDS, Invocation
+    from rlmodule.commands import COMMANDS, Command, Invocation
     from rlmodule.run.config import component
 
     if deferred_errors:
         raise deferred_errors[0]
-    command = component(COMMANDS, config.command)
+    command: Command = component(COMMANDS, config.command)
     run = build(config, run_dir)
     to_save, secrets = mask(without_environment(config))
     to_environment(secrets)
@@ -415,10 +415,13 @@ def run_dir_of(run_dir: object, output_root: object, resume: object) -> str:
     if launch.outside_rank():
         return "."
     try:
-        return str(run_directory.choose(run_dir, output_root, resume))
+        chosen = run_directory.choose(run_dir, output_root, resume)
     except RLModuleError as error:
         deferred_errors.append(error)
         return "."
+    with suppress(OSError):  # Hydra makes it again, and says what is in the way
+        chosen.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return str(chosen)
 
 
 def sweep_dir_of(output_root: object) -> str:

@@ -37,7 +37,10 @@ def environment_demonstrations(
         DataError: a prompt is longer than the limit, see ``overlong_prompt``.
     """
     rows = [Row(prompt=prompt, completion=response, source=name) for prompt, response in pairs]
-    location = lambda row: f"demonstration {row + 1} of environment {name}"  # noqa: E731
+
+    def location(row: int) -> str:
+        return f"demonstration {row + 1} of environment {name}"
+
     chat = config.chat_format(tokenizer)
     segments = [encode_row(row, chat, location(number)) for number, row in enumerate(rows)]
     return _samples(rows, segments, config, tokenizer, location)

@@ -92,7 +92,7 @@ class RaggedLayer(CacheLayerMixin):
     """Keys and values of one layer, [B, heads, capacity, D], filled from the left up to ``lengths[b]`` in row b."""
 
     def __init__(self, owner: RaggedCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

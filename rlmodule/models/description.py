@@ -148,7 +148,7 @@ def _of_files(path: str, trust_remote_code: bool, section: str) -> PreTrainedCon
         )
     prefer_cache_if_unreachable(base)
     try:
-        return AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)  # type: ignore[no-any-return]
     except (OSError, ValueError) as error:
         raise ConfigError(
             key=f"{section}.path",

@@ -303,7 +303,7 @@ def merge_start(lm: PreTrainedModel, path: str) -> PreTrainedModel:
                 because=f"the adapter {problem} {min(names)}",
                 fix="Give the whole adapter, and the base it was trained on",
             )
-    return model.merge_and_unload()
+    return model.merge_and_unload()  # type: ignore[no-any-return]
 
 
 def _peft() -> Any:

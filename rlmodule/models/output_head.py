@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 NUM_POSITIONS, NUM_ROWS = 4, 16  # hidden states, and rows of the head's weight, that the measurement uses
 TINY, HUGE = 1e-6, 1e8  # factors on the head under which a cap on the logits cannot be seen, and is all that is seen
@@ -233,7 +233,7 @@ def _copy_with(lm: PreTrainedModel, replaced: Mapping[nn.Module, nn.Module]) -> 
         else:
             random = torch.randn(parameter.shape, dtype=torch.float64) / parameter.shape[-1] ** 0.5
             known[id(parameter)] = nn.Parameter(random, requires_grad=False)
-    return copy.deepcopy(lm, known).double().eval()
+    return copy.deepcopy(lm, known).double().eval()  # type: ignore[no-any-return]
 
 
 @contextmanager

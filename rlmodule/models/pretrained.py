@@ -37,7 +37,7 @@ def random_lm(
     """A model of transformers' class ``auto`` with random weights; the global random state is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return auto.from_config(hf_config, **lm_options(config, attention))
+        return auto.from_config(hf_config, **lm_options(config, attention))  # type: ignore[no-any-return]
 
 
 def load_whole(

@@ -48,7 +48,7 @@ def _model_on_meta(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=own_code, **options)
     assert isinstance(model, PreTrainedModel)
-    return model.eval()
+    return model.eval()  # type: ignore[no-any-return]
 
 
 # ---- by a forward pass
@@ -213,7 +213,7 @@ def _active_experts(config: PreTrainedConfig) -> float | None:
     """Experts of a token that compute something; some families have experts that do not (arXiv:2509.01322)."""
     active, identities = _first(config, ACTIVE_EXPERTS), _first(config, ("zero_expert_num",))
     if active is None or identities is None:
-        return active
+        return None if active is None else float(active)
     return float(active * config.n_routed_experts / (config.n_routed_experts + identities))
 
 

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file  # type: ignore[attr-defined]
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from rlmodule.core.parameters import put, tied
@@ -193,7 +193,7 @@ def _described(file: str, key: str) -> tuple[tuple[int, ...], str]:
 
 def _read(file: str, key: str) -> Tensor:
     with safe_open(file, framework="pt") as stored:
-        return stored.get_tensor(key)
+        return stored.get_tensor(key)  # type: ignore[no-any-return]
 
 
 def _kept(lm: PreTrainedModel) -> list[tuple[tuple[str, ...], Tensor]]:

@@ -151,7 +151,7 @@ def _answers(receivers: Sequence[Connection], timeout: float) -> dict[int, Outco
 
 def _received(receiver: Connection) -> Outcome | str | None:
     try:
-        return pickle.loads(receiver.recv_bytes())
+        return pickle.loads(receiver.recv_bytes())  # type: ignore[no-any-return]
     except EOFError:
         return "died without a word"
 
