@@ -108,6 +108,7 @@ class FSDPStrategy(ShardedStrategy):
             "use_orig_params": True,
         }
         places = {module: place for place, module in model.named_modules()}
+        _check_adapters(places)
         for part in fp32_parts(model, dtype):
             load(model, part, self.root_device)
             whole = {**reduce, "mixed_precision": None}
@@ -171,6 +172,22 @@ class FSDPStrategy(ShardedStrategy):
                 now = FullyShardedDataParallel.optim_state_dict(wrapper, optimizer)
                 now["state"] = state
                 optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(wrapper, optimizer, now))
+
+
+def _check_adapters(places: Mapping[nn.Module, str]) -> None:
+    """Refuse adapters of fused experts: peft adds them to the weights in forward, and flat parameters are views.
+
+    Raises:
+        ConfigError: names the first of them.
+    """
+    name = next((place for module, place in places.items() if type(module).__name__ == "ParamWrapper"), None)
+    if name is not None:
+        raise ConfigError(
+            key="strategy",
+            got="fsdp",
+            because=f"{name} has an adapter beside a parameter that is no layer's, and FSDP1 cannot train those",
+            fix="Use strategy=fsdp2, or list other layers in model.lora.target_modules",
+        )
 
 
 @contextmanager

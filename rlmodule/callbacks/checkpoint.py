@@ -172,6 +172,7 @@ class SaveCheckpoints(Checkpoint):
         return {
             "iteration": run_state.data.next_iteration,
             "step": run_state.step,
+            "branch": self.context.branch,
             "layout": run_state.strategy.layout.sizes,
             "config": dict(self.context.hparams),
             "best": self._quality(run_state),

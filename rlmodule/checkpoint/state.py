@@ -210,17 +210,37 @@ def folder_of(root: Path, iteration: int, step: int | None = None) -> Path:
     return root / (f"iteration_{iteration:06d}" + ("" if step is None else f".step_{step:08d}"))
 
 
-def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
-    """(newest whole checkpoint or None, a line for each newer one that was passed over)."""
+def newest_whole(root: Path, branches: Sequence[str | None] = (None,)) -> tuple[Path | None, list[str]]:
+    """(newest whole checkpoint or None, a line for each newer one that was passed over).
+
+    Args:
+        root: folder of the checkpoints.
+        branches: one entry for each time the run was started: name of the checkpoint it went on from, None for a start
+            from nothing. The newest state of the last branch is the newest: a run that went on from an earlier
+            checkpoint beats the higher numbers of the branch it left.
+    """
     passed_over: list[str] = []
-    for folder in reversed(oldest_first(root)):
-        try:
-            verify(folder)
-        except CheckpointError as error:
-            passed_over.append(f"passed over {error}")
-        else:
-            return folder, passed_over
+    newest_first = list(reversed(oldest_first(root)))
+    last = len(branches) - 1
+    for number in range(last, -1, -1):
+        own = [folder for folder in newest_first if min(_branch_of(folder, last), last) == number]
+        start = branches[number]
+        for folder in [*own, *([root / start] if start else [])]:
+            try:
+                verify(folder)
+            except CheckpointError as error:
+                passed_over.append(f"passed over {error}")
+            else:
+                return folder, passed_over
     return None, passed_over
+
+
+def _branch_of(folder: Path, otherwise: int) -> int:
+    """Number of the start that wrote a checkpoint; ``otherwise`` where its manifest cannot be read."""
+    try:
+        return int(read_manifest(folder).entries.get("branch", 0))
+    except CheckpointError:
+        return otherwise
 
 
 def oldest_first(root: Path) -> list[Path]:

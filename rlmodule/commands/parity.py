@@ -37,6 +37,7 @@ class Parity(ParityConfig):
                 because="command=parity compares layouts on rollouts that it makes itself",
                 fix="Leave data.rollouts out",
             )
-        run.check()
-        run.save_config(invocation.config, invocation.provenance)
-        return 0 if check_parity(run, self) else DIFFERENT_NUMBERS
+        with run.locked():
+            run.check()
+            run.save_config(invocation.config, invocation.provenance)
+            return 0 if check_parity(run, self) else DIFFERENT_NUMBERS

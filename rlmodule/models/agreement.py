@@ -28,6 +28,7 @@ from rlmodule.models.attention import RaggedCache
 from rlmodule.models.description import ModelConfig, first_line, positions_of, source_of
 from rlmodule.models.lora import AdaptedWeight, adapted_weights, merged, plain_name
 from rlmodule.models.policy import DecodeBatch, PolicyModel, PrefillBatch
+from rlmodule.models.pretrained import silent_loading
 from rlmodule.models.shrink import FIRST_TOKEN, small_copies
 
 LENGTHS = ((5, 7), (2, 1), (3, 5))  # prompt and response tokens of the samples; windows of the small copy are shorter
@@ -138,7 +139,8 @@ def check_agreement(
         ConfigError: names the kind of model and the reason.
     """
     text = f"{reading.name} {config.lora} {hf_config.to_json_string(use_diff=False)}"
-    found = _compare_once(_Question(text, lambda: compare(hf_config, models, reading)))
+    with silent_loading():  # warnings about a configuration of our own making
+        found = _compare_once(_Question(text, lambda: compare(hf_config, models, reading)))
     if found.problem is None:
         return found
     because = (

@@ -20,6 +20,7 @@ LAYERS = 4  # kinds of layers that are kept at most, one layer of each
 VOCABULARY = 96  # tokens; those of SPECIAL included
 SPAN = 4  # tokens of a window
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+FEW_WEIGHTS = 20_000_000  # of a model that a CPU makes and runs in about a second
 FIRST_TOKEN = len(SPECIAL)  # from here on ids are ordinary tokens
 
 # Names of values -> the most they may be. Experts chosen per token leave some unchosen.
@@ -42,10 +43,12 @@ PARTS_OF_DEPTH = re.compile(r"n_\w+_layers$")  # numbers of layers that add up t
 def small_copies(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """The configuration with fewer and narrower layers; then, for families that do not take that, with narrower ones.
 
-    ``config`` is left alone.
+    Last comes the configuration itself, if it is small. ``config`` is left alone.
     """
     for fewer_layers in (True, False):
         yield _small(config, fewer_layers)
+    if _is_small(config):
+        yield copy.deepcopy(config)
 
 
 def _small(config: PreTrainedConfig, fewer_layers: bool, widths: tuple[int, int] | None = None) -> PreTrainedConfig:
@@ -67,6 +70,15 @@ def _small(config: PreTrainedConfig, fewer_layers: bool, widths: tuple[int, int]
             setattr(small, name, token)
     small.__dict__.pop("quantization_config", None)
     return small
+
+
+def _is_small(config: PreTrainedConfig) -> bool:
+    """Whether embedding, head and blocks of the usual kind have ``FEW_WEIGHTS`` at most."""
+    text = config.get_text_config()
+    width, depth, tokens = (_raw(text, name) for name in ("hidden_size", "num_hidden_layers", "vocab_size"))
+    if not all(map(_is_number, (width, depth, tokens))):
+        return False
+    return 2 * tokens * width + 12 * depth * width * width <= FEW_WEIGHTS  # type: ignore[no-any-return]
 
 
 def _values(config: PreTrainedConfig) -> dict[str, Any]:

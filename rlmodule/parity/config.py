@@ -22,5 +22,5 @@ class ParityConfig:
     def __post_init__(self) -> None:
         at_least("steps", self.steps, 2)
         at_least("samples_per_step", self.samples_per_step, 2)
-        at_least("longest", self.max_length, 4)
+        at_least("max_length", self.max_length, 4)
         more_than("timeout", self.timeout, 0)

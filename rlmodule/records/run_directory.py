@@ -42,6 +42,18 @@ class RunDirectory:
         return self.root / "config.yaml"
 
     @property
+    def branches(self) -> list[str | None]:
+        """For each start of the run: name of the checkpoint it went on from, None for a start from nothing."""
+        path = self.root / "branches.json"
+        found: list[str | None] = json.loads(path.read_text()) if path.exists() else []
+        return found or [None]
+
+    def begin_branch(self, resumed_from: str | None) -> None:
+        """Note that the run starts, or goes on from a checkpoint."""
+        before = self.branches if resumed_from else []
+        (self.root / "branches.json").write_text(json.dumps([*before, resumed_from]))
+
+    @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints."""
         return self.root / "checkpoints"

@@ -392,7 +392,7 @@ def _check_sections(node: DictConfig) -> None:
                 because="a run cannot do without this section",
                 fix=f"Choose one with {name}=NAME; --help lists the names",
             )
-    known = {f for f in RunConfig.__dataclass_fields__ if f not in ("general", "task", "backend", "loggers")}
+    known = {f for f in RunConfig.__dataclass_fields__ if f not in ("general", "backend", "loggers")}
     known |= {"strategy", "logger", "command", *GeneralConfig.__dataclass_fields__}
     for key in map(str, node):
         if key not in known:

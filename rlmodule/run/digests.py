@@ -1,4 +1,4 @@
-"""What a run must not change when it is resumed: rows, model, environment and reward, each as a digest of its contents.
+"""What a resumed run must share with the run before: rows, seed, model, environment and reward, each as a digest.
 
 Settings such as learning rates may change; what is trained on and judged by may not, unless ``resume_changed=true``.
 """
@@ -21,7 +21,7 @@ FILE_NAME = "digests.json"
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # of a model's description
 _READING = (  # keys of data that decide what a file's rows say
     *("format", "prompt_key", "answer_key", "source_key", "completion_key", "chosen_key", "rejected_key"),
-    *("apply_chat_template", "chat_template_args", "system_prompt"),
+    *("system_key", "tools_key", "apply_chat_template", "chat_template_args", "system_prompt"),
 )
 
 
@@ -32,6 +32,7 @@ def digests(config: RunConfig, hf_config: PreTrainedConfig) -> dict[str, str]:
         "model": _of_model(config, hf_config),
         "environment": _of_component(config.environment),
         "reward": _of_component(config.reward),
+        "seed": _digest(str(config.general.seed), str(config.data.shuffle)),
     }
 
 

@@ -208,7 +208,7 @@ class Run:
         if Path(wanted).parent.name == "checkpoints":
             verify(Path(wanted))
             return Path(wanted).absolute()
-        found, passed_over = newest_whole(self.run_dir.checkpoints)
+        found, passed_over = newest_whole(self.run_dir.checkpoints, self.run_dir.branches)
         for line in passed_over:
             say(f"resume: {line}")
         if found is None:
@@ -223,6 +223,8 @@ class Run:
         if self.is_rank_zero:
             save_config(self.run_dir, config, provenance, is_resumed=bool(self.config.general.resume))
             save_digests(self.run_dir.root, self.digests)
+            checkpoint = self.resume_from()
+            self.run_dir.begin_branch(None if checkpoint is None else checkpoint.name)
 
     # ---- the run
 
@@ -291,6 +293,7 @@ class Run:
                 }
             ),
             resumed_step=resumed_step,
+            branch=len(self.run_dir.branches) - 1,
             tokenizer=self.tokenizer,
             sampling={name: getattr(s.sampling, name) for name in ("temperature", "top_k", "top_p")},
         )

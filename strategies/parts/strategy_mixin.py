@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -276,8 +277,9 @@ class StrategyMixin(SavedState):
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, buffer) of the buffers that a state dict includes."""
-    for prefix, module in model.named_modules():
+    """(name before sharding, buffer) of the buffers that belong to a state dict."""
+    for place, module in model.named_modules():
+        prefix = clean_tensor_name(place)  # FSDP1 puts modules of its own between
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 yield (f"{prefix}.{name}" if prefix else name), buffer

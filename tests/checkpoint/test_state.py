@@ -241,3 +241,19 @@ def test_values_of_another_metric_do_not_count(tmp_path):
 def test_facts_are_plain_json(tmp_path):
     folder = save(tmp_path, 1, layout={"dp": 2})
     assert json.loads((folder / MANIFEST).read_text())["entries"] == {"step": 4, "layout": {"dp": 2}}
+
+
+def test_the_branch_that_was_resumed_last_wins_over_higher_numbers_of_the_one_it_left(tmp_path):
+    """Iterations 1 to 4, resumed from 1, crashed in 3: the newest state is 2 of the new branch, not 4 of the old."""
+
+    def written(iteration, branch):
+        folder = folder_of(tmp_path, iteration)
+        write_folder(folder, lambda aside: (aside / "x").write_text("x"), {"step": iteration, "branch": branch})
+        return folder
+
+    old = [written(iteration, 0) for iteration in (1, 2, 3, 4)]
+    assert newest_whole(tmp_path, [None]) == (old[3], [])
+    assert newest_whole(tmp_path, [None, old[0].name]) == (old[0], []), "nothing of the new branch is saved yet"
+    new = written(2, 1)
+    assert newest_whole(tmp_path, [None, old[0].name]) == (new, [])
+    assert newest_whole(tmp_path, [None, old[0].name, old[3].name]) == (old[3], []), "resumed from the old one again"

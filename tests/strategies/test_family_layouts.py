@@ -128,6 +128,41 @@ def test_t2a_15_a_router_is_gathered_in_float32(backend):
         assert all(norm > 0 for norm in norms)
 
 
+@pytest.mark.parametrize(("backend", "options"), [("fsdp", {}), ("fsdp2", {}), ("deepspeed", {"stage": 3})])
+def test_t2a_11_latent_attention_trains_and_streams_its_buffers_as_on_one_process(backend, options):
+    """The bias of a router is a buffer: it has to come out under its own name, whatever lies around its block."""
+    model = ModelConfig(architecture={"model_type": "deepseek_v3", **ROUTED}, tokenizer="byte")
+    alone = run_on_ranks(1, lambda rank: FixedRun(model=model).fit())[0]
+    assert f"{GATE}.e_score_correction_bias" in alone.weights
+    run = FixedRun(backend, options, model=model)
+    for outcome in run_on_ranks(2, lambda rank: run.fit(2, rank)):
+        assert relative_difference(alone, outcome) < 1e-5
+
+
+@pytest.mark.parametrize(("backend", "options"), [("ddp", {}), ("fsdp2", {}), ("deepspeed", {"stage": 3})])
+@pytest.mark.parametrize(("family", "modules"), [("llama", ["q_proj", "lm_head"]), ("qwen3_moe", "all-linear")])
+def test_t2a_05_07_adapters_of_heads_and_experts_train_as_on_one_process(backend, options, family, modules):
+    lora = LoraConfig(r=2, target_modules=modules)
+    model = ModelConfig(architecture=architecture(family, vocab_size=96), tokenizer="byte", lora=lora)
+    alone = run_on_ranks(1, lambda rank: FixedRun(model=model).fit())[0]
+    run = FixedRun(backend, options, model=model)
+    for outcome in run_on_ranks(2, lambda rank: run.fit(2, rank)):
+        assert relative_difference(alone, outcome) < 1e-5
+
+
+def test_t2a_07_adapters_that_fsdp1_cannot_train_are_refused():
+    lora = LoraConfig(r=2)
+    model = ModelConfig(architecture=architecture("qwen3_moe", vocab_size=96), tokenizer="byte", lora=lora)
+
+    def refused(rank: int) -> str:
+        with pytest.raises(ConfigError) as caught:
+            FixedRun("fsdp", model=model).fit(2, rank)
+        return str(caught.value)
+
+    for said in run_on_ranks(2, refused):
+        assert "strategy=fsdp: lm.model.layers.0.mlp.experts has an adapter beside a parameter" in said
+
+
 def test_t2a_15_a_strategy_that_would_round_a_router_is_refused():
     run = FixedRun(
         "deepspeed",

@@ -37,6 +37,7 @@ class RunContext:
         tokenizer: of the policy.
         sampling: how responses are drawn: ``temperature``, ``top_k`` and ``top_p``.
         metrics_log: takes all metrics; pass ``metrics_log.begin_iteration`` as ``RLDataModule(start=...)``.
+        branch: times that the run was resumed before; checkpoints carry it.
         started: reading of ``perf_counter`` when the run began.
     """
 
@@ -49,6 +50,7 @@ class RunContext:
     tokenizer: PreTrainedTokenizerBase
     sampling: Mapping[str, float] = field(default_factory=dict)
     metrics_log: MetricsLog = field(default_factory=MetricsLog)
+    branch: int = 0
     started: float = field(default_factory=perf_counter)
 
 

@@ -215,8 +215,10 @@ def _explain(ranks: Ranks) -> int:
     told = f"its output is in {log}. The other ranks were stopped. {_last_state(ranks.run_dir)}"
     if code == BUG and rank:
         print(f"{last_traceback(log)}\nrank {rank} failed; {told}", file=sys.stderr, flush=True)
-    if code in (USER_ERROR, BUG) or (rank == 0 and code > 0):
+    if code in (USER_ERROR, BUG) or (rank == 0 and code > 0 and code != LOST_PEERS):
         return code  # rank 0 has said why
+    if code == LOST_PEERS:
+        raise TrainingError(f"the ranks lost their connection to each other; {told}")
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
     raise TrainingError(f"rank {rank} {how}" + (f"; {told}" if rank else f". {told.partition('. ')[2]}"))
 
