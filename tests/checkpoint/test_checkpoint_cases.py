@@ -214,7 +214,8 @@ def test_the_best_checkpoint_stays_and_a_resumed_run_still_knows_it(tmp_path):
     ranked = ("callbacks.checkpoint.keep=1", "callbacks.checkpoint.best_metric=reward/mean")
     run_dir = tmp_path / "run"
     for iterations in (1, 3, 6):
-        records = run_small(run_dir, f"trainer.max_epochs={iterations}", *ranked, f"resume={run_dir}")
+        resumed = [f"resume={run_dir}"] if run_dir.exists() else []
+        records = run_small(run_dir, f"trainer.max_epochs={iterations}", *ranked, *resumed)
         values = {r.iteration: r.metrics["reward/mean"] for r in records if r.kind == "iteration"}
         best = max(values, key=lambda i: (values[i], i))
         assert kept(run_dir) == sorted({f"iteration_{i:06d}" for i in (best, iterations)})
@@ -232,7 +233,14 @@ def test_a_misspelt_metric_is_said_once(tmp_path):
 def test_held_out_accuracy_at_the_end_ranks_the_last_checkpoint_too(finished):
     folders = [verify(folder).entries for folder in sorted((finished[0] / "checkpoints").iterdir())]
     assert [entries["best"]["value"] is None for entries in folders] == [True, True, False]
-    assert folders[-1]["layout"] == {"world_size": 1, "dp_size": 1, "sp_size": 1, "tp_size": 1}
+    assert folders[-1]["layout"] == {
+        "world_size": 1,
+        "dp_size": 1,
+        "sp_size": 1,
+        "tp_size": 1,
+        "pp_size": 1,
+        "ep_size": 1,
+    }
     assert folders[-1]["config"]["optimizer.lr"] == 1e-2
 
 

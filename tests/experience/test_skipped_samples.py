@@ -16,6 +16,7 @@ from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import RewardResult, ScoredSample
 from rlmodule.experience.advantage_stage import AdvantageStage
+from rlmodule.experience.iteration_state import SavedIteration, iteration_state
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.timer import Timer
@@ -166,7 +167,8 @@ def test_what_has_a_gradient_outlives_a_restart():
     stepper, ordered = Stepper(tiny_policy(), algorithm=algorithm), replace(CONFIG, shuffle=False)
     maker = maker_of(stepper, algorithm, ordered)
     before = maker(lambda: responses([0.5] * 11 + [0.0]), Timer())
-    after = maker.restored(before.sample_info, before.experience.rows, before.advantages, {})
+    shared, mine = iteration_state(before)
+    after = maker.resumed(SavedIteration.from_state(shared, [mine]))
     for iteration in (before, after):
         assert [share.has_gradient for share in iteration.sampler.remaining()] == [False, True]
 

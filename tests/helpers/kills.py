@@ -18,6 +18,7 @@ from typing import Any
 import rlmodule.callbacks.checkpoint
 import rlmodule.callbacks.export
 from rlmodule.checkpoint import state
+from rlmodule.checkpoint.state import newest_whole
 from rlmodule.experience.sources import RolloutSource
 from rlmodule.module import RLModule
 from rlmodule.records.metrics_log import RecordFile
@@ -72,6 +73,9 @@ def drawn(seed: int, count: int, *, ranks: int = 1) -> list[Moment]:
 
 def killed_run(folder: Path, world_size: int, moment: Moment | None, *overrides: str) -> bool:
     """One start of a small run on ``world_size`` ranks; whether it was killed before it came to its end."""
+    saved, _ = newest_whole(folder / "run" / "checkpoints")
+    if saved is not None:
+        overrides = (*overrides, f"resume={folder / 'run'}")
     context = multiprocessing.get_context("fork")
     process = context.Process(target=_lead, args=(folder, world_size, moment, overrides))
     process.start()
@@ -105,7 +109,7 @@ def _run(rank: int, folder: Path, world_size: int, moment: Moment | None, overri
         owner, name, _ = PLACES[moment.place]
         setattr(owner, name, _deadly(getattr(owner, name), moment.count))
     run_dir = folder / "run"
-    run_small(run_dir, f"resume={run_dir}", f"trainer.devices={world_size}", *overrides)
+    run_small(run_dir, f"trainer.devices={world_size}", *overrides)
 
 
 def _deadly(original: Callable[..., Any], count: int) -> Callable[..., Any]:

@@ -135,7 +135,8 @@ def test_places_inside(tmp_path):
 def test_only_a_directory_without_anything_of_the_run_is_taken_away(tmp_path):
     unused, used = tmp_path / "unused", tmp_path / "used"
     for run in (unused, used):
-        (run / ".hydra").mkdir(parents=True)
+        run.mkdir(parents=True)
+        (run / "run.lock").touch()
     (used / "config.yaml").write_text("seed: 0")
     for run in (unused, used, tmp_path / "absent"):
         remove_if_unused(RunDirectory(run))

@@ -189,7 +189,7 @@ def test_cutting_the_row_changes_nothing(uncut: list[Step], world_size: int, sp_
 
 def test_a_loss_that_may_get_half_a_sequence_cannot_add_it_up() -> None:
     inputs = LossInputs(torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.tensor([2]), over_slices=None)
-    with pytest.raises(AssertionError, match="says whole_sequences"):
+    with pytest.raises(AssertionError, match="needs whole_sequences = True"):
         inputs.sum_per_sequence(inputs.logprob)
 
 

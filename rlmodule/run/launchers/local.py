@@ -35,6 +35,7 @@ LOST_PEERS = 76  # exit code of a rank that could not go on because another one 
 PREEMPTED = 75  # exit code of a run that was asked to stop and has saved its state (EX_TEMPFAIL: try again later)
 _GRACE_SECONDS = 20.0
 _POLL_SECONDS = 0.05
+_CTRL_C_SECONDS = 5.0  # that ranks get to end by themselves
 _REPEAT_SECONDS = 5.0  # a signal that comes again within this time is the same request
 
 
@@ -55,6 +56,10 @@ def outside_rank() -> int:
 def process_rank() -> int:
     """This process's rank in the run, as whoever started it said; 0 for a process alone."""
     return int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", os.environ.get("SLURM_PROCID", "0"))))
+
+
+class _Insisted(KeyboardInterrupt):
+    """A scheduler's signal that came again: end at once."""
 
 
 @dataclass
@@ -106,6 +111,12 @@ class Ranks:
             if process.poll() is None:
                 process.send_signal(number)
 
+    def wait(self, seconds: float) -> None:
+        """Until all have ended, or for that long."""
+        deadline = time.monotonic() + seconds
+        while None in self.codes() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
     def end(self) -> None:
         """End those that run: kindly, and after a while by force."""
         self.signal(signal.SIGCONT)  # a frozen process hears nothing else
@@ -147,6 +158,10 @@ def supervise(program: Sequence[str], run_dir: Path, num_processes: int, timeout
         try:
             ranks.start(program, num_processes, meeting / "store")
             return _wait(ranks, Heartbeats(meeting, num_processes, timeout))
+        except KeyboardInterrupt as error:
+            if not isinstance(error, _Insisted):
+                ranks.wait(_CTRL_C_SECONDS)  # Ctrl-C reached them as well, and they write what they can
+            raise
         finally:
             ranks.end()
             shutil.rmtree(meeting, ignore_errors=True)
@@ -255,7 +270,7 @@ def _signals_passed_on(ranks: Ranks) -> Iterator[None]:
             first_at = now
             ranks.signal(number)
         elif now - first_at > _REPEAT_SECONDS:
-            raise KeyboardInterrupt
+            raise _Insisted
 
     if threading.current_thread() is not threading.main_thread():
         yield
