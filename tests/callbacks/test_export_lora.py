@@ -1,5 +1,7 @@
 """What a run with adapters leaves behind: a plain model, or the adapter alone on top of its base."""
 
+# Shared cases: T2A-05, T2A-15.
+
 from __future__ import annotations
 
 import json

@@ -1,5 +1,6 @@
 """Shared bug cases of the command line, ids in the tests' names: one directory for all processes, misspelt keys."""
 
+# Shared cases: T2B-26.
 import os
 import shutil
 

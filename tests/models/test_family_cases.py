@@ -1,5 +1,7 @@
 """Cases of public reports about model families, by id: what each family computes, or the words it is refused with."""
 
+# Shared cases: T2A-01, T2A-03, T2A-05, T2A-07, T2A-08, T2A-11, T2A-12, T2A-15, T2A-17, T2A-19, T2A-21, T2A-23, T2A-33, T2A-34, T2A-35, T2A-36.
+
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,7 @@
 """Adapters: what trains, what the reference is, and what an exported folder holds."""
 
+# Shared cases: T2A-23.
+
 from __future__ import annotations
 
 import json

@@ -4,6 +4,7 @@ The count runs transformers' own model on a CPU with eager attention, which comp
 experts; the cost model is told the same number of pairs.
 """
 
+# Shared cases: T2A-17.
 import time
 
 import pytest

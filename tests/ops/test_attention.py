@@ -1,5 +1,6 @@
 """Packed and ragged attention equal attention written out in float64, segment by segment."""
 
+# Shared cases: T2A-11.
 import itertools
 
 import pytest

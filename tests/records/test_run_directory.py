@@ -1,5 +1,6 @@
 """One directory per run, found again on resume; what is refused leaves nothing behind."""
 
+# Shared cases: T2B-06.
 import os
 import subprocess
 import sys

@@ -1,5 +1,7 @@
 """A family that would not be trained right is refused before anything is started: the policy, its values, its teacher."""
 
+# Shared cases: T2A-05.
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,7 @@
 """What a resume refuses, and what a run directory refuses, before anything is written."""
 
+# Shared cases: T2B-06, T2B-28.
+
 from __future__ import annotations
 
 import json

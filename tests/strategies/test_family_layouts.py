@@ -3,6 +3,8 @@
 Ids are those of public reports.
 """
 
+# Shared cases: T2A-05, T2A-07, T2A-11, T2A-13, T2A-15, T2A-23, T2A-30.
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,7 @@
 """A command's name in front of a line, and keys that are the user's own."""
 
+# Shared cases: T2B-29.
+
 from __future__ import annotations
 
 import pytest
