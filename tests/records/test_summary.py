@@ -41,6 +41,7 @@ def test_flat_groups_is_the_share_of_groups_whose_scored_rewards_are_all_equal()
 
 
 def test_a_component_is_averaged_over_the_responses_that_have_it():
+    """T2B-41."""
     sample_info = [info(0, 1.0, format=1.0), info(1, 0.0, format=0.0, brevity=0.2), info(2, None, format=9.0)]
     metrics = reward_metrics(sample_info)
     assert (metrics["reward/format"], metrics["reward/brevity"]) == (0.5, 0.2)
