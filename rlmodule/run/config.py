@@ -18,7 +18,7 @@ from rlmodule.algorithm.critic import CriticConfig
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.core.config import at_least, convert, convert_parts, more_than, one_of
+from rlmodule.core.config import at_least, at_most, convert, convert_parts, more_than, one_of
 from rlmodule.core.contract import Advantage, Environment, Loss, Reward
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.registry import Registry, name_of
@@ -82,6 +82,7 @@ class TrainerConfig:
         one_of("accelerator", self.accelerator, ("auto", "cpu", "gpu", "cuda", "mps", "npu", "xpu"))
         if self.num_threads is not None:
             at_least("num_threads", self.num_threads, 1)
+            at_most("num_threads", self.num_threads, 1024)
         if self.devices != "auto" and not (self.devices.isdigit() and int(self.devices) >= 1):
             raise ConfigError(
                 key="devices",

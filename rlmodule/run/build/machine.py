@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from rlmodule.core.errors import ConfigError
 from rlmodule.run.config import TrainerConfig
 from rlmodule.run.launchers.local import launched_from_outside
+
+CPU_PROCESSES = 64  # a laptop may try the layout of a large machine; far more would take its whole memory
 
 
 @dataclass(frozen=True)
@@ -46,18 +49,20 @@ class Machine:
         """Processes on this machine.
 
         Raises:
-            ConfigError: more are asked for than there are devices.
+            ConfigError: more are asked for than there are devices, or than a CPU can be shared among.
         """
-        devices = self.trainer.devices
-        here = torch.accelerator.device_count() if self.device != "cpu" else None
+        devices, on_cpu = self.trainer.devices, self.device == "cpu"
         if devices == "auto":
-            return here or 1
-        if here is not None and int(devices) > here:
+            return 1 if on_cpu else torch.accelerator.device_count()
+        cores = os.cpu_count() or 1
+        most = max(CPU_PROCESSES, cores) if on_cpu else torch.accelerator.device_count()
+        if int(devices) > most:
+            here = f"{cores} CPU cores, for {most} processes at most" if on_cpu else f"{most} {self.device} devices"
             raise ConfigError(
                 key="trainer.devices",
                 got=devices,
-                because=f"this machine has {here} {self.device} devices",
-                fix=f"Use trainer.devices={here}",
+                because=f"this machine has {here}",
+                fix=f"Use trainer.devices={most if not on_cpu else min(most, cores)}",
             )
         return int(devices)
 
