@@ -1,6 +1,6 @@
 """Cases of public reports about model families, by id: what each family computes, or the words it is refused with."""
 
-# Shared cases: T2A-01, T2A-03, T2A-05, T2A-07, T2A-08, T2A-11, T2A-12, T2A-15, T2A-17, T2A-19, T2A-21, T2A-23, T2A-33, T2A-34, T2A-35, T2A-36.
+# Shared cases: T2A-01, T2A-03, T2A-05, T2A-07, T2A-08, T2A-11, T2A-12, T2A-15, T2A-17, T2A-19, T2A-21, T2A-23, T2A-31, T2A-33, T2A-34, T2A-35, T2A-36.
 
 from __future__ import annotations
 
@@ -433,6 +433,17 @@ def test_t2a_36_recomputed_activations_change_no_gradient(family, mode):
         policy = build_policy(config, seed=0, temperature=1.0).train()
         policy(pack_rows(ROWS, TOTALS), objective=Added()).backward()
         grads.append({name: p.grad for name, p in policy.named_parameters()})
+    assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
+
+
+def test_t2a_31_a_load_balancing_loss_in_the_configuration_is_left_out():
+    grads = []
+    for values in ({}, {"output_router_logits": True, "router_aux_loss_coef": 10.0}):
+        config = ModelConfig(architecture={**architecture("qwen3_moe"), **values})
+        policy = build_policy(config, seed=0, temperature=1.0).train()
+        policy(pack_rows(ROWS, TOTALS), objective=Added()).backward()
+        grads.append({name: p.grad for name, p in policy.named_parameters()})
+    assert any("mlp.gate" in name and grad.any() for name, grad in grads[0].items())
     assert all(torch.equal(grad, grads[1][name]) for name, grad in grads[0].items())
 
 
