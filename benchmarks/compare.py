@@ -22,6 +22,8 @@ import yaml
 from report import HERE, fill, measured_on, plt, table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from rlmodule.commands.parts.sweep import JOB_FILE
+
 DOCS = HERE.parent / "docs"
 ACCURACY = "val/accuracy"
 Final = dict[str, dict[str, list[float]]]  # algorithm -> environment -> accuracy at the end, by seed
@@ -53,7 +55,8 @@ def read_run(folder: Path) -> Run | None:
     summary = folder / "summary.json"
     if not summary.exists() or not json.loads(summary.read_text())["finished"]:
         return None
-    choices = yaml.safe_load((folder / ".hydra" / "hydra.yaml").read_text())["hydra"]["runtime"]["choices"]
+    overrides = json.loads((folder / JOB_FILE).read_text())["overrides"]
+    choices = dict(override.split("=", 1) for override in overrides)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     accuracy = [event.value for event in events.Scalars(ACCURACY)]
