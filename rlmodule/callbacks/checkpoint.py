@@ -51,6 +51,7 @@ class CheckpointConfig:
     best_metric: str | None = AUTO  # as in metrics.jsonl, or auto; the best one by it stays too; null for none
     best_mode: str = "max"  # max or min: which values of best_metric are good
     async_save: bool = False  # train on while it is written, from a copy in host memory; one write at a time
+    compare_copies: bool = True  # end the run when processes that hold the same weight differ in it
 
     def __post_init__(self) -> None:
         at_least("every_n_iterations", self.every_n_iterations, 1)
@@ -135,7 +136,8 @@ class SaveCheckpoints(Checkpoint):
 
         Raises:
             CheckpointError: on every process, when it could not be written on any.
-            TrainingError: on every process, when a weight is not finite and the run ends here.
+            TrainingError: on every process, when a weight is not finite and the run ends here, or when two processes
+                hold unequal copies of one.
         """
         self._settle()
         trainer = run_state.trainer
@@ -146,6 +148,8 @@ class SaveCheckpoints(Checkpoint):
         if later.snapshot.not_finite is not None:
             self._refuse(later.snapshot.not_finite, run_state, run_goes_on=run_goes_on)
             return
+        if later.snapshot.differing is not None and self.config.compare_copies:
+            raise TrainingError(self._words_for_differing(later.snapshot.differing, run_state))
         write = partial(self._write, folder, later.snapshot, self._entries(run_state), trainer.is_global_zero)
         if later.copied:
             self._pending = folder, in_background(write)
@@ -166,6 +170,15 @@ class SaveCheckpoints(Checkpoint):
             raise TrainingError(f"{text}. {remedy}")
         if self.context.is_rank_zero:
             warnings.warn(f"{text}. {remedy}", stacklevel=2)
+
+    def _words_for_differing(self, differing: str, run_state: RunState) -> str:
+        saved = oldest_first(self.root)
+        return (
+            f"step {run_state.step}: {differing}, though both hold the same part of the model. A device that computes "
+            "wrongly does that, and code that is not the same on every process. This state is not saved. "
+            + (f"Go on from {saved[-1]}" if saved else "Start anew")
+            + " on other devices; callbacks.checkpoint.compare_copies=false compares nothing"
+        )
 
     def _entries(self, run_state: RunState) -> dict[str, Any]:
         """Manifest entries: iteration, step, layout, config, metric value."""

@@ -86,6 +86,9 @@ class SequenceRanks(Protocol):
 class StoredWeights(Protocol):
     """The weights on disk of a model that has parameters on the meta device; the model has them as ``stored``."""
 
+    def where(self, name: str) -> str:
+        """The file and the name in it, for messages."""
+
     def read(self, name: str) -> Tensor:
         """The whole tensor of the parameter ``name``, on the CPU and in the dtype it is stored in; read-only."""
 
@@ -129,6 +132,10 @@ class Snapshot(Protocol):
     @property
     def not_finite(self) -> str | None:
         """Name of a tensor with NaN or infinity in it, the same on every process; such a snapshot is not written."""
+
+    @property
+    def differing(self) -> str | None:
+        """A tensor of which two processes hold copies that are not equal, in words; the same on every process."""
 
     def write(self, path: Path) -> None:
         """Tensors beside ``path``, everything else into it; every process calls it, from any thread.

@@ -73,12 +73,18 @@ class StoredWeights:
         except SafetensorError as error:
             raise OSError(f"a safetensors file is damaged or no such file: {error}") from error
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor in the dtype it is stored in, mapped from the file: read-only.
+    def where(self, name: str) -> str:
+        """The file and the name in it, for messages."""
+        file, stored_name = self._place(name)
+        return f"{stored_name} of {file}"
 
-        ``name`` may be that of a policy or value model, with ``lm.`` before it and adapters around its layers.
-        """
-        return _read(*self.places[plain_name(name.removeprefix("lm."))])
+    def read(self, name: str) -> Tensor:
+        """The whole tensor in the dtype it is stored in, mapped from the file: read-only."""
+        return _read(*self._place(name))
+
+    def _place(self, name: str) -> tuple[str, str]:
+        """(file, name in it) of a parameter of a policy or value model, with ``lm.`` before it and adapters around."""
+        return self.places[plain_name(name.removeprefix("lm."))]
 
 
 def build_on_meta(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlmodule.core.contract import StoredWeights
+from rlmodule.core.errors import TrainingError
 from rlmodule.core.parameters import put, tied
 
 
@@ -17,9 +18,15 @@ def load(model: nn.Module, part: nn.Module, device: torch.device) -> None:
     """Replace the parameters of ``part`` that are on the meta device by their weights, on ``device``.
 
     The new parameter has the dtype of the old one (fp32, whatever is stored), and for a DTensor its placements.
+
+    Raises:
+        TrainingError: on every process, a weight is NaN or infinite.
     """
     waiting = {parameter for parameter in part.parameters() if parameter.is_meta}
     if not waiting:
+        for name, parameter in part.named_parameters():
+            if not isinstance(parameter, DTensor):  # the parts that are one were checked before they were sharded
+                check_finite(name, parameter)
         return
     stored: StoredWeights = model.stored  # type: ignore[assignment]
     for names, parameter in tied(model):
@@ -29,9 +36,35 @@ def load(model: nn.Module, part: nn.Module, device: torch.device) -> None:
                 put(model, name, loaded)
 
 
+def drop_unread(model: nn.Module) -> None:
+    """Replace weights that an error left on the meta device by empty ones, which can be moved as any other."""
+    for names, parameter in list(tied(model)):
+        if parameter.is_meta:
+            for name in names:
+                put(model, name, nn.Parameter(torch.empty(0), requires_grad=False))
+
+
 def read(stored: StoredWeights, name: str, like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The stored tensor of that name, in the dtype of ``like`` and sharded like it."""
     full_tensor = torch.empty(like.shape, dtype=like.dtype, device=device).copy_(stored.read(name))
+    check_finite(stored.where(name), full_tensor)
     if not isinstance(like, DTensor):
         return full_tensor
     return distribute_tensor(full_tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def check_finite(where: str, weight: torch.Tensor) -> None:
+    """Refuse a weight that no model can start from.
+
+    Args:
+        where: the file it comes from, or its name.
+        weight: of any shape.
+
+    Raises:
+        TrainingError: an element is NaN or infinite.
+    """
+    if not bool(weight.detach().isfinite().all()):
+        raise TrainingError(
+            f"{where}: the starting weights hold NaN or infinity, so every answer of this model would. Its files are "
+            "damaged, or were written by a run that diverged; take another checkpoint of it"
+        )

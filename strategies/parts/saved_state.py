@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from rlmodule.core.contract import SaveLater
 from rlmodule.core.errors import CheckpointError, in_one_line
 from strategies.parts.failures import on_all_or_none
-from strategies.parts.shards import Index, plan_of_rank, read_index, read_shards
+from strategies.parts.shards import Index, digests, plan_of_rank, read_index, read_shards
 from strategies.parts.snapshot import SHARDS, RankReport, SavedSnapshot, StateFiles, agree
 
 MOMENT = "@"  # NAME@MOMENT is optimizer state of parameter NAME
@@ -88,7 +88,8 @@ class SavedState:
             not_finite = first_not_finite(parts)
             if copied:
                 parts = {key: tensor.to("cpu", copy=True) for key, tensor in parts.items()}
-            return parts, RankReport(plan_of_rank(parts), not_finite)
+            plan = plan_of_rank(parts)
+            return parts, RankReport(plan, not_finite, digests=digests(parts, plan))
 
     def load_shards(self, folder: Path) -> None:
         """Read what this process holds from ``folder``; every process calls it.

@@ -26,8 +26,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
+from torch.distributed.tensor import DTensor
 
 INDEX = "index.json"
+WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> dtype
 FILE_BYTES = 2**30  # of tensors in one file; this much is copied to host memory at a time
 
 
@@ -71,6 +73,20 @@ Index = Mapping[str, StoredTensor]
 def plan_of_rank(parts: Mapping[str, Tensor]) -> SavePlan:
     """What this process could write; reads no element."""
     return _save_planner(parts).create_local_plan()
+
+
+def digests(parts: Mapping[str, Tensor], plan: SavePlan) -> dict[str, int]:
+    """Piece that this process holds -> sum of its bits as whole numbers, modulo 2^64.
+
+    Two processes that hold the same piece of a tensor have the same number, unless one of them has other bits.
+    """
+    return {key_of(item): _sum_of_bits(parts[str(item.index.fqn)]) for item in plan.items}
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    piece = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
+    bits = piece.view(WHOLE_NUMBERS[piece.element_size()])
+    return int(bits.sum(dtype=torch.int64))
 
 
 def share_out(plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Index]:

@@ -34,11 +34,13 @@ class RankReport:
         plan: the pieces that it could write.
         not_finite: name of a tensor with NaN or infinity in it, or None.
         failure: what kept it from taking its part, or None.
+        digests: piece of a tensor -> a number made of its bits.
     """
 
     plan: SavePlan = field(default_factory=lambda: SavePlan([]))
     not_finite: str | None = None
     failure: str | None = None
+    digests: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,14 @@ class Agreement:
         plan: the pieces that the process is to write.
         index: where everything lies; for the first process, empty elsewhere.
         not_finite, failure: the first of any process, the same on all of them.
+        differing: a piece of which two processes hold copies that are not equal, and those processes; or None.
     """
 
     plan: SavePlan
     index: Index
     not_finite: str | None
     failure: str | None
+    differing: str | None
 
 
 def agree(mine: RankReport) -> Agreement:
@@ -81,7 +85,25 @@ def _answers(reports: Sequence[RankReport]) -> list[Agreement]:
             plans, index = share_out([report.plan for report in reports])
         except Exception as error:
             failure = f"rank 0: {in_one_line(error)}"
-    return [Agreement(plan, index if rank == 0 else {}, not_finite, failure) for rank, plan in enumerate(plans)]
+    differing = first_differing([report.digests for report in reports])
+    return [
+        Agreement(plan, index if rank == 0 else {}, not_finite, failure, differing) for rank, plan in enumerate(plans)
+    ]
+
+
+def first_differing(digests: Sequence[Mapping[str, int]]) -> str | None:
+    """The first piece of which two ranks hold copies with other bits, in words; None where all copies are equal.
+
+    Args:
+        digests: of each rank, piece -> digest.
+    """
+    holders: dict[str, tuple[int, int]] = {}  # piece -> (the first rank that holds it, its digest)
+    for rank, of_rank in enumerate(digests):
+        for piece, digest in of_rank.items():
+            first, expected = holders.setdefault(piece, (rank, digest))
+            if digest != expected:
+                return f"{piece} is not the same on rank {first} and rank {rank}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -151,6 +173,11 @@ class SavedSnapshot:
     def not_finite(self) -> str | None:
         """Name of a tensor with NaN or infinity in it; the same on every process."""
         return self.agreement.not_finite
+
+    @property
+    def differing(self) -> str | None:
+        """A tensor of which two processes hold copies that are not equal, in words; the same on every process."""
+        return self.agreement.differing
 
     def write(self, path: Path) -> None:
         """Tensors into ``shards/`` beside ``path``, the state into it; nothing is exchanged with other processes.

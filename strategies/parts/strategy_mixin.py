@@ -24,7 +24,7 @@ from rlmodule.core.metrics import Metrics
 from rlmodule.core.parameters import Cast, fp32_names, tied
 from rlmodule.core.types import MicroBatch, StepTotals, TokenOutputs
 from strategies.parts.collectives import LocalCollectives
-from strategies.parts.loading import load
+from strategies.parts.loading import drop_unread, load
 from strategies.parts.offload import OffloadConfig, Offloaded
 from strategies.parts.saved_state import SavedState
 
@@ -239,6 +239,8 @@ class StrategyMixin(SavedState):
         for offloaded in (*self._offloaded.values(), *self._moments.values()):
             offloaded.onload()
         self._offloaded, self._moments = {}, {}
+        for model in inner_models_of(self.lightning_module).values():  # type: ignore[attr-defined]
+            drop_unread(model)
         super().teardown()  # type: ignore[misc]  # Lightning's, which this is mixed into
 
     # ---- what a checkpoint holds; see SavedState

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rlmodule.batching.sampler import BatchingConfig
+from rlmodule.core.errors import TrainingError
 from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import ModelConfig
@@ -149,3 +151,26 @@ def measure_loading(strategy: Any) -> None:
         strategy.peak_of_loading = memory.peak
 
     strategy.shard = counted
+
+
+@pytest.mark.parametrize(("backend", "options", "world_size"), LAYOUTS, ids=label)
+def test_point_16_starting_weights_that_are_not_finite_are_refused_on_every_rank(
+    tmp_path, backend, options, world_size
+):
+    model = saved(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name][3, 5] = float("nan")
+    save_file(weights, file, metadata={"format": "pt"})
+
+    def ending(rank: int) -> str:
+        try:
+            FixedRun(backend, options, model=model).fit(world_size, rank)
+        except TrainingError as error:
+            return str(error)
+        return ""
+
+    texts = run_on_ranks(world_size, ending)
+    assert texts == [texts[0]] * world_size
+    assert texts[0].startswith(f"{name} of {file}: the starting weights hold NaN or infinity"), texts[0]
