@@ -7,6 +7,7 @@ prefixes it with the dotted key of the section.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -133,6 +134,7 @@ def _with_full_keys(text: str, names: Iterable[str], key: str) -> str:
 
 
 def _assign(schema: DictConfig, cls: type, name: str, value: object, key: str) -> None:
+    _check_finite(value, _full(key, name))
     try:
         OmegaConf.update(schema, name, value, merge=True)
     except ConfigKeyError as error:
@@ -150,6 +152,17 @@ def _assign(schema: DictConfig, cls: type, name: str, value: object, key: str) -
             because=reason.rstrip("."),
             fix=_how_to_write(cls, name, _full(key, name), value),
         ) from None
+
+
+def _check_finite(value: object, key: str) -> None:
+    """Refuse NaN and infinity, alone or in a list: no key means anything by them, and each spoils what it touches.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, float) and not math.isfinite(number):
+            raise ConfigError(key=key, got=value, because="it is not finite", fix="Give a number")
 
 
 def _given(value: object, name: str, full_key: str | None) -> object:

@@ -128,6 +128,10 @@ class GeneralConfig:
     run_dir: str | None = None  # where this run writes
     output_root: str = "outputs"  # where runs are kept
 
+    def __post_init__(self) -> None:
+        at_least("seed", self.seed, 0)
+        at_most("seed", self.seed, 2**63 - 1)
+
 
 @dataclass(frozen=True)
 class RunConfig:

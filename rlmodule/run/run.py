@@ -7,6 +7,7 @@ The parts are made in ``run/build/``. Leaves out the command line (``train.py``)
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass, field, replace
@@ -51,6 +52,7 @@ from rlmodule.run.preflight.layout import check_layout
 from rlmodule.run.preflight.teacher import check_teacher
 from rlmodule.run.preflight.tokens import check_tokenizer
 from rlmodule.run.preflight.value_model import check_value_model
+from rlmodule.run.unread import unread
 
 AUTO_BACKEND = "auto"
 
@@ -166,10 +168,17 @@ class Run:
             Demonstrations(config.for_warm_start(), self.tokenizer, self.hf_config).check(Layout())
         _ = self.dataset.val_prompts  # reading them checks them
         self.resume_from(say=lambda line: print(line) if self.is_rank_zero else None)
+        self._warn_of_unread()
         if self.config.general.resume:
             changed = check_unchanged(self.run_dir.root, self.digests, allowed=self.config.general.resume_changed)
             if changed and self.is_rank_zero:
                 print(f"resume: this run goes on with other {' and '.join(changed)} than before")
+
+    def _warn_of_unread(self) -> None:
+        config = self.config
+        found = unread(config, config.run_steps(self.dataset.samples_per_row, config.trained_model))
+        if found and self.is_rank_zero:
+            warnings.warn("settings without effect in this run: " + "; ".join(found), stacklevel=2)
 
     @cached_property
     def digests(self) -> dict[str, str]:

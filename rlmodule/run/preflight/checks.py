@@ -15,6 +15,7 @@ from rlmodule.run.preflight.lengths import check_budget, check_positions
 from rlmodule.run.preflight.responses import check_old_logprob, check_reward, check_staleness, check_temperature
 from rlmodule.run.preflight.reward_model import check_reward_model
 from rlmodule.run.preflight.rows import check_demonstrations, check_rows
+from rlmodule.run.preflight.shape import check_shape
 from rlmodule.run.preflight.stored_rollouts import check_stored
 from rlmodule.run.preflight.value_model import check_critic, check_value
 
@@ -35,7 +36,7 @@ OF_SETTINGS: tuple[Callable[[RunConfig], None], ...] = (
     check_temperature,
 )
 OF_LAYOUT: tuple[Callable[[RunConfig, Layout], None], ...] = (check_budget, check_equal_counts)
-OF_MODEL: tuple[Callable[[RunConfig, PreTrainedConfig], None], ...] = (check_positions,)
+OF_MODEL: tuple[Callable[[RunConfig, PreTrainedConfig], None], ...] = (check_shape, check_positions)
 
 
 def check(config: RunConfig, hf_config: PreTrainedConfig, layout: Layout) -> None:
