@@ -6,6 +6,7 @@ Composes with Hydra in this process, as ``train.py`` does, and converts as a run
 
 import dataclasses
 import functools
+import math
 
 import hydra
 import pytest
@@ -271,6 +272,16 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
     ("overrides", "key", "got", "says"),
     [
         (["strategy=fsdp3"], "strategy", "fsdp3", "Known: auto, ddp, deepspeed, fsdp, fsdp2, single"),
+        (["optimizer.lr=inf"], "optimizer.lr", math.inf, "it is not finite"),
+        (["optimizer.lr=1e400"], "optimizer.lr", math.inf, "it is not finite"),
+        (["optimizer.weight_decay=inf"], "optimizer.weight_decay", math.inf, "it is not finite"),
+        (["optimizer.betas=[inf,0.9]"], "optimizer.betas", [math.inf, 0.9], "it is not finite"),
+        (["rollout.temperature=inf"], "rollout.temperature", math.inf, "it is not finite"),
+        (["algorithm.kl_in_reward.coef=inf"], "algorithm.kl_in_reward.coef", math.inf, "it is not finite"),
+        (["loss.clip_ratio_high=inf"], "loss.clip_ratio_high", math.inf, "it is not finite"),
+        (["callbacks.report.dpi=100000"], "callbacks.report.dpi", 100000, "at most 1200"),
+        (["seed=-1"], "seed", -1, "at least 0"),
+        (["seed=18446744073709551615"], "seed", 18446744073709551615, "at most 9223372036854775807"),
         (["loss=ppo_clib"], "loss", "ppo_clib", "Did you mean ppo_clip"),
         (["advantage=grop"], "advantage", "grop", "Did you mean grpo"),
         (["data=sorrt"], "data", "sorrt", "Did you mean sort?"),
@@ -397,6 +408,13 @@ def test_an_accelerator_that_is_not_there_is_refused_as_it_was_typed(tmp_path):
 
 
 OWN_FILES = ["data=files", "data.max_prompt_length=100", "data.max_response_length=100", "rollout.n=2"]
+
+
+@pytest.mark.parametrize("key", ["optimizer.eps", "algorithm.entropy_coeff", "rollout.top_p", "warm_start.lr"])
+def test_nan_is_no_value(tmp_path, key):
+    """It equals nothing, so it has a test of its own."""
+    error = refusal_of(tmp_path, f"{key}=nan")
+    assert str(error) == f"{key}=nan: it is not finite. Give a number"
 
 
 def test_data_files_are_checked_before_a_model_is_loaded(tmp_path):

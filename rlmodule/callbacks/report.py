@@ -29,7 +29,7 @@ import rlmodule
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.checkpoint.state import best_of, oldest_first
-from rlmodule.core.config import at_least
+from rlmodule.core.config import at_least, at_most
 from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.records.metrics_log import Record, atomic_write
 from rlmodule.records.run_directory import RunDirectory
@@ -48,6 +48,7 @@ class ReportConfig:
 
     def __post_init__(self) -> None:
         at_least("dpi", self.dpi, 1)
+        at_most("dpi", self.dpi, 1200)  # at which curves.png has 138 million pixels
 
     def connect(self, context: RunContext) -> WriteReport:
         return WriteReport(self, context, Console(file=sys.stdout))

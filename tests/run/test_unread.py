@@ -72,6 +72,8 @@ def test_every_rule_names_keys_that_exist():
 
 def test_a_run_says_it_once_before_it_starts(tmp_path):
     run = Run.read(compose(f"run_dir={tmp_path}", "model.lora.alpha=3"), RunDirectory(tmp_path), STRATEGIES)
-    with pytest.warns(UserWarning, match=r"settings without effect in this run: model\.lora\.alpha=3 is read") as caught:
+    with pytest.warns(
+        UserWarning, match=r"settings without effect in this run: model\.lora\.alpha=3 is read"
+    ) as caught:
         run.check()
     assert len(caught) == 1
