@@ -134,7 +134,7 @@ def _with_full_keys(text: str, names: Iterable[str], key: str) -> str:
 
 
 def _assign(schema: DictConfig, cls: type, name: str, value: object, key: str) -> None:
-    _check_finite(value, _full(key, name))
+    _check_finite(value, _full(key, name), is_section=_section_of(cls, name) is not None)
     try:
         OmegaConf.update(schema, name, value, merge=True)
     except ConfigKeyError as error:
@@ -154,12 +154,15 @@ def _assign(schema: DictConfig, cls: type, name: str, value: object, key: str) -
         ) from None
 
 
-def _check_finite(value: object, key: str) -> None:
-    """Refuse NaN and infinity, alone or in a list: no key means anything by them, and each spoils what it touches.
+def _check_finite(value: object, key: str, *, is_section: bool = False) -> None:
+    """Refuse NaN and infinity, alone, in a list or in a section: no key means anything by them.
 
     Raises:
         ConfigError: names the key.
     """
+    if is_section and isinstance(value, Mapping):
+        for name, below in value.items():
+            _check_finite(below, f"{key}.{name}")
     for number in value if isinstance(value, list) else [value]:
         if isinstance(number, float) and not math.isfinite(number):
             raise ConfigError(key=key, got=value, because="it is not finite", fix="Give a number")

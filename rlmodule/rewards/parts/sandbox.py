@@ -367,10 +367,19 @@ def _as_float(value: Any) -> float:
     return float(value)
 
 
+def _is_ours(file: str) -> bool:
+    return file == __file__ or file.startswith("<frozen importlib") or file == importlib.__file__
+
+
 def _fault(error: BaseException) -> str:
-    assert error.__traceback__ is not None, "it was raised"
-    lines = traceback.format_exception(type(error), error, error.__traceback__.tb_next)  # without this file's frame
-    text = "".join(lines)
+    """The traceback below this file and Python's own importing; the error alone where nothing is below them."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = next((i for i, frame in enumerate(frames) if not _is_ours(frame.filename)), None)
+    below = error.__traceback__
+    for _ in range(theirs or 0):
+        assert below is not None, "a traceback has as many entries as frames"
+        below = below.tb_next
+    text = "".join(traceback.format_exception(type(error), error, None if theirs is None else below))
     return text if len(text) <= FAULT_CHARACTERS else f"...{text[-FAULT_CHARACTERS:]}"
 
 
