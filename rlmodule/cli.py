@@ -381,6 +381,9 @@ def check_choices(arguments: Sequence[str]) -> None:
         ConfigError: names the group and the name.
     """
     words = [word for word in arguments if "=" in word and not word.startswith(("-", "~"))]
+    for word in words:
+        if word.startswith("="):
+            raise ConfigError(key="", got=word[1:], because="no key stands before it", fix="Write KEY=VALUE")
     for override in OverridesParser.create().parse_overrides(words):
         if override.key_or_group not in groups():
             continue
@@ -419,8 +422,13 @@ def run_dir_of(run_dir: object, output_root: object, resume: object) -> str:
     except RLModuleError as error:
         deferred_errors.append(error)
         return "."
-    with suppress(OSError):  # Hydra makes it again, and says what is in the way
+    try:
         chosen.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileNotFoundError as error:  # no folder can be made there, as in /proc
+        deferred_errors.append(cannot_write(error))
+        return "."
+    except OSError:  # Hydra makes it again, and says what is in the way
+        pass
     return str(chosen)
 
 

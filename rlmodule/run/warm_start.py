@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from rlmodule.core.errors import ConfigError
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.run import Run
 
@@ -42,7 +43,15 @@ class WarmStart:
     def fit(self) -> None:
         """Imitate demonstrations with the random model, on one process whatever the layout of the run."""
         directory, config = self.directory, self.run.config
-        directory.root.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.root.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError:  # no folder can be made there, as in /proc
+            raise ConfigError(
+                key="warm_start.cache_dir",
+                got=config.warm_start.cache_dir,
+                because="no folder can be made there",
+                fix="Name one that can be written",
+            ) from None
         print(
             f"warm start: {config.warm_start.steps} steps of imitation, so that the policy has something to reinforce"
         )

@@ -138,6 +138,8 @@ def test_cli_03_a_key_that_is_spelt_right_is_taken(tmp_path):
         ("output_root=null", "output_root=None: it must be a path"),
         ("resume=5", "resume=5: it must be a path"),
         ("run_dir=/etc/passwd", "run_dir=/etc/passwd: it is a file, not a folder"),
+        ("run_dir=/proc/x", "/proc/x: it cannot be written"),
+        ("=5", "=5: no key stands before it. Write KEY=VALUE"),
         ("--config-name=foo", "--config-name=foo: there is one configuration"),
         ("model.lora=8", "It is a section, so set its keys: model.lora.r=..."),
         ("trainer.devices=[0]", "It is the number of processes on this machine: trainer.devices=1"),
