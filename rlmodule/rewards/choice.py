@@ -21,10 +21,11 @@ from rlmodule.rewards.parts.answers import last_boxed, plain, possible_answers, 
 
 MARKUP = re.compile(r"\\(?:text|mathrm|mathbf|textbf|boxed)\{|[*_`$\"}]|\\[()\[\]]")
 ANSWER = "answer|antwort|respuesta|réponse|resposta|ответ|答案|答え|정답"
-LINK = r"(?i:(?:[ \t]+(?:is|was|ist|es|est|è|must be|should be|would be|seems to be|clearly|therefore))+(?:[ \t]*:)?|[ \t]*[:=])\s*"
+VERB = "is|was|ist|es|est|è|must be|should be|would be|seems to be|clearly|therefore"
+LINK = rf"(?i:(?:[ \t]+(?:{VERB}))+(?:[ \t]*:)?|[ \t]*[:=])\s*"
 OPTION = r"(?:(?:option|choice|letter)[ \t]+)?"
 # What may follow a letter that could be a word: nothing, a sign, or a word that goes on about a choice.
-END = r"(?![\w'’])(?![ \t]+(?!because|since|as|is|due|which|and|for|with|or)[a-z])"
+END = r"(?![\w'\u2019])(?![ \t]+(?!because|since|as|is|due|which|and|for|with|or)[a-z])"
 
 
 @REWARDS.register
@@ -103,7 +104,7 @@ class Choice:
             "option": re.compile(rf"(?i:option|choice)[ \t]+[(\[']?({upper}){END}"),
             "bold": re.compile(rf"\*\*[ \t]*\(?({upper})(?:\)|[.:]|\*\*)"),
             "brackets": re.compile(rf"[(\[]({upper})[)\]]"),
-            "alone": re.compile(rf"(?<![\w'’])(?<!not )(?<!n't )({upper}){END}"),
+            "alone": re.compile(rf"(?<![\w'\u2019])(?<!not )(?<!n't )({upper}){END}"),
         }
 
 

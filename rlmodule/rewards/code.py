@@ -1,8 +1,8 @@
 """1 for a response whose program passes every test of its row, else 0.
 
-The program runs in a process of its own with limits on time, memory and files, in an empty folder and environment, and
-where the machine allows it without network and with a limit on processes (``parts/isolation.py`` says what is held apart
-and what is not). The last block of Python counts. Leaves out other languages.
+The program runs in a process of its own with limits on time, memory and output, in an empty folder and environment, and
+where the machine allows it without network, other files and many processes: ``parts/isolation.py`` says what is held
+apart and what is not. The last block of Python counts. Leaves out other languages.
 """
 
 from __future__ import annotations
@@ -127,6 +127,4 @@ class Code:
 
     @cached_property
     def _pool(self) -> Pool:
-        return Pool(
-            f"{child_file('code_runner')}:run_tests", self.num_workers, self.timeout_seconds + START_MARGIN
-        )
+        return Pool(f"{child_file('code_runner')}:run_tests", self.num_workers, self.timeout_seconds + START_MARGIN)

@@ -1,9 +1,9 @@
 """A penalty that grows with the length of a response: add it to another reward, ``reward=[math,length]``.
 
-From ``start`` tokens on it falls in a straight line to ``penalty`` at ``limit`` tokens and stays there: the soft overlong
-punishment of DAPO (arXiv:2503.14476, section 3.4: -1 at the limit, a buffer of 4,096 tokens before it). Below ``shortest``
-tokens it is ``penalty`` too. Leaves out lengths relative to the group. ``algorithm.overlong_buffer`` does the same to any
-reward without naming it as a component.
+From ``start`` tokens on it falls in a straight line to ``penalty`` at ``limit`` tokens and stays there: the soft
+overlong punishment of DAPO (arXiv:2503.14476, section 3.4: -1 at the limit, a buffer of 4,096 tokens before it). Below
+``shortest`` tokens it is ``penalty`` too. ``algorithm.overlong_buffer`` does the same to any reward, but does not log
+it as a component. Leaves out lengths relative to the group.
 """
 
 from __future__ import annotations

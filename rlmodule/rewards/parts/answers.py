@@ -17,17 +17,18 @@ from rlmodule.core.types import Prompt
 
 DIGITS = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+"
 # A sign belongs to the number where no other number or letter stands before it: the last number of "10-5" is 5.
-NUMBER = re.compile(
-    rf"(?:(?<![\w)\]}}])[-+])?[$€£]?(?<![A-Za-z0-9_])(?:(?:{DIGITS})(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
-)
+SIGN = r"(?:(?<![\w)\]}])[-+])?[$€£]?(?<![A-Za-z0-9_])"
+NUMBER = re.compile(rf"{SIGN}(?:(?:{DIGITS})(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?")
 FRACTION = re.compile(rf"({NUMBER.pattern}) ?/ ?({NUMBER.pattern})")
 HASHES = re.compile(r"####[ \t]*(?=[-+$\\(\[{.0-9])([^\n]+)")  # "#### Step" is a heading
 _ANSWER = "answer|antwort|respuesta|réponse|resposta|ответ|答案|答え|정답"
 PHRASE = re.compile(
-    rf"(?:{_ANSWER})(?:[^.:=\n]{{0,40}}?\b(?:is|was|ist|es|est)\b|[ \t*_]{{0,4}}[:=]|[ \t*_]{{0,4}}\n)[ \t]*:?", re.IGNORECASE
+    rf"(?:{_ANSWER})(?:[^.:=\n]{{0,40}}?\b(?:is|was|ist|es|est)\b|[ \t*_]{{0,4}}[:=]|[ \t*_]{{0,4}}\n)[ \t]*:?",
+    re.IGNORECASE,
 )
 FORMULA = re.compile(
-    r"\$\$([^$]+)\$\$|(?<!\\)\$([^$\n]+)(?<!\\)\$|\\\(((?:[^\\]|\\[^)]){1,2000})\\\)|\\\[((?:[^\\]|\\[^\]]){1,2000})\\\]"
+    r"\$\$([^$]+)\$\$|(?<!\\)\$([^$\n]+)(?<!\\)\$"
+    r"|\\\(((?:[^\\]|\\[^)]){1,2000})\\\)|\\\[((?:[^\\]|\\[^\]]){1,2000})\\\]"
 )
 TAIL = 4000  # characters at the end of a response in which a formula or number that nothing announces is looked for
 LONGEST_ANSWER = 2000  # characters; what is longer is no answer

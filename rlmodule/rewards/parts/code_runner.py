@@ -79,7 +79,12 @@ def run_tests(
 def isolated(limits: Mapping[str, Any]) -> dict[str, bool]:
     """What this machine lets us hold apart."""
     found = _isolation(Limits(**limits))
-    return {"network": not found.has_network, "files": found.files, "processes": found.limits_processes, "user": found.other_user}
+    return {
+        "network": not found.has_network,
+        "files": found.files,
+        "processes": found.limits_processes,
+        "user": found.other_user,
+    }
 
 
 @functools.cache

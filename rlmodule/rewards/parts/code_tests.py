@@ -24,8 +24,8 @@ def read_tests(value: Any, entry_point: str | None = None) -> list[Test]:
     """Tests of a row.
 
     Args:
-        value: asserts (a text, or a list of texts), ``{"inputs": [...], "outputs": [...], "fn_name": ...}`` (APPS, TACO,
-            PRIME), or a list of ``{"input": ..., "output": ...}`` (LiveCodeBench, DeepCoder); or JSON text of one.
+        value: asserts (a text, or a list of texts), ``{"inputs": [...], "outputs": [...], "fn_name": ...}`` (APPS,
+            TACO, PRIME), or a list of ``{"input": ..., "output": ...}`` (LiveCodeBench, DeepCoder); or JSON text.
         entry_point: name of the function that ``check(candidate)`` is called with (HumanEval).
 
     Raises:

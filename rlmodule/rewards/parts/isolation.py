@@ -3,10 +3,10 @@ child process.
 
 Always: limits on wall-clock time, processor time, memory and the size of a file; a folder of its own as working
 directory; an environment without the trainer's variables; the end of everything the program started. Where the system
-allows, tried once when the pool starts: no network (a network namespace of its own), no files but those of its folder
-to write and those of Python and the system to read (Landlock), another user (where the trainer runs as root), a limit on
-processes. Never: the kernel, processor caches and disk space are shared. Against malice run the trainer in a container or
-a virtual machine. Linux; on other systems only what always holds.
+allows, tried once in each child of the pool: no network (a network namespace of its own), no files but those of its
+folder to write and those of Python and the system to read (Landlock), another user (where the trainer runs as root), a
+limit on processes. Never: the kernel, processor time and disk space are shared. Against malice run the trainer in a
+container or a virtual machine. Linux; on other systems only what always holds.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Isolation:
 
     @property
     def limits_processes(self) -> bool:
-        """Whether a limit on processes counts the program's own alone: in a user namespace, or for a user of its own."""
+        """Whether a limit counts the program's own processes alone: in a user namespace, or for a user of its own."""
         return self.other_user or bool(self.namespaces & CLONE_NEWUSER and os.getuid())
 
 
@@ -182,7 +182,7 @@ def _restrict(isolation: Isolation, limits: Limits, user: int | None, folder: st
 
 
 def _environment(folder: str) -> dict[str, str]:
-    """Nothing of the trainer's: no keys, no proxies, no ranks. One thread for libraries that would start one per core."""
+    """Nothing of the trainer's: no keys, proxies, ranks. One thread for libraries that would start one per core."""
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
     return {"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", **dict.fromkeys(threads, "1")}
 

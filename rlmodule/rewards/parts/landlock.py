@@ -29,7 +29,7 @@ def version() -> int:
 
 
 def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
-    """Let this process and all it starts read and write below these folders (or files) alone; to be called after no_new_privs is set.
+    """Let this process and all it starts read and write below these places alone; no_new_privs must be set.
 
     Raises:
         OSError: the kernel refuses.

@@ -1,6 +1,6 @@
-r"""Whether two mathematical expressions are equal, by math-verify. Runs in a child process of ``sandbox.py``, which imports
-this file by its path, so it imports nothing of this project.
+r"""Whether two mathematical expressions are equal, by math-verify.
 
+Runs in a child process of ``sandbox.py``, which imports this file by its path, so it imports nothing of this project.
 math-verify's own time limits are off: they are signals, which only work in a main thread and do not interrupt a power
 tower in C. The pool kills what takes too long. On top of math-verify: numbers that are close because both are tiny are
 not equal, words are compared as words, ratios as fractions.
@@ -20,9 +20,11 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it says at every 
 TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|operatorname|mbox|rm)\s*\{([^{}]*)\}")
 SPACES = re.compile(r"\\[!,;: ]|\\q?quad|\\left|\\right|~")
 # A quantity in words: "18 dollars", "10 cm per hour"; not "2 pi", not "3 or 5".
-QUANTITY = re.compile(r"([-+]?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?)\s+(?!pi\b|sqrt\b|or\b|and\b|e\b|i\b)[A-Za-z°][A-Za-z ./²³°]+")
+QUANTITY = re.compile(
+    r"([-+]?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?)\s+(?!pi\b|sqrt\b|or\b|and\b|e\b|i\b)[A-Za-z°][A-Za-z ./²³°]+"
+)
 RATIO = re.compile(r"([0-9.]+)\s*:\s*([0-9.]+)")
-WORDS = re.compile(r"[^\W\d_]{2,}[^\W\d_ '’-]*(?:[ '’-][^\W\d_]+)*")
+WORDS = re.compile(r"[^\W\d_]{2,}[^\W\d_ '\u2019-]*(?:[ '\u2019-][^\W\d_]+)*")
 PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}(?![A-Za-z(])")
 MATH_WORDS = re.compile(r"(?:pi|sqrt|infty|inf|infinity|oo|sin|cos|tan|log|ln|exp)", re.IGNORECASE)
 LISTED = re.compile(r"\\text\s*\{\s*,?\s*(?:and|or)\s*\}|,?\s+(?:and|or)\s+")
@@ -51,18 +53,23 @@ def grade(golds: Sequence[str], answer: str | None = None) -> dict[str, Any]:
 
 
 def normal(text: str) -> str:
-    """Without what does not change the meaning: outer dollars and brackets, spacing, thousands separators, units in words."""
+    """Without what does not change the meaning: outer dollars, spacing, thousands separators, units in words."""
     text = text.strip().strip("*`").strip()
     for start, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if text.startswith(start) and text.endswith(end) and len(text) > len(start) + len(end):
             text = text[len(start) : -len(end)]
     text = re.sub(r"\\mathrm\s*\{e\}", "e", text)
-    text = SPACES.sub(" ", text.replace("{,}", ",").replace("\\$", "").replace("$", "")).strip().rstrip(".。,;").strip()
+    text = SPACES.sub(" ", text.replace("{,}", ",").replace("\\$", "").replace("$", ""))
+    text = text.strip().rstrip(".。,;").strip()
     if TEXT.fullmatch(text):
         text = TEXT.sub(r"\1", text).strip()
     quantity = QUANTITY.fullmatch(text)
     text = quantity[1] if quantity else text
-    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text) if re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?.*", text) else text
+    return (
+        re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+        if re.fullmatch(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?.*", text)
+        else text
+    )
 
 
 def _is_word(text: str) -> bool:
