@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -62,6 +63,7 @@ PROGRAM = (
 BUG = 1  # exit code of a bug of ours, which keeps its traceback
 
 deferred_errors: list[RLModuleError] = []  # raised by a resolver, where OmegaConf would wrap them in its own
+sums: set[str] = set()  # choices such as reward=math+format, beside those of the menu
 sweep_dirs: list[Path] = []  # of the sweep that this process runs
 
 
@@ -84,7 +86,7 @@ def _main() -> int:
 
         WarmStart(load_run(rest)).fit()
     else:
-        sys.argv[1:] = with_open_mappings(with_command(sys.argv[1:], menu("command")))
+        sys.argv[1:] = with_sums(with_open_mappings(with_command(sys.argv[1:], menu("command"))))
         check_choices(sys.argv[1:])
         from_command_line()
     return end_of_sweep()
@@ -390,8 +392,50 @@ def check_choices(arguments: Sequence[str]) -> None:
         group, value = override.key_or_group, override.value()
         chosen = list(override.sweep_string_iterator()) if override.is_sweep_override() else value
         for name in chosen if isinstance(chosen, list) else [chosen]:
-            if not (isinstance(name, QuotedString | str) and str(name) in menu(group)):
+            if not (isinstance(name, QuotedString | str) and str(name) in {*menu(group), *sums}):
                 raise _unknown_choice(f"{group}/{'null' if name is None else name}")
+
+
+def with_sums(arguments: Sequence[str]) -> list[str]:
+    """``reward=[math,format]`` -> ``reward=math+format``, a choice that Hydra then finds in its store.
+
+    So a sum can be swept over, and replaced by another choice, like any file of the menu.
+
+    Raises:
+        ConfigError: a reward of the sum is not on the menu, or stands in it twice.
+    """
+    return [_with_sum(word) if word.startswith("reward=") else word for word in arguments]
+
+
+def _with_sum(word: str) -> str:
+    override = OverridesParser.create().parse_override(word)
+    value = override.value()
+    swept = list(value.list) if isinstance(value, ChoiceSweep) else None
+    names = [_sum_name(choice) for choice in (swept if swept is not None else [value])]
+    return word if None in names else f"reward={','.join(str(name) for name in names)}"
+
+
+def _sum_name(choice: object) -> str | None:
+    """The name of a choice, after a sum is put into the store; None for what is neither a name nor a list of names."""
+    if choice is None or isinstance(choice, dict):
+        return None
+    parts = [str(part) for part in choice] if isinstance(choice, list) else str(choice).split("+")
+    if len(parts) == 1:
+        return parts[0]
+    for part in set(parts) - set(menu("reward")):
+        raise _unknown_choice(f"reward/{part}")
+    if "weighted" in parts or len(set(parts)) < len(parts) or not parts:
+        raise ConfigError(
+            key="reward",
+            got=f"[{','.join(parts)}]",
+            because="a sum has one reward or more, each once, and no sums in it",
+            fix="Name another, or give a reward more weight with reward.weights.NAME=2",
+        )
+    node = {"defaults": [f"{part}@{part}" for part in parts], "name": "weighted", "weights": dict.fromkeys(parts, 1.0)}
+    name = "+".join(parts)
+    ConfigStore.instance().store(name, node, group="reward", provider="rlmodule")
+    sums.add(name)
+    return name
 
 
 def known_keys(choices: Sequence[str] = ()) -> list[str]:

@@ -422,12 +422,11 @@ class ValueAdvantage(Advantage, Protocol):
 
 
 class Reward(Protocol):
-    """A reward function. Frozen dataclass whose fields are its config keys.
+    """A reward function. Frozen dataclass whose fields are its config keys."""
 
-    ``knows_one_response``: it takes the answer of a row for the only right response.
-    """
-
-    knows_one_response: ClassVar[bool]
+    @property
+    def knows_one_response(self) -> bool:
+        """Whether it takes the answer of a row for the only right response."""
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """One result per sample, in order."""

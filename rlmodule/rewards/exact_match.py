@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlmodule.core.text import as_text
-from rlmodule.core.types import Prompt, RewardResult, Sample
+from rlmodule.core.types import RewardResult, Sample
 from rlmodule.rewards import REWARDS
+from rlmodule.rewards.parts.answers import right_answers
 
 
 @REWARDS.register
@@ -39,12 +39,3 @@ class ExactMatch:
     def _normal(self, text: str) -> str:
         text = text.strip() if self.strip else text
         return text.casefold() if self.ignore_case else text
-
-
-def right_answers(prompt: Prompt) -> list[str]:
-    """The right answers of a row as text: one, or the entries of a list of texts and numbers."""
-    value = prompt.answer_value
-    if isinstance(value, list | tuple) and all(isinstance(entry, str | int | float) for entry in value):
-        return [text for entry in value if (text := as_text(entry)) is not None]
-    assert prompt.answer is not None, "rows without an answer are refused before a run begins"
-    return [prompt.answer]

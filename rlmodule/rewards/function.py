@@ -1,4 +1,4 @@
-"""Scores from a Python function of the user's, called the way this project, verl or TRL call theirs.
+"""Scores from a Python function of the user's, called the way this project, verl, TRL or OpenRLHF call theirs.
 
 The function runs in child processes, which are killed when it hangs. **A sample it fails on is unscored**: it leaves
 the statistics and the loss, and counts in ``reward/failed`` (``reward/timed_out`` when time was up). Leaves out what a
@@ -69,6 +69,12 @@ def call_trl(sample: Sample) -> dict[str, Any]:
     }
 
 
+def call_openrlhf(sample: Sample) -> dict[str, Any]:
+    """Arguments ``queries`` (prompt and response), ``prompts``, ``labels``, each a list of one."""
+    prompt = sample.prompt
+    return {"queries": [prompt.text + sample.text], "prompts": [prompt.text], "labels": [prompt.answer]}
+
+
 @dataclass(frozen=True)
 class Convention:
     """How a project calls reward functions.
@@ -88,6 +94,7 @@ CONVENTIONS: dict[str, Convention] = {
     ),
     "verl": Convention(call_verl, frozenset({"data_source", "solution_str", "ground_truth", "extra_info"})),
     "trl": Convention(call_trl, frozenset({"prompts", "completions", "completion_ids"})),
+    "openrlhf": Convention(call_openrlhf, frozenset({"queries", "prompts", "labels"})),
 }
 
 
@@ -97,12 +104,12 @@ class Function:
     """One call per sample, everything by keyword. A coroutine function is awaited.
 
     The function returns a number, a mapping with ``score`` (its other numbers are components of the reward, logged as
-    ``reward/<key>``), or a list with one of them. None, NaN and infinity mean that the sample cannot be scored, which
-    is no failure.
+    ``reward/<key>``) or, as OpenRLHF has it, with ``rewards`` and ``extra_logs``, or a list with one of them. None, NaN
+    and infinity mean that the sample cannot be scored, which is no failure.
     """
 
     path: str  # package.module:function, or path/to/file.py:function
-    style: str = "rlmodule"  # whose calling convention: rlmodule, verl, trl
+    style: str = "rlmodule"  # whose calling convention: rlmodule, verl, trl, openrlhf
     arguments: dict[str, Any] = field(default_factory=dict)  # more keyword arguments
     components: list[str] = field(default_factory=list)  # numbers of the mapping that advantage=gdpo reads; empty: all
     timeout_seconds: float = 10.0  # for one sample
@@ -211,6 +218,8 @@ def _described(sample: Sample) -> str:
 def _read_result(result: Any) -> tuple[float | None, dict[str, float]]:
     if isinstance(result, list) and len(result) == 1:
         return _read_result(result[0])
+    if isinstance(result, Mapping) and "rewards" in result and "score" not in result:
+        return _read_result(_from_openrlhf(result))
     if isinstance(result, Mapping) and "score" in result:
         value, _ = _read_result(result["score"])
         numbers = {_metric_name(name): float(n) for name, n in result.items() if name != "score" and _is_finite(n)}
@@ -220,6 +229,17 @@ def _read_result(result: Any) -> tuple[float | None, dict[str, float]]:
     if isinstance(result, int | float):
         return (float(result) if _is_finite(result) else None), {}
     raise ValueError(f"it returned {result!r:.200}; a number, None or a mapping with 'score' was due")
+
+
+def _from_openrlhf(result: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"rewards", "scores", "extra_logs"}``, each of one sample, with the numbers side by side."""
+    logs = result.get("extra_logs")
+    numbers = {
+        "scores": result.get("scores"),
+        **(logs if isinstance(logs, Mapping) else {}),
+        "score": result["rewards"],
+    }
+    return {name: n[0] if isinstance(n, list) and len(n) == 1 else n for name, n in numbers.items() if n is not None}
 
 
 def _metric_name(name: str) -> str:

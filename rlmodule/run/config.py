@@ -37,6 +37,7 @@ from rlmodule.optim import OPTIMIZERS
 from rlmodule.optim.adamw import AdamW
 from rlmodule.optim.parts.config import OptimizerConfig
 from rlmodule.rewards import REWARDS
+from rlmodule.rewards.weighted import Weighted, Weights
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.hf import HFRolloutConfig
 from rlmodule.rollout.parts.engine import EngineConfig
@@ -193,7 +194,7 @@ class RunConfig:
             environment=environment,
             advantage=component(ADVANTAGES, node.advantage) if has_advantage else None,
             # A reward model responds to no prompt.
-            reward=None if imitates or model.is_reward_model else component(REWARDS, node.reward),
+            reward=None if imitates or model.is_reward_model else reward_of(node.reward),
             loggers=components(LOGGERS, node.get("logger"), "logger"),
             callbacks=components(CALLBACKS, node.callbacks, "callbacks"),
         )
@@ -361,6 +362,28 @@ def _chosen(registry: Registry[Any], node: Any, key: str | None = None) -> type:
             fix=did_you_mean("", registry.names()),
         )
     return registry.get(str(name), key)
+
+
+def reward_of(node: DictConfig) -> Reward:
+    """The reward of a section, or the weighted sum of several, each with a section of its own under its name."""
+    if _chosen(REWARDS, node) is not Weighted:
+        return component(REWARDS, node)  # type: ignore[no-any-return]
+    parts = {str(name): part for name, part in node.items() if name not in ("name", "weights")}
+    made = {}
+    for name, part in parts.items():
+        if not isinstance(part, Mapping) or _chosen(REWARDS, part, f"reward.{name}") is Weighted:
+            raise ConfigError(
+                key=f"reward.{name}",
+                got=part,
+                because="beside the weights a sum holds a section for each of its rewards, and no other sum",
+                fix=did_you_mean(name, ("weights", *REWARDS.names())),
+            )
+        made[name] = component(REWARDS, part, f"reward.{name}")
+    weights = convert(Weights, {"weights": node.get("weights", {})}, "reward").weights
+    try:
+        return Weighted(made, weights)
+    except ConfigError as error:
+        raise ConfigError(key=f"reward.{error.key}", got=error.got, because=error.because, fix=error.fix) from None
 
 
 def _rollout_section(node: DictConfig) -> tuple[SamplingConfig, ReplayConfig, EngineConfig]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -88,10 +88,19 @@ def _of_component(component: Any) -> str:
         return ""
     assert is_dataclass(component) and not isinstance(component, type), "components are dataclasses"
     fields = asdict(component)
-    code = str(fields.get("path") or "").partition(":")[0]
+    code = [Path(path.partition(":")[0]) for path in _paths(fields)]
     name = f"{type(component).__module__}.{type(component).__qualname__}"
     text = json.dumps([name, fields], sort_keys=True, default=str)
-    return _digest(text, *([_contents(code)] if Path(code).is_file() else []))
+    return _digest(text, *(_contents(str(path)) for path in code if path.is_file()))
+
+
+def _paths(fields: Mapping[str, Any]) -> Iterator[str]:
+    """What a component and its parts name as ``path``: files of the user's."""
+    for name, value in fields.items():
+        if name == "path" and isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _paths(value)
 
 
 def _contents(path: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 JOB_FILE = "job.json"
@@ -51,6 +52,8 @@ def show_jobs(jobs: Sequence[JobResult], sweep_dir: Path, console: Console | Non
     table.add_column("result")
     for job in jobs:
         shown = job.problem if job.code else "finished" if job.result is None else f"{job.result:.4g}"
-        table.add_row(str(job.number), " ".join(job.overrides), shown, style="red" if job.code else None)
+        table.add_row(
+            str(job.number), escape(" ".join(job.overrides)), escape(shown), style="red" if job.code else None
+        )
     (console or Console()).print(table)
     return next((job.code for job in jobs if job.code), 0)

@@ -77,6 +77,11 @@ class Outcome:
     timed_out: bool = False
 
 
+def child_file(name: str) -> Path:
+    """The file of this folder that children run by its path, for the packages around it import torch."""
+    return Path(__file__).absolute().with_name(f"{name}.py")
+
+
 class Pool:
     """Child processes that call one function.
 

@@ -1,0 +1,90 @@
+"""Tests of programs as data sets write them, brought into one form. Leaves out running them (``code_runner.py``)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Test = dict[str, Any]
+FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+.#-]*)[^\n]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
+PYTHON_NAMES = ("python", "py", "python3", "")
+
+
+def code_of(text: str, *, fenced_only: bool) -> str | None:
+    """The last fenced block of Python in a response; else the whole response, or None where only blocks count."""
+    last = None
+    for found in FENCE.finditer(text):
+        last = found[3] if found[2].lower() in PYTHON_NAMES else last
+    return last if last is not None or fenced_only else text.strip() or None
+
+
+def read_tests(value: Any, entry_point: str | None = None) -> list[Test]:
+    """Tests of a row.
+
+    Args:
+        value: asserts (a text, or a list of texts), ``{"inputs": [...], "outputs": [...], "fn_name": ...}`` (APPS,
+            TACO, PRIME), or a list of ``{"input": ..., "output": ...}`` (LiveCodeBench, DeepCoder); or JSON text.
+        entry_point: name of the function that ``check(candidate)`` is called with (HumanEval).
+
+    Raises:
+        ValueError: it is none of these, or empty.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return [_asserts(value, entry_point)]
+    if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
+        tests = _from_columns(value)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        tests = [_from_entry(entry, entry_point) for entry in value]
+    else:
+        raise ValueError(f"tests are asserts, or inputs and outputs, not {value!r:.200}")
+    if not tests:
+        raise ValueError("there is no test in it")
+    return tests
+
+
+def _asserts(code: Any, entry_point: str | None) -> Test:
+    if not isinstance(code, str) or not code.strip():
+        raise ValueError(f"a test is code, or an input and an output, not {code!r:.200}")
+    try:
+        compile(code, "test", "exec")
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"the test {code[:100]!r} is no Python: {error}") from None
+    is_check = re.search(r"^def check\(", code, re.MULTILINE) and not re.search(r"^check\(", code, re.MULTILINE)
+    return {"kind": "assert", "code": f"{code}\ncheck({entry_point})\n" if is_check and entry_point else code}
+
+
+def _from_columns(value: Mapping[str, Any]) -> list[Test]:
+    inputs, outputs, name = value["inputs"], value["outputs"], value.get("fn_name")
+    if not isinstance(inputs, Sequence) or not isinstance(outputs, Sequence) or len(inputs) != len(outputs):
+        raise ValueError("'inputs' and 'outputs' must be lists of one length")
+    return [_pair(given, output, name) for given, output in zip(inputs, outputs, strict=True)]
+
+
+def _from_entry(entry: Any, entry_point: str | None) -> Test:
+    if not isinstance(entry, Mapping):
+        return _asserts(entry, entry_point)
+    if "input" not in entry or "output" not in entry:
+        raise ValueError(f"a test needs 'input' and 'output', found {', '.join(map(str, entry)) or 'nothing'}")
+    details = entry.get("metadata") or {}
+    details = json.loads(details) if isinstance(details, str) else details
+    name = entry.get("fn_name") or details.get("func_name") or details.get("fn_name")
+    return _pair(entry["input"], entry["output"], name)
+
+
+def _pair(given: Any, output: Any, name: str | None) -> Test:
+    if name is None:
+        return {"kind": "stdin", "input": _as_lines(given), "output": _as_lines(output)}
+    arguments = [json.loads(line) for line in given.splitlines() if line.strip()] if isinstance(given, str) else given
+    expected = json.loads(output) if isinstance(output, str) and isinstance(given, str) else output
+    # APPS wraps the one result in a list; a function may as well return a list of one.
+    outputs = [expected, *(expected if isinstance(expected, list) and len(expected) == 1 else [])]
+    return {"kind": "call", "name": str(name), "arguments": list(arguments), "outputs": outputs}
+
+
+def _as_lines(value: Any) -> str:
+    return "\n".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
