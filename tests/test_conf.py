@@ -167,7 +167,12 @@ def test_every_field_of_a_callback_can_be_seen_and_set(name):
 
 
 def test_the_keys_at_the_top_are_those_of_the_run():
-    groups = {path.parent.name for path in cli.CONF.glob("*/*.yaml")} - {"experiment", "sweep", "debug"}
+    groups = {path.parent.name for path in cli.CONF.glob("*/*.yaml")} - {
+        "experiment",
+        "sweep",
+        "debug",
+        "rollout_correction",
+    }
     assert set(compose()) == groups | fields_of(GeneralConfig)
     for command in COMMANDS.names():
         assert set(compose(f"command={command}").command) == fields_of(COMMANDS.get(command)) | {"name"}

@@ -45,7 +45,7 @@ class Objective:
     @property
     def needs_old_logprob(self) -> bool:
         """Whether the policy that starts the update must score the samples."""
-        return self.needs("old_logprob") or self.config.use_kl_in_reward or self.config.rollout_correction.is_on
+        return self.needs("old_logprob") or self.config.use_kl_in_reward or self.config.compares_rollouts
 
     @property
     def ignores_zero_advantage(self) -> bool:
