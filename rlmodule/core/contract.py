@@ -390,7 +390,8 @@ class Advantage(Protocol):
     ``needs`` names the fields of AdvantageInputs, beside rewards and lengths, that it reads; whoever calls it provides
     them. One that reads ``group`` compares the responses of a prompt, and one response has nothing to be compared with.
     For ``baseline`` every prompt is answered greedily once more, for ``tokens`` there is a value function, which it
-    also says what to learn, for ``energy`` the policy says more of each token than how likely it was.
+    also says what to learn, for ``energy`` the policy says more of each token than how likely it was, and for
+    ``rollout_weight`` the loss of each token has a weight.
     ``per_token`` says that it gives one number per loss token instead of one per response.
     """
 

@@ -436,6 +436,7 @@ class AdvantageInputs:
         baseline: [B] float64 reward of the greedy response to the same prompt, None if not requested.
         tokens: values per loss token, None if not requested.
         energy: [N] float64 of the loss tokens of all responses, concatenated; see TokenOutputs. None if not requested.
+        rollout_weight: [N] float64 factor of the loss of each of them, 0 for rejected ones. None if not requested.
     """
 
     reward: Tensor
@@ -445,6 +446,7 @@ class AdvantageInputs:
     baseline: Tensor | None = None
     tokens: TokenValues | None = None
     energy: Tensor | None = None
+    rollout_weight: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)

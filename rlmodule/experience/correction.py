@@ -35,7 +35,8 @@ def compared(
     names, parts = to_rows(mismatch_parts(responses.values()))
     metrics |= mismatch_metrics(merge(from_rows(names, part) for part in collectives.gather_rows(parts)))
     if config.rollout_correction.mode in ("truncate", "mask"):
-        rows = {p: _weighted(row, responses[p].weight) for p, row in rows.items()}
+        # Rejected tokens leave the loss anyway; the weight tells advantage estimators.
+        rows = {p: _weighted(row, responses[p].weight * responses[p].kept) for p, row in rows.items()}
     return rows, {p: response.kept for p, response in responses.items()}
 
 

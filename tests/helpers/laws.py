@@ -263,6 +263,7 @@ def scored(
         baseline=torch.full((len(rewards),), 0.3, dtype=torch.float64),
         tokens=_token_facts(sum(loss_tokens or range(1, len(rewards) + 1)), len(rewards)),
         energy=torch.arange(sum(loss_tokens or range(1, len(rewards) + 1)), dtype=torch.float64).sin().square(),
+        rollout_weight=torch.arange(sum(loss_tokens or range(1, len(rewards) + 1)), dtype=torch.float64).cos().square(),
     )
 
 
@@ -280,8 +281,10 @@ def _rows(x: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
     picked = torch.cat([places[i] for i in rows.tolist()])
     tokens = TokenValues(x.tokens.value[picked], x.tokens.penalty[picked], x.tokens.next_value[rows])
     assert x.energy is not None
-    energy = x.energy[picked]
-    return AdvantageInputs(x.reward[rows], x.group[rows], x.loss_tokens[rows], parts, x.baseline[rows], tokens, energy)
+    assert x.rollout_weight is not None
+    energy, weight = x.energy[picked], x.rollout_weight[picked]
+    of_responses = (x.reward[rows], x.group[rows], x.loss_tokens[rows], parts, x.baseline[rows])
+    return AdvantageInputs(*of_responses, tokens, energy, weight)
 
 
 def by_response(advantage: Advantage, x: AdvantageInputs) -> list[Tensor]:
@@ -305,7 +308,13 @@ def check_advantage_follows_its_response(advantage: Advantage) -> None:
 def check_advantage_reads_only_what_it_names(advantage: Advantage) -> None:
     """What it does not name may be missing, and groups that it does not name may be any."""
     x = scored(REWARDS, REWARD_GROUPS)
-    unread: dict[str, Tensor | None] = {"baseline": None, "tokens": None, "energy": None, "group": x.group.flip(0)}
+    unread: dict[str, Tensor | None] = {
+        "baseline": None,
+        "tokens": None,
+        "energy": None,
+        "rollout_weight": None,
+        "group": x.group.flip(0),
+    }
     bare = replace(x, **{name: value for name, value in unread.items() if name not in advantage.needs})
     assert torch.equal(advantage(bare), advantage(x))
 
