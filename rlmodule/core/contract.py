@@ -185,6 +185,10 @@ class Strategy(Protocol):
     def gathers_inside_blocks(self) -> bool:
         """Whether it gathers parameters inside a block (ZeRO-3), which rules out selective checkpointing."""
 
+    @property
+    def keeps_matrices(self) -> bool:
+        """Whether an optimizer sees each weight with its shape, and can gather it where it is sharded."""
+
     def gather_first_error(self, problem: str | None) -> str | None:
         """The first error message that any process passes in, on every process; one exchange between all of them."""
 

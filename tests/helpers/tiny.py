@@ -38,6 +38,7 @@ from rlmodule.models.policy import PolicyModel
 from rlmodule.optim.adamw import AdamW
 from rlmodule.optim.parts.config import OptimizerConfig
 from rlmodule.optim.parts.decay import decayed_parameters
+from rlmodule.optim.parts.hidden import hidden_matrices
 from rlmodule.optim.parts.schedule import build_schedule
 from rlmodule.training.reduction import reduce_metrics
 from rlmodule.training.update import StepResult, Trainable, update
@@ -355,7 +356,7 @@ class Stepper:
         self.objective = Objective(loss or PPOClip(), algorithm or AlgorithmConfig(log_entropy=False))
         self.config = optimizer or AdamW(lr=1e-2, warmup_steps=0)
         decayed = decayed_parameters(policy)
-        self.optimizer = self.config.build(self.strategy.named_parameters("policy"), decayed)
+        self.optimizer = self.config.build(self.strategy.named_parameters("policy"), decayed, hidden_matrices(policy))
         self.schedule = build_schedule(self.config, self.optimizer, run_steps=100)
         self.backward_calls = 0
 
