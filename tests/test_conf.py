@@ -63,6 +63,7 @@ NEEDS = {
     "data=files": ["data.train_files=[prompts.jsonl]"],
     "data=rollouts": ["data.rollouts=folder"],
     "algorithm=distill": ["algorithm.teacher=folder"],
+    "algorithm=distill_topk": ["algorithm.teacher=folder"],
     "reward=function": ["reward.path=math:sqrt"],
 }
 

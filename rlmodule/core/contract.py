@@ -342,14 +342,26 @@ class SelectingLoss(Loss, Protocol):
         """[N] loss tokens and their [N, 2] (sample id, place) -> [N] float64; minus infinity is never selected."""
 
 
+@runtime_checkable
+class TopTokensLoss(Loss, Protocol):
+    """A policy loss that reads ``teacher_top_logprob`` and ``top_logprob``: the likeliest next tokens."""
+
+    top_k: int
+
+
 class TokenObjective(Protocol):
     """Turns log-probabilities of a micro-batch's loss tokens into a scalar, while they are hot."""
 
     needs_entropy: bool
     whole_sequences: bool
 
-    def __call__(self, logprob: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
-        """[C] log-probabilities and entropies of the tokens ``part`` -> scalar with gradient."""
+    def __call__(
+        self, logprob: Tensor, entropy: Tensor | None, part: slice, top_logprob: Tensor | None = None
+    ) -> Tensor:
+        """[C] log-probabilities and entropies of the tokens ``part`` -> scalar with gradient.
+
+        ``top_logprob`` [C, K] are those of the teacher's likeliest tokens, where the micro-batch has any.
+        """
 
 
 class ValueObjective(Protocol):

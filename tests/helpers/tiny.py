@@ -268,7 +268,10 @@ def share_rows(
     layout = layout or Layout()
     sampler = BalancedSampler([r.sample.meta for r in rows], config, layout, seed=0, iteration=0, epochs=epochs)
     experience = Experience(dict(enumerate(rows)), 0, len(rows))
-    collator = DynamicCollator(0, layout.sp_size, layout.sp_rank, share_prompts=config.share_prompts)
+    top = next((r.teacher_top_ids.shape[1] for r in rows if r.teacher_top_ids is not None), 0)
+    collator = DynamicCollator(
+        0, layout.sp_size, layout.sp_rank, share_prompts=config.share_prompts, num_top_tokens=top
+    )
     return [collator(experience.__getitems__(share)) for share in sampler.shares(sampler.plans)]
 
 
