@@ -21,6 +21,7 @@ from rlmodule.core.metrics import Metric, ReduceType
 from rlmodule.core.preemption import PreemptionHandler
 from rlmodule.core.types import MiniBatch
 from rlmodule.optim.parts.decay import decayed_parameters
+from rlmodule.optim.parts.hidden import hidden_matrices
 from rlmodule.optim.parts.schedule import build_schedule
 from rlmodule.training.reduction import reduce_metrics
 from rlmodule.training.update import StepResult, Trainable, update
@@ -101,6 +102,7 @@ class RLModule(L.LightningModule):
         self.trainables = tuple(trainables)
         self.max_skipped_in_a_row = max_skipped_in_a_row
         self.decayed = {name: decayed_parameters(model) for name, model in models.items()}
+        self.hidden = {name: hidden_matrices(model) for name, model in models.items()}
         self.counters = Counters()
         self.preemption = PreemptionHandler()
         self.must_stop = False
@@ -117,7 +119,8 @@ class RLModule(L.LightningModule):
 
     def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
         optimizers: list[Optimizer] = [
-            t.optimizer.build(self.strategy.named_parameters(t.name), self.decayed[t.name]) for t in self.trainables
+            t.optimizer.build(self.strategy.named_parameters(t.name), self.decayed[t.name], self.hidden[t.name])
+            for t in self.trainables
         ]
         schedules: list[LRScheduler] = [
             build_schedule(t.optimizer, optimizer, t.run_steps)

@@ -149,6 +149,11 @@ class DeepSpeedStrategy(ShardedStrategy):
             self._deepspeed.zero.Init(module=part, config_dict_or_path=config)
         return model
 
+    @property
+    def keeps_matrices(self) -> bool:
+        """Parameters are flat."""
+        return False
+
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the engines: DeepSpeed takes a model together with its optimizer."""
         super().setup_optimizers(trainer)

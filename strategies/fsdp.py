@@ -119,6 +119,11 @@ class FSDPStrategy(ShardedStrategy):
         load(model, model, self.root_device)
         return FullyShardedDataParallel(model, **reduce)
 
+    @property
+    def keeps_matrices(self) -> bool:
+        """Parameters are flat."""
+        return False
+
     def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
         """Reduce-scatter gradients now, or keep whole ones until the last micro-batch."""
         wrapper: Any = self._wrapped[name]

@@ -90,6 +90,11 @@ class FSDP2Strategy(ShardedStrategy):
         wrapper.set_is_last_backward(is_last)
         yield
 
+    @property
+    def keeps_matrices(self) -> bool:
+        """Shards in host memory cannot be gathered where the processes exchange on another device."""
+        return not self.config.cpu_offload
+
     def local_shards(self, name: str) -> Iterator[Tensor]:
         """Shards only: weights that stayed gathered for a backward pass that never came are dropped first."""
         for module in self._models[name].modules():

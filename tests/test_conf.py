@@ -64,6 +64,7 @@ NEEDS = {
     "data=files": ["data.train_files=[prompts.jsonl]"],
     "data=rollouts": ["data.rollouts=folder"],
     "algorithm=distill": ["algorithm.teacher=folder"],
+    "algorithm=distill_topk": ["algorithm.teacher=folder"],
     "reward=function": ["reward.path=math:sqrt"],
 }
 
@@ -168,7 +169,12 @@ def test_every_field_of_a_callback_can_be_seen_and_set(name):
 
 
 def test_the_keys_at_the_top_are_those_of_the_run():
-    groups = {path.parent.name for path in cli.CONF.glob("*/*.yaml")} - {"experiment", "sweep", "debug"}
+    groups = {path.parent.name for path in cli.CONF.glob("*/*.yaml")} - {
+        "experiment",
+        "sweep",
+        "debug",
+        "rollout_correction",
+    }
     assert set(compose()) == groups | fields_of(GeneralConfig)
     for command in COMMANDS.names():
         assert set(compose(f"command={command}").command) == fields_of(COMMANDS.get(command)) | {"name"}
@@ -354,6 +360,25 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["algorithm=dapo", "rollout.n=1"], "rollout.n", 1, "algorithm.filter_groups.enable=false"),
         (["algorithm=dapo", "algorithm.overlong_buffer.length=9"], "algorithm.overlong_buffer.length", 9, "max_length=8"),
         (["algorithm.rollout_correction.mode=clip"], "algorithm.rollout_correction.mode", "clip", "truncate"),
+        (["optimizer=muon", "strategy=fsdp", "trainer.devices=2"], "optimizer", "muon", "strategy=fsdp2"),
+        (["optimizer=muon", "strategy=deepspeed", "trainer.devices=2"], "optimizer", "muon", "strategy=ddp"),
+        (["optimizer=muon", "strategy=fsdp2", "strategy.cpu_offload=true", "trainer.devices=2"], "optimizer", "muon", "cpu"),
+        (
+            ["algorithm=ppo", "model.value=separate", "optimizer@critic.optimizer=muon", "strategy=fsdp", "trainer.devices=2"],
+            "critic.optimizer",
+            "muon",
+            "strategy=fsdp2",
+        ),
+        (["algorithm.rollout_rejection.token=k9"], "algorithm.rollout_rejection.token", "k9", "k1"),
+        (["algorithm.rollout_rejection.sequence_reduce=min"], "algorithm.rollout_rejection.sequence_reduce", "min", "mean"),
+        (
+            ["algorithm.rollout_rejection.token=k1", "algorithm.old_logprob=rollout"],
+            "algorithm.rollout_rejection.token",
+            "k1",
+            "old_logprob=recompute",
+        ),
+        (["algorithm=sft", "algorithm.rollout_rejection.sequence=k3"], "algorithm.rollout_rejection.sequence", "k3", "none"),
+        (["advantage=weighted_optimal_token_baseline"], "advantage", "weighted_optimal_token_baseline", "rollout_correction=tis"),
         (["algorithm.rollout_correction.upper=0"], "algorithm.rollout_correction.upper", 0.0, "lower=0.0"),
         (["algorithm=sft", "algorithm.rollout_correction.mode=mask"], "algorithm.rollout_correction.mode", "mask", "Use none"),
         (["+algorithm.rollout_correction.uper=3"], "algorithm.rollout_correction.uper", 3, "Check the spelling"),

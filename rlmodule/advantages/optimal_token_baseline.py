@@ -36,13 +36,13 @@ class OptimalTokenBaseline:
 
     def __call__(self, x: AdvantageInputs) -> Tensor:
         """[B] rewards of the whole iteration and [N] energies -> [N] float64 advantages."""
-        assert x.energy is not None, "optimal_token_baseline needs energy"
         lengths = x.loss_tokens
         response = torch.arange(len(lengths)).repeat_interleave(lengths)  # [N]
         start = (lengths.cumsum(0) - lengths)[response]  # [N] first loss token of the same response
         position = torch.arange(len(response)) - start  # [N] loss tokens before this one
-        cumulative = x.energy.double().cumsum(0)
-        weight = cumulative - (cumulative - x.energy.double())[start] + self.eps  # [N]
+        energy = self.token_energy(x)
+        cumulative = energy.cumsum(0)
+        weight = cumulative - (cumulative - energy)[start] + self.eps  # [N]
         is_scored = torch.isfinite(x.reward)
         is_valid = (is_scored & ~group_statistics(x.reward, x.group, is_scored).has_zero_std)[response]  # [N]
         reward = torch.where(is_scored, x.reward.double(), 0.0)[response]  # [N]
@@ -57,3 +57,8 @@ class OptimalTokenBaseline:
         num_responses.index_add_(0, cell, is_valid.double())
         baseline = (weighted / total.clamp(min=torch.finfo(torch.float64).tiny))[cell]
         return torch.where(is_valid & (num_responses[cell] > 1), reward - baseline, 0.0)
+
+    def token_energy(self, x: AdvantageInputs) -> Tensor:
+        """[N] float64 squared norm of the gradient of each token's loss."""
+        assert x.energy is not None, "optimal_token_baseline needs energy"
+        return x.energy.double()

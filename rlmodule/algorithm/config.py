@@ -1,6 +1,6 @@
 """Configuration of an algorithm, except its loss and its advantage estimator, which have config groups of their own.
 
-It is used in ``objective.py``, ``shaping.py`` and ``rollout_correction.py``.
+It is used in ``objective.py``, ``shaping.py``, ``rollout_correction.py`` and ``rollout_rejection.py``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from rlmodule.algorithm.rollout_correction import RolloutCorrection
+from rlmodule.algorithm.rollout_rejection import RolloutRejection
 from rlmodule.algorithm.shaping import FilterGroups, KLInReward, OverlongBuffer
 from rlmodule.core.config import at_least, more_than, one_of
 from rlmodule.core.errors import ConfigError
@@ -45,6 +46,7 @@ class AlgorithmConfig:
     overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
     mask_truncated: bool = False  # truncated responses count in the group statistics but not in the loss
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+    rollout_rejection: RolloutRejection = field(default_factory=RolloutRejection)
     teacher: str | None = None  # folder of the frozen teacher of algorithm=distill
 
     def __post_init__(self) -> None:
@@ -74,13 +76,13 @@ class AlgorithmConfig:
                 because="the expected gradient of k1 as a loss is 0, so it has no effect",
                 fix="Use kl_loss_type=k2 or k1+ (gradient of the reverse KL), or use_kl_in_reward=true",
             )
-        if self.rollout_correction.is_on and self.uses_rollout_logprob:
+        for key, got in self._comparisons.items() if self.uses_rollout_logprob else ():
             raise ConfigError(
-                key="rollout_correction.mode",
-                got=self.rollout_correction.mode,
+                key=key,
+                got=got,
                 because=f"with old_logprob={self.old_logprob} the trainer computes no log-probabilities to compare "
                 "with those of the rollout engine",
-                fix="Use old_logprob=recompute, or rollout_correction.mode=none",
+                fix=f"Use old_logprob=recompute, or {key}=none",
             )
         if not self.is_sampled:
             self._check_offline_source()
@@ -91,6 +93,22 @@ class AlgorithmConfig:
         return self.source == ROLLOUTS
 
     @property
+    def compares_rollouts(self) -> bool:
+        """Whether log-probabilities of trainer and rollout engine are compared."""
+        return bool(self._comparisons)
+
+    @property
+    def _comparisons(self) -> dict[str, str]:
+        """Keys of what compares log-probabilities of trainer and rollout engine, with their values."""
+        correction, rejection = self.rollout_correction, self.rollout_rejection
+        values = {
+            "rollout_correction.mode": correction.mode,
+            "rollout_rejection.token": rejection.token,
+            "rollout_rejection.sequence": rejection.sequence,
+        }
+        return {key: value for key, value in values.items() if value != "none"}
+
+    @property
     def uses_rollout_logprob(self) -> bool:
         """Whether log-probabilities of the rollout engine are used as those of the old policy."""
         return self.old_logprob in ("rollout", "available")
@@ -98,9 +116,9 @@ class AlgorithmConfig:
     def for_stored_rollouts(self) -> AlgorithmConfig:
         """The config for stored rollouts: ``old_logprob=auto`` becomes ``available``.
 
-        With rollout correction it stays ``auto`` (recompute), because the correction compares both log-probabilities.
+        With rollout correction or rejection it stays ``auto`` (recompute), because both log-probabilities are compared.
         """
-        use_stored = self.old_logprob == "auto" and self.is_sampled and not self.rollout_correction.is_on
+        use_stored = self.old_logprob == "auto" and self.is_sampled and not self.compares_rollouts
         return replace(self, old_logprob="available") if use_stored else self
 
     def weights(self, batch: MicroBatch, totals: StepTotals) -> Tensor:
@@ -123,10 +141,10 @@ class AlgorithmConfig:
         ):
             if is_on:
                 raise ConfigError(key=name, got=True, because=because, fix="Use false")
-        if self.rollout_correction.is_on:
+        for key, got in self._comparisons.items():
             raise ConfigError(
-                key="rollout_correction.mode",
-                got=self.rollout_correction.mode,
+                key=key,
+                got=got,
                 because=f"{self.source} were not sampled by any policy",
                 fix="Use none",
             )

@@ -136,9 +136,11 @@ class JointLoss:
         """Policy and value metrics, merged."""
         return merge([self.policy.metrics, self.critic.metrics])
 
-    def __call__(self, logprob: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
+    def __call__(
+        self, logprob: Tensor, entropy: Tensor | None, part: slice, top_logprob: Tensor | None = None
+    ) -> Tensor:
         """[C] log-probabilities and entropies of the tokens ``part`` -> scalar policy loss."""
-        return self.policy(logprob, entropy, part)
+        return self.policy(logprob, entropy, part, top_logprob)
 
     def of_values(self, value: Tensor) -> Tensor:
         """[N] values -> scalar value loss times ``coef``."""

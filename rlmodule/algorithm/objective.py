@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from rlmodule.algorithm.config import AlgorithmConfig
-from rlmodule.core.contract import Loss, SelectingLoss, SequenceRanks
+from rlmodule.core.contract import Loss, SelectingLoss, SequenceRanks, TopTokensLoss
 from rlmodule.core.metrics import Metric, merge, ratio, total
 from rlmodule.core.types import LossInputs, MicroBatch, StepTotals, identity
 from rlmodule.ops.aggregate import PROMPT_MEAN, aggregate, share_of
@@ -45,7 +45,7 @@ class Objective:
     @property
     def needs_old_logprob(self) -> bool:
         """Whether the policy that starts the update must score the samples."""
-        return self.needs("old_logprob") or self.config.use_kl_in_reward or self.config.rollout_correction.is_on
+        return self.needs("old_logprob") or self.config.use_kl_in_reward or self.config.compares_rollouts
 
     @property
     def ignores_zero_advantage(self) -> bool:
@@ -73,6 +73,14 @@ class Objective:
     def needs(self, name: str) -> bool:
         """Whether the policy loss reads the field ``name`` of LossInputs."""
         return name in self.loss.needs
+
+    @property
+    def num_top_tokens(self) -> int:
+        """How many of the teacher's likeliest tokens the policy loss reads at each position; 0 for none."""
+        if not self.needs("teacher_top_logprob"):
+            return 0
+        assert isinstance(self.loss, TopTokensLoss), f"{type(self.loss).__name__} does not say how many tokens it needs"
+        return self.loss.top_k
 
     @property
     def selects(self) -> SelectingLoss | None:
@@ -129,10 +137,12 @@ class MicroBatchObjective:
         """[N] scores of a reward model, in place of log-probabilities -> scalar for ``backward``."""
         return self(value, None, slice(0, len(value)))
 
-    def __call__(self, logprob: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
+    def __call__(
+        self, logprob: Tensor, entropy: Tensor | None, part: slice, top_logprob: Tensor | None = None
+    ) -> Tensor:
         """[C] log-probabilities (with gradient) and entropies of the tokens ``part`` -> scalar for ``backward``."""
         config, batch, weight = self.objective.config, self.batch, self.weight[part]
-        inputs = LossInputs.of(batch, logprob, part, self._over_slices)
+        inputs = LossInputs.of(batch, logprob, part, self._over_slices, top_logprob)
         policy = self.objective.loss(inputs)
         loss = policy.loss if batch.rollout_weight is None else policy.loss * batch.rollout_weight[part]  # [C]
         metrics = {"pg_loss": share(loss, weight)}

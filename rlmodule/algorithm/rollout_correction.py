@@ -3,13 +3,13 @@
 An engine with the same weights in another arithmetic, or with weights a few versions behind, samples from a slightly
 different policy. The loss of each token is multiplied by its probability under the trainer's old policy over that under
 the rollout policy. Weights are computed per response, before micro-batches exist. Tokens of weight 0 still count as
-loss tokens: the correction changes what is averaged, never the divisor.
+loss tokens: the correction changes what is averaged, never the divisor. What leaves the divisor too is in
+``rollout_rejection.py``, how far the two policies are apart in ``rollout_mismatch.py``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -64,14 +64,21 @@ def correction_weights(old_logprob: Tensor, rollout_logprob: Tensor, config: Rol
         [N] float64.
     """
     log_ratio = old_logprob.double() - rollout_logprob.double()
-    if config.mode in ("none", "observe"):
+    ratio = unbounded_weights(old_logprob, rollout_logprob, config)
+    if ratio is None:
         return torch.ones_like(log_ratio)
-    ratio = bounded_exp(_at_level(log_ratio, config.level))
     if config.mode == "truncate":
         weight = ratio.clamp(config.lower, config.upper)
     else:
         weight = torch.where((ratio >= config.lower) & (ratio <= config.upper), ratio, 0.0)
     return torch.zeros_like(weight) if _is_vetoed(log_ratio, config) else weight
+
+
+def unbounded_weights(old_logprob: Tensor, rollout_logprob: Tensor, config: RolloutCorrection) -> Tensor | None:
+    """[N] float64 ratios at the level of the weights, before bounds; None where nothing is weighted."""
+    if config.mode in ("none", "observe"):
+        return None
+    return bounded_exp(_at_level(old_logprob.double() - rollout_logprob.double(), config.level))
 
 
 def _at_level(log_ratio: Tensor, level: str) -> Tensor:
@@ -82,47 +89,3 @@ def _at_level(log_ratio: Tensor, level: str) -> Tensor:
 
 def _is_vetoed(log_ratio: Tensor, config: RolloutCorrection) -> bool:
     return config.veto > 0 and len(log_ratio) > 0 and float(log_ratio.min()) < math.log(config.veto)
-
-
-def mismatch_sums(responses: Iterable[tuple[Tensor, Tensor, Tensor]], config: RolloutCorrection) -> Tensor:
-    """Sums for ``mismatch_metrics``, which add up over ranks.
-
-    Args:
-        responses: ([N] old log-probability, [N] rollout log-probability, [N] weight) of the loss tokens of each.
-        config: bounds and level.
-
-    Returns:
-        [7] float64: tokens, and the sums of the negative log-ratio, the k3 estimate, the weight, its square, changed
-        weights, and of the absolute mean log-ratio of each response.
-    """
-    sums = torch.zeros(7, dtype=torch.float64)
-    for old, rollout, weight in responses:
-        if not len(old):
-            continue
-        log_ratio = old.double() - rollout.double()
-        unbounded = bounded_exp(_at_level(log_ratio, config.level))
-        changed = (weight != unbounded) if config.mode in ("truncate", "mask") else torch.zeros_like(weight)
-        k3 = torch.expm1(log_ratio.clamp(max=20)) - log_ratio
-        rows = (torch.ones_like(weight), -log_ratio, k3, weight, weight.square(), changed.double())
-        sums[:6] += torch.stack([row.sum() for row in rows])
-        sums[6] += log_ratio.mean().abs()
-    return sums
-
-
-def mismatch_metrics(sums: Tensor, num_responses: int) -> dict[str, float]:
-    """Metrics ``rollout_corr/*`` from the sums of all ranks.
-
-    ``kl`` and ``k3_kl`` estimate KL(rollout || trainer) per token in nats. ``ess`` is the effective sample size over
-    the number of tokens. ``clip_frac`` is the share of tokens whose weight differs from the ratio. ``log_ppl_gap`` is
-    the mean absolute difference between the log-perplexities of a response under the two policies.
-    """
-    count, kl, k3, weight, square, changed, gap = sums.tolist()
-    tokens = max(count, 1.0)
-    return {
-        "rollout_corr/kl": kl / tokens,
-        "rollout_corr/k3_kl": k3 / tokens,
-        "rollout_corr/ess": weight**2 / (tokens * square) if square else 0.0,
-        "rollout_corr/clip_frac": changed / tokens,
-        "rollout_corr/weight_mean": weight / tokens,
-        "rollout_corr/log_ppl_gap": gap / max(num_responses, 1),
-    }

@@ -37,6 +37,8 @@ LOSS_TOKEN_FIELDS = (
     "old_value",
     "returns",
 )
+# The same of several tokens at each position: [R, K] and [N, K]. None where no row has them.
+TOP_TOKEN_FIELDS = ("teacher_top_ids", "teacher_top_logprob")
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,14 @@ class DynamicCollator:
         sp_size: sequence-parallel ranks; the packed row is padded to a multiple of it by an extra segment.
         sp_rank: which shard of the row this process keeps.
         share_prompts: compute a prompt once for all samples of its group that are in the same micro-batch.
+        num_top_tokens: likeliest tokens of a teacher at each position; 0 without.
     """
 
     pad_token_id: int = 0
     sp_size: int = 1
     sp_rank: int = 0
     share_prompts: bool = False
+    num_top_tokens: int = 0
 
     def __call__(self, fetched: tuple[RankShare, Sequence[Sequence[TrainingSample]]]) -> MiniBatch:
         """(share of this rank, its samples by micro-batch) -> MiniBatch."""
@@ -67,6 +71,9 @@ class DynamicCollator:
         """Pack ``rows`` into one micro-batch; no rows give a dummy micro-batch of two tokens without loss."""
         rows = rows or [padding_sample(self.pad_token_id)]
         packed = pack_rows(rows, totals, positions, share_prompts=self.share_prompts)
+        if self.num_top_tokens and not len(packed.labels):
+            none = torch.zeros(0, self.num_top_tokens)
+            packed = replace(packed, teacher_top_ids=none.long(), teacher_top_logprob=none)
         packed = pad_to_multiple(packed, self.sp_size, self.pad_token_id)
         return shard_for_rank(packed, self.sp_rank, self.sp_size)
 
@@ -97,6 +104,8 @@ def pack_rows(
     lengths = np.array([len(s.ids) for s in segments])
     masks = [s.loss_mask for s in samples]
     loss_tokens = torch.tensor([int(mask.sum()) for mask in masks])
+    has_top = any(row.teacher_top_ids is not None for row in rows)
+    fields = LOSS_TOKEN_FIELDS + (TOP_TOKEN_FIELDS if has_top else ())
     return MicroBatch(
         input_ids=torch.cat([s.ids for s in segments]),
         position_ids=torch.from_numpy(
@@ -115,7 +124,7 @@ def pack_rows(
         sample_id=torch.tensor([s.sample_id for s in samples]),
         group=torch.from_numpy(numbered_by_appearance(np.array([s.group_id for s in samples]))),
         positions=positions,
-        **{name: _loss_tokens_of([getattr(row, name) for row in rows], masks) for name in LOSS_TOKEN_FIELDS},  # type: ignore[arg-type]
+        **{name: _loss_tokens_of([getattr(row, name) for row in rows], masks) for name in fields},  # type: ignore[arg-type]
     )
 
 
@@ -170,19 +179,21 @@ def _loss_tokens_of(values: Sequence[Tensor | None], masks: Sequence[Tensor]) ->
     """Concatenate the loss tokens of a per-token value.
 
     Args:
-        values: [R] of each sample, or None for a sample without it (a padding sample, which has no loss tokens).
+        values: [R] or [R, K] of each sample, or None for one without it (a padding sample, which has no loss tokens).
         masks: [R] bool of each sample.
 
     Returns:
-        [N] float32, or None when no sample has the value.
+        [N] or [N, K] float32 (int64 for ids), or None when no sample has the value.
     """
     if all(value is None for value in values) and any(bool(mask.any()) for mask in masks):
         return None
-    parts = [torch.zeros(0) if v is None else v[m] for v, m in zip(values, masks, strict=True)]
+    like = next((v[:0] for v in values if v is not None), torch.zeros(0))
+    parts = [like if v is None else v[m] for v, m in zip(values, masks, strict=True)]
     assert all(len(p) == int(m.sum()) for p, m in zip(parts, masks, strict=True)), (
         "a row with loss tokens lacks a value"
     )
-    return torch.cat(parts).float()
+    joined = torch.cat(parts)
+    return joined.float() if joined.is_floating_point() else joined
 
 
 def pad_to_multiple(batch: MicroBatch, multiple: int, pad_token_id: int) -> MicroBatch:
@@ -224,7 +235,7 @@ def shard_for_rank(batch: MicroBatch, sp_rank: int, sp_size: int) -> MicroBatch:
     assert rest == 0, f"{len(batch.input_ids)} positions do not split over {sp_size} sequence ranks"
     first = sp_rank * width
     mine = (batch.loss_positions >= first) & (batch.loss_positions < first + width)
-    values: dict[str, Tensor | None] = {name: getattr(batch, name) for name in LOSS_TOKEN_FIELDS}
+    values: dict[str, Tensor | None] = {name: getattr(batch, name) for name in LOSS_TOKEN_FIELDS + TOP_TOKEN_FIELDS}
     return replace(
         batch,
         input_ids=batch.input_ids[first : first + width],

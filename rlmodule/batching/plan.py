@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -116,6 +116,19 @@ class MiniBatchPlan:
             "balance/shared_prompt_tokens": self.shared_prompt_tokens,
         }
         return {name: float(value) for name, value in metrics.items()}
+
+    def recounted(self, metas: Sequence[SampleMeta]) -> MiniBatchPlan:
+        """The same plan with totals of loss tokens that changed after it was made (rejected tokens).
+
+        Args:
+            metas: all samples as they are now; positions after the last one are padding samples.
+        """
+        members = [metas[position] for position in self.positions if position < len(metas)]
+        return replace(
+            self,
+            totals=_totals(members, len(self.micro_batches), self.totals.sp_size),
+            has_gradient=any(m.has_gradient and not m.is_padding for m in members),
+        )
 
     @property
     def _mean_rank_cost(self) -> float:

@@ -167,6 +167,17 @@ class BalancedSampler(Sampler[RankShare]):
         """Plans of the first pass; scoring uses them, so its forward passes have the shapes of the first update."""
         return self._plans[0]
 
+    def recount(self, metas: Sequence[SampleMeta]) -> None:
+        """Take the totals from loss tokens that changed after planning; who computes which sample stays.
+
+        Args:
+            metas: the samples as they are now, in the order of those that were planned.
+        """
+        left_out = {p for p, meta in enumerate(self.metas) if meta.loss_tokens} - set(self.owners(self.plans))
+        assert not left_out, f"samples {sorted(left_out)} count in the totals and are in no plan"
+        self.metas = list(metas)
+        self._plans = tuple(tuple(plan.recounted(self.metas) for plan in plans) for plans in self._plans)
+
     def owners(self, plans: Sequence[MiniBatchPlan]) -> dict[int, set[int]]:
         """Position of each sample -> data ranks that compute it in ``plans``."""
         owners: dict[int, set[int]] = {}

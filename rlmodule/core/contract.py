@@ -192,6 +192,10 @@ class Strategy(Protocol):
     def gathers_inside_blocks(self) -> bool:
         """Whether it gathers parameters inside a block (ZeRO-3), which rules out selective checkpointing."""
 
+    @property
+    def keeps_matrices(self) -> bool:
+        """Whether an optimizer sees each weight with its shape, and can gather it where it is sharded."""
+
     def gather_first_error(self, problem: str | None) -> str | None:
         """The first error message that any process passes in, on every process; one exchange between all of them."""
 
@@ -345,14 +349,26 @@ class SelectingLoss(Loss, Protocol):
         """[N] loss tokens and their [N, 2] (sample id, place) -> [N] float64; minus infinity is never selected."""
 
 
+@runtime_checkable
+class TopTokensLoss(Loss, Protocol):
+    """A policy loss that reads ``teacher_top_logprob`` and ``top_logprob``: the likeliest next tokens."""
+
+    top_k: int
+
+
 class TokenObjective(Protocol):
     """Turns log-probabilities of a micro-batch's loss tokens into a scalar, while they are hot."""
 
     needs_entropy: bool
     whole_sequences: bool
 
-    def __call__(self, logprob: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
-        """[C] log-probabilities and entropies of the tokens ``part`` -> scalar with gradient."""
+    def __call__(
+        self, logprob: Tensor, entropy: Tensor | None, part: slice, top_logprob: Tensor | None = None
+    ) -> Tensor:
+        """[C] log-probabilities and entropies of the tokens ``part`` -> scalar with gradient.
+
+        ``top_logprob`` [C, K] are those of the teacher's likeliest tokens, where the micro-batch has any.
+        """
 
 
 class ValueObjective(Protocol):
@@ -397,7 +413,8 @@ class Advantage(Protocol):
     ``needs`` names the fields of AdvantageInputs, beside rewards and lengths, that it reads; whoever calls it provides
     them. One that reads ``group`` compares the responses of a prompt, and one response has nothing to be compared with.
     For ``baseline`` every prompt is answered greedily once more, for ``tokens`` there is a value function, which it
-    also says what to learn, for ``energy`` the policy says more of each token than how likely it was.
+    also says what to learn, for ``energy`` the policy says more of each token than how likely it was, and for
+    ``rollout_weight`` the loss of each token has a weight.
     ``per_token`` says that it gives one number per loss token instead of one per response.
     """
 

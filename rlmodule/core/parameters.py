@@ -1,9 +1,12 @@
-"""Parameters of a module by all of their names (some are tied, one tensor in several places); which stay in float32."""
+"""Parameters of a module by all of their names (some are tied, one tensor in several places); which stay in float32.
+
+And the states that an optimizer keeps for each, before its first step.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +26,20 @@ def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Set the parameter of that name only, not the others it is tied to."""
     owner, _, leaf = name.rpartition(".")
     model.get_submodule(owner)._parameters[leaf] = parameter
+
+
+STATE_NAMES = "state_names"  # key of a parameter group: names of the states that its optimizer keeps, if not Adam's
+ADAM_STATES = ("step", "exp_avg", "exp_avg_sq")
+
+
+def empty_states(group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
+    """The states of a parameter of an optimizer's group before the first step: zeros."""
+    return {
+        name: torch.zeros((), dtype=torch.float32, device=parameter.device)
+        if name == "step"
+        else torch.zeros_like(parameter.detach())
+        for name in group.get(STATE_NAMES, ADAM_STATES)
+    }
 
 
 def fp32_names(model: nn.Module, *, strict: bool = False) -> re.Pattern[str]:

@@ -183,6 +183,8 @@ class TrainingSample:
         returns: [R] float32 targets of the value function.
         energy: [R] float32 under the policy that starts the update, see TokenOutputs.
         next_value: value after the last token of a truncated response; 0 where the response ended the episode.
+        teacher_top_ids: [R, K] int64, the tokens that the teacher finds likeliest at each position.
+        teacher_top_logprob: [R, K] float32 of these tokens under the teacher.
     """
 
     sample: Sample
@@ -195,6 +197,8 @@ class TrainingSample:
     next_value: float = 0.0
     teacher_logprob: Tensor | None = None
     energy: Tensor | None = None
+    teacher_top_ids: Tensor | None = None
+    teacher_top_logprob: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -245,6 +249,8 @@ class MicroBatch:
         group_tokens: [B] int64, loss tokens of the sample's whole group in the mini-batch.
         old_logprob, ref_logprob, teacher_logprob, advantage: [N] float32, None if the algorithm does not need them.
         rollout_weight: [N] float32 factor of each token's policy loss, None for 1.
+        teacher_top_ids, teacher_top_logprob: [N, K] int64 and float32, the teacher's likeliest tokens; None if not
+            needed.
         old_value, returns: [N] float32 of the value function, None without one.
         max_length: tokens of the longest segment.
         prefix: [S] int64, segment that each segment continues, -1 for none; always on the CPU. None without prefixes.
@@ -271,6 +277,8 @@ class MicroBatch:
     old_value: Tensor | None = None
     returns: Tensor | None = None
     teacher_logprob: Tensor | None = None
+    teacher_top_ids: Tensor | None = None
+    teacher_top_logprob: Tensor | None = None
     sample_id: Tensor | None = None
     group: Tensor | None = None
     selected: Tensor | None = None
@@ -329,6 +337,8 @@ class LossInputs:
         advantage: [N] float32.
         ref_logprob: [N] float32 under the reference policy.
         teacher_logprob: [N] float32 under the teacher.
+        teacher_top_logprob: [N, K] float32 under the teacher, of the tokens that it finds likeliest at each position.
+        top_logprob: [N, K] float32 of the same tokens under the policy being trained, with gradient.
         selected: [N] bool, tokens that the loss selected over the whole mini-batch.
         group: [B] int64, group numbers of the samples, from 0; all samples of a group are in the micro-batch.
         over_slices: sums a tensor over the sequence-parallel ranks that share the row (``identity`` for one rank); None
@@ -342,6 +352,8 @@ class LossInputs:
     advantage: Tensor | None = None
     ref_logprob: Tensor | None = None
     teacher_logprob: Tensor | None = None
+    teacher_top_logprob: Tensor | None = None
+    top_logprob: Tensor | None = None
     selected: Tensor | None = None
     group: Tensor | None = None
     over_slices: Callable[[Tensor], Tensor] | None = identity
@@ -353,8 +365,9 @@ class LossInputs:
         logprob: Tensor,
         part: slice = slice(None),
         over_slices: Callable[[Tensor], Tensor] | None = identity,
+        top_logprob: Tensor | None = None,
     ) -> LossInputs:
-        """Inputs for the loss tokens ``part`` of a micro-batch, with their log-probabilities [C]."""
+        """Inputs for the loss tokens ``part`` of a micro-batch, with their log-probabilities [C] (and [C, K])."""
 
         def take(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[part]
@@ -367,6 +380,8 @@ class LossInputs:
             advantage=take(batch.advantage),
             ref_logprob=take(batch.ref_logprob),
             teacher_logprob=take(batch.teacher_logprob),
+            teacher_top_logprob=take(batch.teacher_top_logprob),
+            top_logprob=top_logprob,
             selected=take(batch.selected),
             group=batch.group,
             over_slices=over_slices,
@@ -436,6 +451,7 @@ class AdvantageInputs:
         baseline: [B] float64 reward of the greedy response to the same prompt, None if not requested.
         tokens: values per loss token, None if not requested.
         energy: [N] float64 of the loss tokens of all responses, concatenated; see TokenOutputs. None if not requested.
+        rollout_weight: [N] float64 factor of the loss of each of them, 0 for rejected ones. None if not requested.
     """
 
     reward: Tensor
@@ -445,6 +461,7 @@ class AdvantageInputs:
     baseline: Tensor | None = None
     tokens: TokenValues | None = None
     energy: Tensor | None = None
+    rollout_weight: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -457,15 +474,19 @@ class TokenOutputs:
         energy: [N] float32 squared norm of the gradient of the log-probability by the logits,
             1 - 2 p + sum over the vocabulary of p^2 (arXiv:2602.07078); only on request.
         value: [N] float32, of a model with a value head; read at the position before each token.
+        top_ids: [N, K] int64, the likeliest tokens at each position, likeliest first; only on request.
+        top_logprob: [N, K] float32 of these tokens; only on request.
     """
 
     logprob: Tensor | None = None
     entropy: Tensor | None = None
     energy: Tensor | None = None
     value: Tensor | None = None
+    top_ids: Tensor | None = None
+    top_logprob: Tensor | None = None
 
     def __getitem__(self, output: str) -> Tensor:
-        """[N], the output of that name, which must have been requested from a model that has it."""
+        """[N] or [N, K], the output of that name, which must have been requested from a model that has it."""
         value = getattr(self, output)
         assert isinstance(value, Tensor), f"the model was not asked for {output}"
         return value

@@ -19,7 +19,7 @@ from rlmodule.core.contract import Advantage, Collectives, ValueAdvantage
 from rlmodule.core.types import AdvantageInputs, Sample, TrainingSample
 from rlmodule.experience.redistribute import all_gather_dict
 from rlmodule.experience.sample_info import SampleInfo, rewards_of, to_float64
-from rlmodule.experience.token_values import ResponseTokens, gather_energies, gather_tokens, value_metrics
+from rlmodule.experience.token_values import ResponseTokens, gather_loss_tokens, gather_tokens, value_metrics
 from rlmodule.ops.kl import kl_per_token
 
 
@@ -82,16 +82,20 @@ class AdvantageStage:
             },
             baseline=to_float64([f.baseline for f in sample_info]) if "baseline" in self.advantage.needs else None,
             tokens=tokens,
-            energy=self._energies(rows, loss_tokens) if self.needs_energy else None,
+            energy=self._of_loss_tokens("energy", rows, loss_tokens) if self.needs_energy else None,
+            rollout_weight=self._of_loss_tokens("rollout_weight", rows, loss_tokens)
+            if "rollout_weight" in self.advantage.needs
+            else None,
         )
 
-    def _energies(self, rows: Mapping[int, TrainingSample], loss_tokens: Sequence[int]) -> Tensor:
-        """[N] float64 over the loss tokens of all responses."""
+    def _of_loss_tokens(self, name: str, rows: Mapping[int, TrainingSample], loss_tokens: Sequence[int]) -> Tensor:
+        """[N] float64 of the field ``name`` over the loss tokens of all responses."""
         mine = {}
         for position, row in rows.items():
-            assert row.energy is not None, "the policy was asked for it"
-            mine[position] = row.energy[row.sample.loss_mask].double()
-        return gather_energies(mine, loss_tokens, self.collectives)
+            values: Tensor | None = getattr(row, name)
+            assert values is not None, f"the estimator reads {name}, and a row lacks it"
+            mine[position] = values[row.sample.loss_mask].double()
+        return gather_loss_tokens(mine, loss_tokens, self.collectives)
 
     def _shaped_rewards(self, sample_info: Sequence[SampleInfo], metrics: dict[str, float]) -> Tensor:
         """[B] float64: verdicts minus the charge for length."""

@@ -75,6 +75,11 @@ def check_logprobs(scored: list[ScoredSample], objective: Objective) -> list[Sco
     for reader, remedy, is_on in (
         ("old_logprob=rollout", "old_logprob=recompute", config.old_logprob == "rollout"),
         ("rollout_correction", "rollout_correction.mode=none", config.rollout_correction.is_on),
+        (
+            "rollout_rejection",
+            "rollout_rejection.token=none algorithm.rollout_rejection.sequence=none",
+            config.rollout_rejection.is_on,
+        ),
     ):
         for sample in (s.sample for s in scored if is_on and objective.needs_old_logprob):
             if sample.rollout_logprob is None:

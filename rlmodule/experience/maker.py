@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rlmodule.batching.sampler import BalancedSampler, RankShare
-from rlmodule.core.types import MiniBatch, SampleMeta, ScoredSample
+from rlmodule.core.types import MiniBatch, SampleMeta, ScoredSample, TrainingSample
 from rlmodule.experience.advantage_stage import AdvantageStage, means, with_advantages
 from rlmodule.experience.collect import collect_groups
-from rlmodule.experience.correction import corrected
+from rlmodule.experience.correction import compared, recounted, without_rejected, without_rejected_rewards
 from rlmodule.experience.iteration import Experience, Iteration
 from rlmodule.experience.iteration_state import SavedIteration
-from rlmodule.experience.redistribute import redistribute
+from rlmodule.experience.redistribute import all_gather_dict, redistribute
 from rlmodule.experience.sample_info import SampleInfo
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.timer import Timer
@@ -41,8 +41,7 @@ class ExperienceMaker:
         objective, layout, collectives = scorer.objective, scorer.strategy.layout, scorer.strategy.collectives
         mine, sample_info, metrics = collect_groups(collect, objective, collectives)
         # Values, energies and KL come from passes over the plan; without them advantages are known before it is made.
-        needs_scores = scorer.value_model is not None or advantage_stage.needs_scores
-        inputs = None if needs_scores else advantage_stage.inputs(sample_info, {}, metrics)
+        inputs = None if self._needs_scores else advantage_stage.inputs(sample_info, {}, metrics)
         advantages = advantage_stage.advantages(inputs)
         with timer.phase("plan"):
             sampler = self.make_sampler(self._metas(sample_info, advantages))
@@ -57,16 +56,38 @@ class ExperienceMaker:
             with_energy=advantage_stage.needs_energy,
             with_next_value=advantage_stage.needs_next_value,
         )
-        rows = corrected(rows, objective.config.rollout_correction, collectives, metrics)
-        if needs_scores:
-            inputs = advantage_stage.inputs(sample_info, rows, metrics)
+        rows, kept = compared(rows, objective.config, collectives, metrics)
+        if self._needs_scores:
+            counted = without_rejected_rewards(sample_info, kept, collectives) if self._rejects else sample_info
+            inputs = advantage_stage.inputs(counted, rows, metrics)
             advantages = advantage_stage.advantages(inputs)
         rows = advantage_stage.with_returns(rows, inputs, metrics)
         rows = with_advantages(rows, advantages)
+        if self._rejects:
+            rows = without_rejected(rows, kept)
+            self._recount(sampler, sample_info, all_gather_dict(self._recounted(sample_info, rows), collectives))
         if len(sampler.plans) > len(sampler.first_pass):
             with timer.phase("exchange"):
                 rows = redistribute(rows, sampler.owners(sampler.plans), layout, collectives)
         return Iteration(sample_info, means(advantages), scorer.experience(rows, len(sample_info)), sampler, metrics)
+
+    @property
+    def _rejects(self) -> bool:
+        return self.scorer.objective.config.rollout_rejection.is_on
+
+    @property
+    def _needs_scores(self) -> bool:
+        """Whether models are asked before there are advantages; then no sample is left out of the plan for its own."""
+        return self.scorer.value_model is not None or self.advantage_stage.needs_scores or self._rejects
+
+    def _recounted(self, info: Sequence[SampleInfo], rows: Mapping[int, TrainingSample]) -> dict[int, SampleMeta]:
+        return recounted(info, rows, needs_advantage=self.scorer.objective.no_gradient_at_zero_advantage)
+
+    def _recount(
+        self, sampler: BalancedSampler, sample_info: Sequence[SampleInfo], metas: Mapping[int, SampleMeta]
+    ) -> None:
+        """Take the totals of every mini-batch from the loss tokens that are left."""
+        sampler.recount([metas.get(p, replace(f.meta, has_gradient=False)) for p, f in enumerate(sample_info)])
 
     def _metas(self, sample_info: Sequence[SampleInfo], advantages: Sequence[Tensor] | None) -> list[SampleMeta]:
         """What is planned: samples without a gradient are marked, and left out where the config says so."""
@@ -83,11 +104,12 @@ class ExperienceMaker:
         """An iteration that a checkpoint interrupted, from the rows of all its ranks; nothing is scored anew."""
         info = saved.sample_info
         # Advantages that needed a plan first had no say in it, and have none now.
-        is_planned_first = self.scorer.value_model is not None or self.advantage_stage.needs_scores
-        known = None if is_planned_first or saved.advantages is None else list(saved.advantages[:, None])
+        known = None if self._needs_scores or saved.advantages is None else list(saved.advantages[:, None])
         metas = self._metas(info, known)
         # What no rank holds was left out of the plan, and is again.
         sampler = self.make_sampler([replace(meta, is_skipped=p not in saved.rows) for p, meta in enumerate(metas)])
+        if self._rejects:
+            self._recount(sampler, info, self._recounted(info, saved.rows))
         sampler.load_state_dict(saved.sampler)
         owners = sampler.owners(sampler.plans)
         mine = {p: row for p, row in saved.rows.items() if self.scorer.strategy.layout.dp_rank in owners.get(p, ())}

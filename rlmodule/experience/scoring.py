@@ -148,7 +148,10 @@ class Scorer:
             of_reference = {"ref_logprob": "logprob"}
             passes.append(ScoringPass("ref_logprob", model, of_reference, with_adapter=not self.reference_in_policy))
         if self.objective.config.teacher is not None:
-            passes.append(ScoringPass("teacher_logprob", TEACHER, {"teacher_logprob": "logprob"}))
+            of_teacher = {"teacher_logprob": "logprob"} if self.objective.needs("teacher_logprob") else {}
+            if self.objective.num_top_tokens:
+                of_teacher |= {"teacher_top_ids": "top_ids", "teacher_top_logprob": "top_logprob"}
+            passes.append(ScoringPass("teacher_logprob", TEACHER, of_teacher))
         return passes
 
     def _with_next_values(self, rows: dict[int, TrainingSample], sampler: BalancedSampler) -> dict[int, TrainingSample]:
@@ -202,7 +205,7 @@ def _share_of_given(share: RankShare, samples: Mapping[int, Sample], count: int)
 
 
 def by_sample(output: Tensor, positions: Sequence[int], samples: Mapping[int, Sample]) -> dict[int, Tensor]:
-    """[N] of one micro-batch -> position -> [R]; padding samples have neither loss tokens nor a position."""
+    """[N, ...] of one micro-batch -> position -> [R, ...]; padding samples have neither loss tokens nor a position."""
     scores: dict[int, Tensor] = {}
     start = 0
     for position in positions:
@@ -210,7 +213,8 @@ def by_sample(output: Tensor, positions: Sequence[int], samples: Mapping[int, Sa
             continue
         mask = samples[position].loss_mask
         count = int(mask.sum())
-        scores[position] = torch.zeros(len(mask)).masked_scatter_(mask, output[start : start + count])
+        scores[position] = output.new_zeros(len(mask), *output.shape[1:])
+        scores[position][mask] = output[start : start + count]
         start += count
     assert start == len(output), f"{len(output)} numbers for {start} loss tokens"
     return scores

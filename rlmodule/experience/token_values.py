@@ -1,4 +1,4 @@
-"""What every rank gets to know of every loss token of an iteration, where the advantage is made of values or energies.
+"""What every rank gets to know of every loss token of an iteration: values, energies or weights that make advantages.
 
 Values and charges are made where a row is; returns of one response need nobody else, but whitening needs all of them.
 Leaves out who says them (``scoring.py``) and what they mean (``ops/value.py``).
@@ -50,11 +50,11 @@ def gather_tokens(
     )
 
 
-def gather_energies(mine: Mapping[int, Tensor], loss_tokens: Sequence[int], collectives: Collectives) -> Tensor:
+def gather_loss_tokens(mine: Mapping[int, Tensor], loss_tokens: Sequence[int], collectives: Collectives) -> Tensor:
     """Position -> [n] of this rank's responses, one exchange -> [N] float64 of all of them, end to end."""
     everyone = all_gather_dict(mine, collectives)
     responses = [everyone.get(position, NOTHING.value) for position in range(len(loss_tokens))]
-    assert [len(r) for r in responses] == list(loss_tokens), "one energy per loss token"
+    assert [len(r) for r in responses] == list(loss_tokens), "one number per loss token"
     return torch.cat([NOTHING.value, *responses])
 
 

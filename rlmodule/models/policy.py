@@ -22,6 +22,7 @@ from rlmodule.models.fp32 import head_is_fp32
 from rlmodule.models.lora import LoraConfig, adapted_weights, without_adapter
 from rlmodule.models.output_head import OutputHead, head_weight
 from rlmodule.models.weights import StoredWeights
+from rlmodule.ops.chunked_head import Likeliest
 from rlmodule.ops.head import linear_logprobs, linear_loss
 from rlmodule.ops.segments import SegmentBuckets
 
@@ -70,12 +71,14 @@ class PolicyModel(nn.Module):
         adapted: the weights with adapters, and how to merge them.
         head: what lies between the last hidden states and the logits.
         head_in_fp32: whether the family wants its logits computed in float32.
+        likeliest: which tokens ``top_ids`` and ``top_logprob`` are about; set on a teacher that is asked for them.
     """
 
     lm: PreTrainedModel
     sequence: SequenceRanks | None = None
     stored: StoredWeights | None = None
     loading: str = ""
+    likeliest: Likeliest | None = None
 
     def __init__(
         self,
@@ -110,7 +113,8 @@ class PolicyModel(nn.Module):
         Args:
             batch: a MicroBatch to score or train on; a PrefillBatch or DecodeBatch to sample from.
             objective: with a MicroBatch: what is minimised; None computes outputs without gradients.
-            outputs: names of what a MicroBatch gives without an objective beside log-probabilities: entropy, energy.
+            outputs: names of what a MicroBatch gives without an objective beside log-probabilities: entropy, energy,
+                top_ids and top_logprob.
             with_adapter: False computes the model that training started from.
 
         Returns:
@@ -126,7 +130,7 @@ class PolicyModel(nn.Module):
                 state.enter_context(without_adapter(self.lm))
             if isinstance(batch, MicroBatch):
                 hidden = packed_hidden(self.lm, batch, self.sequence)[batch.loss_positions]
-                return self.head_outputs(hidden, batch.labels, objective, outputs)
+                return self.head_outputs(hidden, batch.labels, objective, outputs, batch.teacher_top_ids)
             if self.compiled:
                 state.enter_context(torch.compiler.set_stance("force_eager"))
             return self._prefill(batch) if isinstance(batch, PrefillBatch) else self._decode(batch)
@@ -137,16 +141,22 @@ class PolicyModel(nn.Module):
         labels: Tensor,
         objective: TokenObjective | None,
         outputs: frozenset[str],
+        columns: Tensor | None = None,
     ) -> Tensor | TokenOutputs:
-        """Loss or TokenOutputs of ``labels`` [N] from the hidden states [N, H] at the positions before them."""
+        """Loss or TokenOutputs of ``labels`` [N] from the hidden states [N, H] at the positions before them.
+
+        ``columns`` [N, K] are further tokens of each position, whose log-probabilities the objective gets as well.
+        """
         weight, bias = head_weight(self.lm)
         hidden = self.head.input(self.lm, hidden.float() if self.head_in_fp32 else hidden)
         options: dict[str, Any] = {"bias": bias, "temperature": self.temperature, "softcap": self.head.softcap}
         with torch.autocast(hidden.device.type, enabled=False) if self.head_in_fp32 else nullcontext():
             if objective is None:
                 options |= {"with_entropy": "entropy" in outputs, "with_energy": "energy" in outputs}
+                options |= {"likeliest": self.likeliest if "top_ids" in outputs else None}
                 return linear_logprobs(hidden, weight, labels, **options)
             options |= {"with_entropy": objective.needs_entropy, "whole_sequences": objective.whole_sequences}
+            options |= {"columns": columns}
             return linear_loss(hidden, weight, labels, objective, **options)
 
     def _prefill(self, batch: PrefillBatch) -> Tensor:

@@ -117,10 +117,15 @@ class PolicyValueModel(PolicyModel):
         self.value_head = ValueHead(self.lm.config.get_text_config().hidden_size)
 
     def head_outputs(
-        self, hidden: Tensor, labels: Tensor, objective: Any, outputs: frozenset[str]
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        objective: Any,
+        outputs: frozenset[str],
+        columns: Tensor | None = None,
     ) -> Tensor | TokenOutputs:
         """As the policy's, with the value of each token, or its loss, added."""
-        found = super().head_outputs(hidden, labels, objective, outputs)
+        found = super().head_outputs(hidden, labels, objective, outputs, columns)
         value = self.value_head(hidden)
         if isinstance(found, TokenOutputs):
             return replace(found, value=value)

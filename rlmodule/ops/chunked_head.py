@@ -24,6 +24,14 @@ LONG_ROW = 4096
 
 
 @dataclass(frozen=True)
+class Likeliest:
+    """The ``count`` likeliest of the first ``among`` tokens of the vocabulary."""
+
+    count: int
+    among: int
+
+
+@dataclass(frozen=True)
 class ChunkConfig:
     """Softmax options and requested outputs; see ``linear_loss`` and ``linear_logprobs``.
 
@@ -36,6 +44,7 @@ class ChunkConfig:
     chunk_size: int | None
     with_entropy: bool = False
     with_energy: bool = False
+    likeliest: Likeliest | None = None
 
     def __post_init__(self) -> None:
         check_positive(temperature=self.temperature, softcap=self.softcap, chunk_size=self.chunk_size)
@@ -54,6 +63,7 @@ class Chunk:
         slope: [C, V] derivative of the softmax inputs by the outputs of the head; None where it is 1 / temperature.
         normaliser: [C] logsumexp of the logits.
         outputs: [C] the requested outputs.
+        columns: [C, K] int64 tokens of ``outputs.top_logprob``, None without.
     """
 
     scaled: Tensor
@@ -63,32 +73,60 @@ class Chunk:
     slope: Tensor | None
     normaliser: Tensor
     outputs: TokenOutputs
+    columns: Tensor | None = None
 
-    def derivative_(self, by_logprob: Tensor, by_entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def derivative_(self, by: Derivatives) -> tuple[Tensor, Tensor | None]:
         """Derivative of the loss by the softmax inputs, times ``slope`` if there is one; overwrites the buffers.
 
         d logp[label] / dz = onehot - p, and dH / dz = -p * (log p + H) with H the entropy. The 1 of the label is
         subtracted in float32, before any rounding: most tokens of a trained policy have p near 1.
 
         Args:
-            by_logprob: [C] derivative of the loss by the log-probabilities.
-            by_entropy: [C] derivative of the loss by the entropies, or None if it does not depend on them.
+            by: derivatives of the loss by the outputs of the chunk.
 
         Returns:
             [C, V] rows, and a [C] factor that each row must still be multiplied by (None for 1).
         """
         p, label = self.probability, self.labels.unsqueeze(-1)
-        if by_entropy is None:
+        if by.entropy is None and by.top is None:
             rows = p.scatter_add_(-1, label, torch.full_like(label, -1, dtype=p.dtype))
-            factor = -by_logprob
+            factor = -by.logprob
         else:
-            assert self.outputs.entropy is not None
-            logp = self.logits.sub_(self.normaliser.unsqueeze(-1)).clamp_(min=LOGPROB_FLOOR)
-            row_term = (by_entropy * self.outputs.entropy + by_logprob).unsqueeze(-1)
-            rows = logp.mul_(by_entropy.unsqueeze(-1)).add_(row_term).mul_(p).neg_()
-            rows.scatter_add_(-1, label, by_logprob.unsqueeze(-1))
-            factor = None
+            rows, factor = self._minus_p_times(by).scatter_add_(-1, label, by.logprob.unsqueeze(-1)), None
+            if by.top is not None:
+                assert self.columns is not None
+                rows.scatter_add_(-1, self.columns, by.top)
         return rows if self.slope is None else rows.mul_(self.slope), factor
+
+    def _minus_p_times(self, by: Derivatives) -> Tensor:
+        """[C, V] -p times (sum of the derivatives by log-probabilities, and what each logit does to the entropy)."""
+        row_term = by.logprob if by.top is None else by.logprob + by.top.sum(-1)
+        if by.entropy is None:
+            return self.probability.mul_(row_term.neg().unsqueeze(-1))
+        assert self.outputs.entropy is not None
+        logp = self.logits.sub_(self.normaliser.unsqueeze(-1)).clamp_(min=LOGPROB_FLOOR)
+        row_term = row_term + by.entropy * self.outputs.entropy
+        return logp.mul_(by.entropy.unsqueeze(-1)).add_(row_term.unsqueeze(-1)).mul_(self.probability).neg_()
+
+
+@dataclass(frozen=True, eq=False)
+class Derivatives:
+    """Derivatives of a loss by the outputs of N positions; None for outputs that it does not depend on.
+
+    Args:
+        logprob: [N] by the log-probabilities of the labels.
+        entropy: [N] by the entropies.
+        top: [N, K] by the log-probabilities of further tokens.
+    """
+
+    logprob: Tensor
+    entropy: Tensor | None = None
+    top: Tensor | None = None
+
+    def __getitem__(self, part: slice) -> Derivatives:
+        """Those of consecutive positions."""
+        rest = (None if x is None else x[part] for x in (self.entropy, self.top))
+        return Derivatives(self.logprob[part], *rest)
 
 
 class ChunkedHead:
@@ -102,6 +140,7 @@ class ChunkedHead:
         bias: [V], or None.
         labels: [N] int64.
         config: softmax options and requested outputs.
+        columns: [N, K] int64 further tokens whose log-probabilities are wanted, None for none.
 
     Attributes:
         weight: [V, H] in the dtype of matrix products: that of autocast if it is enabled at construction.
@@ -110,11 +149,17 @@ class ChunkedHead:
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, config: ChunkConfig
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        config: ChunkConfig,
+        columns: Tensor | None = None,
     ) -> None:
         assert labels.shape == hidden.shape[:-1], "one hidden state [N, H] per label [N] is expected"
         assert weight.shape[1:] == hidden.shape[1:], "the head is [V, H] for hidden states [N, H]"
-        self.hidden, self.bias, self.labels, self.config = hidden, bias, labels, config
+        self.hidden, self.bias, self.labels, self.config, self.columns = hidden, bias, labels, config, columns
         device = hidden.device.type
         is_cast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_cast else torch.promote_types(hidden.dtype, weight.dtype)
@@ -133,6 +178,8 @@ class ChunkedHead:
             torch.cat([one["logprob"] for one in outputs]),
             entropy=_concatenate(one.entropy for one in outputs),
             energy=_concatenate(one.energy for one in outputs),
+            top_ids=_concatenate(one.top_ids for one in outputs),
+            top_logprob=_concatenate(one.top_logprob for one in outputs),
         )
 
     def chunk(self, part: slice) -> Chunk:
@@ -142,13 +189,27 @@ class ChunkedHead:
         p = torch.softmax(z, -1, out=self.probability[: len(z)])
         logprob, normaliser = _logprob(z, p, labels)
         entropy = energy = None
+        columns, top_logprob = self._top(z, normaliser, part)
         if config.with_entropy:
             if self.bias is not None:  # probability 0 times minus infinity would be NaN
                 z.clamp_(min=torch.finfo(z.dtype).min)
             entropy = normaliser - _row_products(p, z)
         if config.with_energy:  # rounding can give a value below 0
             energy = (1 - 2 * logprob.exp() + _row_products(p, p)).clamp(min=0)
-        return Chunk(scaled, labels, z, p, slope, normaliser, TokenOutputs(logprob, entropy, energy=energy))
+        outputs = TokenOutputs(logprob, entropy, energy=energy, top_ids=columns, top_logprob=top_logprob)
+        return Chunk(scaled, labels, z, p, slope, normaliser, outputs, columns)
+
+    def _top(self, z: Tensor, normaliser: Tensor, part: slice) -> tuple[Tensor | None, Tensor | None]:
+        """[C, K] ids and log-probabilities of the given columns, or of the likeliest tokens where those are wanted."""
+        wanted = self.config.likeliest
+        if self.columns is not None:
+            ids = self.columns[part]
+            of_ids = z.gather(-1, ids)
+        elif wanted is not None:
+            of_ids, ids = z[:, : wanted.among].topk(wanted.count, -1)
+        else:
+            return None, None
+        return ids, (of_ids - normaliser.unsqueeze(-1)).clamp(min=LOGPROB_FLOOR)
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """[C, H] hidden states -> ``scaled``, ``logits`` and ``slope`` of the chunk."""
@@ -174,7 +235,7 @@ class ChunkedHead:
 
 
 def _concatenate(parts: Iterable[Tensor | None]) -> Tensor | None:
-    """[C] of every chunk -> [N]; None for an output that was not requested."""
+    """[C, ...] of every chunk -> [N, ...]; None for an output that was not requested."""
     present = [part for part in parts if part is not None]
     return torch.cat(present) if present else None
 

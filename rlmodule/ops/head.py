@@ -21,10 +21,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rlmodule.core.types import TokenOutputs
-from rlmodule.ops.chunked_head import Chunk, ChunkConfig, ChunkedHead
+from rlmodule.ops.chunked_head import Chunk, ChunkConfig, ChunkedHead, Derivatives, Likeliest
 
-# ([C] log-probabilities, [C] entropies or None, slice of the N tokens they belong to) -> scalar share of the loss
-LossFunction = Callable[[Tensor, "Tensor | None", slice], Tensor]
+# ([C] log-probabilities, [C] entropies or None, slice of the N tokens they belong to) -> scalar share of the loss; with
+# columns, [C, K] log-probabilities of theirs are a fourth argument
+LossFunction = Callable[..., Tensor]
 
 
 def linear_loss(
@@ -39,6 +40,7 @@ def linear_loss(
     chunk_size: int | None = None,
     with_entropy: bool = False,
     whole_sequences: bool = False,
+    columns: Tensor | None = None,
 ) -> Tensor:
     """Loss of the labels' log-probabilities under ``softmax(cap(hidden @ weight.T + bias) / temperature)``.
 
@@ -51,13 +53,15 @@ def linear_loss(
         weight: [V, H] of the language-model head.
         labels: [N] int64.
         loss_fn: called with consecutive chunks of tokens (with all N at once for ``whole_sequences``); its results are
-            added up. It must be differentiable in its first two arguments.
+            added up. It must be differentiable in all arguments but the slice.
         bias: [V], or None.
         temperature: divisor of the logits, as in sampling.
         softcap: logits become ``softcap * tanh(logits / softcap)`` first, or None.
         chunk_size: positions per chunk; by default as many as fit in a fixed number of bytes.
         with_entropy: pass the entropy of each distribution to ``loss_fn``.
         whole_sequences: the loss of a token depends on other tokens; costs a second product with the head.
+        columns: [N, K] int64 further tokens of each position, different from each other; ``loss_fn`` gets their
+            log-probabilities [C, K] as well. At most [C, V] logits exist, as without.
 
     Returns:
         Scalar; when N is 0, a zero that is attached to the autograd graph.
@@ -67,7 +71,7 @@ def linear_loss(
     """
     config = ChunkConfig(temperature, softcap, chunk_size, with_entropy)
     step = _Step(loss_fn, whole_sequences, with_gradients=torch.is_grad_enabled())
-    loss: Tensor = _LinearLoss.apply(hidden, weight, bias, labels, config, step)  # type: ignore[no-untyped-call]
+    loss: Tensor = _LinearLoss.apply(hidden, weight, bias, labels, columns, config, step)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -83,6 +87,7 @@ def linear_logprobs(
     chunk_size: int | None = None,
     with_entropy: bool = False,
     with_energy: bool = False,
+    likeliest: Likeliest | None = None,
 ) -> TokenOutputs:
     """Log-probabilities, entropies and energies of tokens, without gradients; arguments as in ``linear_loss``.
 
@@ -90,12 +95,13 @@ def linear_logprobs(
     |onehot - p|^2 = 1 - 2 p[label] + sum of p^2, between 0 and 2 (arXiv:2602.07078, logit-gradient proxy).
 
     Returns:
-        [N] each, float32 or float64 for float64 inputs; entropies and energies only if requested.
+        [N] each, float32 or float64 for float64 inputs; entropies and energies only if requested. With ``likeliest``
+        also [N, K] ids and log-probabilities of the likeliest tokens.
 
     Raises:
         ValueError: a temperature, cap or chunk size that is not positive.
     """
-    config = ChunkConfig(temperature, softcap, chunk_size, with_entropy, with_energy)
+    config = ChunkConfig(temperature, softcap, chunk_size, with_entropy, with_energy, likeliest)
     head = ChunkedHead(hidden, weight, bias, labels, config)
     with torch.autocast(hidden.device.type, enabled=False):
         return head.outputs()
@@ -120,10 +126,11 @@ class _LinearLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
+        columns: Tensor | None,
         config: ChunkConfig,
         step: _Step,
     ) -> Tensor:
-        head = ChunkedHead(hidden, weight, bias, labels, config)
+        head = ChunkedHead(hidden, weight, bias, labels, config, columns)
         needs = ctx.needs_input_grad[:3] if step.with_gradients else (False, False, False)
         grads = _Gradients(hidden, weight, bias, needs, head.sum_dtype)
         forward = _loss_at_once if step.whole_sequences else _loss_by_chunks
@@ -140,41 +147,44 @@ class _LinearLoss(torch.autograd.Function):
                 "linear_loss can be differentiated only once: backward has already released its gradients"
             )
         grads, ctx.grads = ctx.grads.times(grad_loss), None
-        return (*grads, None, None, None)
+        return (*grads, None, None, None, None)
 
 
 def _loss_by_chunks(head: ChunkedHead, loss_fn: LossFunction, grads: _Gradients) -> Tensor:
     loss = head.hidden.new_zeros((), dtype=head.sum_dtype)
     for part in head.parts:
         chunk = head.chunk(part)
-        share, by_logprob, by_entropy = _derivatives(loss_fn, chunk.outputs, part)
+        share, by = _derivatives(loss_fn, chunk.outputs, part)
         loss = loss + share
         if grads.wanted:
-            grads.add(head, chunk, part, by_logprob, by_entropy)
+            grads.add(head, chunk, part, by)
     return loss
 
 
 def _loss_at_once(head: ChunkedHead, loss_fn: LossFunction, grads: _Gradients) -> Tensor:
-    loss, by_logprob, by_entropy = _derivatives(loss_fn, head.outputs(), slice(0, len(head.hidden)))
+    loss, by = _derivatives(loss_fn, head.outputs(), slice(0, len(head.hidden)))
     if grads.wanted:
         for part in head.parts:
-            entropy_part = None if by_entropy is None else by_entropy[part]
-            grads.add(head, head.chunk(part), part, by_logprob[part], entropy_part)
+            grads.add(head, head.chunk(part), part, by[part])
     return loss
 
 
-def _derivatives(loss_fn: LossFunction, outputs: TokenOutputs, part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The loss, its [C] derivative by log-probability, and its [C] derivative by entropy (None if independent)."""
+def _derivatives(loss_fn: LossFunction, outputs: TokenOutputs, part: slice) -> tuple[Tensor, Derivatives]:
+    """The loss of some positions, and its derivatives by their outputs."""
     with torch.enable_grad():
-        logprob = outputs["logprob"].detach().requires_grad_()
-        entropy = None if outputs.entropy is None else outputs.entropy.detach().requires_grad_()
-        value = loss_fn(logprob, entropy, part)
-        by_logprob = by_entropy = None
+        logprob, entropy, top = (
+            None if x is None else x.detach().requires_grad_()
+            for x in (outputs["logprob"], outputs.entropy, outputs.top_logprob)
+        )
+        assert logprob is not None
+        value = loss_fn(logprob, entropy, part) if top is None else loss_fn(logprob, entropy, part, top)
+        by: dict[str, Tensor | None] = {}
         if value.requires_grad:
-            inputs = [logprob] if entropy is None else [logprob, entropy]
-            by_logprob, *rest = torch.autograd.grad(value, inputs, allow_unused=True)
-            by_entropy = rest[0] if rest else None
-    return value.detach(), torch.zeros_like(logprob) if by_logprob is None else by_logprob, by_entropy
+            inputs = {k: x for k, x in (("logprob", logprob), ("entropy", entropy), ("top", top)) if x is not None}
+            by = dict(zip(inputs, torch.autograd.grad(value, list(inputs.values()), allow_unused=True), strict=True))
+    by_logprob = by.get("logprob")
+    by_logprob = torch.zeros_like(logprob) if by_logprob is None else by_logprob
+    return value.detach(), Derivatives(by_logprob, by.get("entropy"), by.get("top"))
 
 
 class _Gradients:
@@ -198,9 +208,9 @@ class _Gradients:
         """Whether any input needs a gradient."""
         return any(x is not None for x in (self.hidden, self.weight, self.bias))
 
-    def add(self, head: ChunkedHead, chunk: Chunk, part: slice, by_logprob: Tensor, by_entropy: Tensor | None) -> None:
+    def add(self, head: ChunkedHead, chunk: Chunk, part: slice, by: Derivatives) -> None:
         """Accumulate the gradients of one chunk; overwrites its buffers."""
-        rows, factor = chunk.derivative_(by_logprob, by_entropy)
+        rows, factor = chunk.derivative_(by)
         inner = head.config.temperature if chunk.slope is None else 1.0  # remaining divisor of the chain rule
         if self.bias is not None:
             self.bias += (rows.sum(0) if factor is None else factor @ rows) / inner

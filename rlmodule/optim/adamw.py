@@ -10,9 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rlmodule.core.config import more_than
-from rlmodule.core.errors import ConfigError
 from rlmodule.optim import OPTIMIZERS
-from rlmodule.optim.parts.config import OptimizerConfig
+from rlmodule.optim.parts.config import OptimizerConfig, check_betas
 
 
 @OPTIMIZERS.register
@@ -26,15 +25,11 @@ class AdamW(OptimizerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         more_than("eps", self.eps, 0)
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(
-                key="betas",
-                got=self.betas,
-                because="two numbers are needed, at least 0 and below 1",
-                fix="Use [0.9,0.95]",
-            )
+        check_betas(self.betas)
 
-    def build(self, parameters: Iterable[tuple[str, nn.Parameter]], decayed: Collection[str]) -> Optimizer:
+    def build(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], decayed: Collection[str], hidden: Collection[str] = ()
+    ) -> Optimizer:
         """Build the optimizer; both moments have the dtype of the parameters, float32."""
         trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
         groups = [

@@ -49,6 +49,7 @@ from rlmodule.run.plan import ModelSummary, RunPlan
 from rlmodule.run.preflight.checks import check
 from rlmodule.run.preflight.family import check_families
 from rlmodule.run.preflight.layout import check_layout
+from rlmodule.run.preflight.optimizers import check_optimizers
 from rlmodule.run.preflight.teacher import check_teacher
 from rlmodule.run.preflight.tokens import check_tokenizer
 from rlmodule.run.preflight.value_model import check_value_model
@@ -200,6 +201,7 @@ class Run:
                 "from what is to be kept",
                 fix="Use model.activation_checkpointing=full",
             )
+        check_optimizers(self.config, keeps_matrices=strategy.keeps_matrices)
         check_layout(self.hf_config, self.strategy.layout)
 
     def resume_from(self, say: Callable[[str], object] = lambda line: None) -> Path | None:

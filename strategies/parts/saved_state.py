@@ -9,7 +9,7 @@ files (``shards.py``, ``snapshot.py``) and how a folder is written safely (``che
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -126,6 +126,8 @@ class SavedState:
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read models and optimizers."""
         assert self._saved_at is not None, "Lightning loads a checkpoint before it hands it out"
+        for (name, optimizer), state in zip(self.models_and_optimizers(), checkpoint["optimizer_states"], strict=True):
+            check_same_optimizer(self._saved_at, name, optimizer, state["param_groups"])
         self.load_shards(self._saved_at)
         for (_, optimizer), state in zip(self.models_and_optimizers(), checkpoint["optimizer_states"], strict=True):
             for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
@@ -198,6 +200,20 @@ def check_same_model(index: Index, wanted: Mapping[str, Tensor]) -> None:
         saved, here = list(index[name].shape), list(tensor.shape)
         if saved != here:
             raise CheckpointError(f"{name} is {saved} there and {here} here. {_remedy(name, saved)}")
+
+
+def check_same_optimizer(folder: Path, name: str, optimizer: Optimizer, saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse the states of another optimizer, which mean something else here.
+
+    Raises:
+        CheckpointError: the groups of parameters are others, or have other settings.
+    """
+    here = [sorted(group.keys() - {"params"}) for group in optimizer.param_groups]
+    if here != [sorted(group) for group in saved]:
+        raise CheckpointError(
+            f"{folder}: model {name} was trained there with another optimizer, or with other parameters under it. "
+            "Resume with the same optimizer= and the same weight decay, or start anew"
+        )
 
 
 def _remedy(name: str, saved: list[int]) -> str:

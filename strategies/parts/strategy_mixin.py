@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from rlmodule.core.contract import Backward, Collectives, ModelObjective, ModelSpec, SequenceRanks
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metrics
-from rlmodule.core.parameters import Cast, fp32_names, tied
+from rlmodule.core.parameters import Cast, empty_states, fp32_names, tied
 from rlmodule.core.types import MicroBatch, StepTotals, TokenOutputs
 from strategies.parts.collectives import LocalCollectives
 from strategies.parts.loading import drop_unread, load
@@ -52,6 +52,11 @@ class StrategyMixin(SavedState):
     def gathers_inside_blocks(self) -> bool:
         """Whether it gathers parameters inside a block (ZeRO-3), which rules out selective checkpointing."""
         return False
+
+    @property
+    def keeps_matrices(self) -> bool:
+        """Whether an optimizer sees each weight with its shape, and can gather it where it is sharded."""
+        return True
 
     @classmethod
     def layout_of(cls, config: Any, world_size: int) -> Layout:
@@ -261,11 +266,7 @@ class StrategyMixin(SavedState):
         """As ``state_dict_to_save``, with moments made where there are none; every tensor is to be filled in place."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter.detach()),
-                    "exp_avg_sq": torch.zeros_like(parameter.detach()),
-                }
+                optimizer.state[parameter] = empty_states(group, parameter)
         return self.state_dict_to_save(name, optimizer)
 
     def load_state_dict(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:

@@ -32,6 +32,7 @@ class Told:
         self.value, self.penalty = ([[rng.gauss(0, 1) for _ in range(n)] for n in self.length] for _ in range(2))
         self.energy = [[rng.uniform(0, 2) for _ in range(n)] for n in self.length]
         self.next_value = [rng.choice([0.0, 0.5]) for _ in range(count)]
+        self.weight = [[rng.choice([0.0, 0.5, 1.0, 2.0]) for _ in range(n)] for n in self.length]
 
     @property
     def inputs(self):
@@ -46,6 +47,7 @@ class Told:
             baseline=of(self.baseline),
             tokens=TokenValues(of(chain(*self.value)), of(chain(*self.penalty)), of(self.next_value)),
             energy=of(chain(*self.energy)),
+            rollout_weight=of(chain(*self.weight)),
         )
 
     def scored(self):
@@ -154,13 +156,16 @@ def gae(told, **config):
     return out
 
 
-def optimal_token_baseline(told):
+def optimal_token_baseline(told, power=0):
     """Token by token: who of the group has said as much, and how much of the gradient each has gathered so far."""
     out = [[0.0] * n for n in told.length]
     for members in told.has_reward_variance():
         for t in range(max(told.length[i] for i in members)):
             alive = [i for i in members if told.length[i] > t]
-            weights = [sum(told.energy[i][: t + 1]) + 1e-8 for i in alive]
+            weights = [
+                sum(w**power * e for w, e in zip(told.weight[i][: t + 1], told.energy[i], strict=False)) + 1e-8
+                for i in alive
+            ]
             baseline = sum(w * told.reward[i] for w, i in zip(weights, alive, strict=True)) / sum(weights)
             for i in alive:
                 out[i][t] = told.reward[i] - baseline if len(alive) > 1 else 0.0
@@ -168,6 +173,7 @@ def optimal_token_baseline(told):
 
 
 REFERENCES = {
+    "weighted_optimal_token_baseline": lambda told: optimal_token_baseline(told, 2),
     "optimal_token_baseline": optimal_token_baseline,
     "gae": gae,
     "grpo": by_group(lambda r, n, i: (r[i] - mean(r)) / (stdev(r) + 1e-6)),

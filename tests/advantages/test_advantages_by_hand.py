@@ -18,6 +18,7 @@ from rlmodule.advantages.optimal_token_baseline import OptimalTokenBaseline
 from rlmodule.advantages.reinforce_pp import ReinforcePP
 from rlmodule.advantages.reinforce_pp_baseline import ReinforcePPBaseline
 from rlmodule.advantages.remax import ReMax
+from rlmodule.advantages.weighted_optimal_token_baseline import WeightedOptimalTokenBaseline
 from rlmodule.core.config import convert
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import TokenValues
@@ -98,6 +99,16 @@ def test_optimal_token_baseline_on_three_responses():
     assert out.tolist() == pytest.approx([0.75, -0.25, 0.0, -0.25, 0.0, 0.0], abs=1e-7)
     out = OptimalTokenBaseline()(replace(x, reward=torch.tensor([0.0, 1.0, 0.0])))
     assert out.tolist() == pytest.approx([-0.25, 0.75, 0.75, -0.25, -0.25, 0.0], abs=1e-7)
+
+
+def test_weights_count_squared():
+    """Two tokens each, all energies 1; weights 1, 2 and 1, 1: sums 1, 5 and 1, 2, so baselines 1/2 and 5/7."""
+    x = replace(scored([1.0, 0.0], [0, 0], [2, 2]), energy=torch.ones(4, dtype=torch.float64))
+    weighted = replace(x, rollout_weight=torch.tensor([1.0, 2.0, 1.0, 1.0]))
+    out = WeightedOptimalTokenBaseline()(weighted)
+    assert out.tolist() == pytest.approx([1 / 2, 2 / 7, -1 / 2, -5 / 7], abs=1e-7)
+    even = replace(x, rollout_weight=torch.ones(4))
+    assert torch.equal(WeightedOptimalTokenBaseline()(even), OptimalTokenBaseline()(x))
 
 
 def test_with_equal_energies_and_lengths_the_optimal_baseline_is_the_mean_of_the_group():

@@ -43,6 +43,26 @@ def test_a_budget_of_tokens_changes_nothing(alone, tmp_path):
         assert here[2] == pytest.approx(there[2], rel=1e-3, abs=1e-5, nan_ok=True)
 
 
+def test_weights_of_the_rollout_correction_reach_the_baseline(tmp_path):
+    """With bounds that leave every weight at 1 the two baselines are one; with others they are not."""
+    words = (*WORDS, "rollout_correction=tis", "rollout.temperature=0.7")
+    bounds = {"even": ("1.0", "1.0000001"), "free": ("0.0", "10.0")}
+    results = {}
+    for name, (lower, upper) in bounds.items():
+        limits = (f"algorithm.rollout_correction.lower={lower}", f"algorithm.rollout_correction.upper={upper}")
+        for advantage in ("optimal_token_baseline", "weighted_optimal_token_baseline"):
+            records = run_small(
+                tmp_path / name / advantage, *words, *limits, f"advantage={advantage}", "rollout.staleness=1"
+            )
+            results[name, advantage] = [r.metrics["advantage/max"] for r in records if r.kind == "iteration"]
+    assert results["even", "optimal_token_baseline"] == pytest.approx(
+        results["even", "weighted_optimal_token_baseline"], rel=1e-5
+    )
+    assert results["free", "optimal_token_baseline"] != pytest.approx(
+        results["free", "weighted_optimal_token_baseline"], rel=1e-9
+    )
+
+
 def _fit(run_dir, strategy, rank):
     run = small_run(run_dir, *WORDS, "trainer.devices=2", f"strategy={strategy}")
     run.fit()

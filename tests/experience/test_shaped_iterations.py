@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rlmodule.advantages.grpo import GRPO
 from rlmodule.advantages.reinforce_pp import ReinforcePP
 from rlmodule.advantages.remax import ReMax
 from rlmodule.algorithm.config import AlgorithmConfig
@@ -13,11 +12,10 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.algorithm.rollout_correction import RolloutCorrection, correction_weights
 from rlmodule.algorithm.shaping import FilterGroups, KLController, KLInReward, OverlongBuffer
 from rlmodule.batching.collate import DynamicCollator
-from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.episodes import Completion
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.layout import Layout
-from rlmodule.core.types import Prompt, RewardResult, ScoredSample
+from rlmodule.core.types import Prompt, RewardResult
 from rlmodule.data.chat import ChatFormat
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
@@ -32,52 +30,14 @@ from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.reinforce import Reinforce
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.ops.kl import kl_per_token
-from strategies.parts.mesh import current_layout
+from tests.experience.shaped import CENTRED, ROUNDS, drawn, iteration_of
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.tiny import ddp, sample, single, tiny_policy
-
-CENTRED = GRPO(normalize_by_std=False)
-# Rounds of sampling: group -> rewards of its two responses; ids go on counting.
-ROUNDS = (
-    {0: (1.0, 1.0), 1: (1.0, 0.0), 2: (0.0, 0.0)},
-    {3: (0.5, None), 4: (0.0, 1.0), 5: (0.0, 0.25)},
-    {6: (1.0, 0.0), 7: (1.0, 0.0), 8: (1.0, 0.0)},
-)
+from tests.helpers.tiny import single, tiny_policy
 
 
-def drawn(group, rewards, baseline=None):
-    """Responses of 2, 3, ... tokens; every third is cut at the limit; the sampler's log-probabilities are made up."""
-    out = []
-    for place, reward in enumerate(rewards):
-        item = sample(2 * group + place, 3, 2 + (2 * group + place) % 5, group=group)
-        rng = torch.Generator().manual_seed(item.sample_id)
-        item = replace(
-            item,
-            rollout_logprob=-4 + 0.5 * torch.randn(len(item.response_ids), generator=rng),
-            finish_reason="length" if item.sample_id % 3 == 2 else "stop",
-        )
-        out.append(ScoredSample(item, RewardResult(reward), baseline))
-    return out
-
-
-def iterate(rank, *, rounds=ROUNDS[:1], loss=None, advantage=CENTRED, controller=None, baseline=None, **algorithm):
+def iterate(rank, **config):
     """(ids and advantages of the iteration, rows of this rank by sample id, metrics)."""
-    layout = current_layout()
-    models = {"policy": tiny_policy(), "reference": tiny_policy(seed=1).requires_grad_(False)}
-    strategy = (single if layout.world_size == 1 else ddp)(models)
-    to_come = iter(rounds)
-
-    def collect():
-        groups = list(next(to_come).items())[layout.dp_rank :: layout.dp_size]
-        return [scored for group, rewards in groups for scored in drawn(group, rewards, baseline)]
-
-    objective = Objective(loss or PPOClip(), AlgorithmConfig(**algorithm))
-    maker = ExperienceMaker(
-        Scorer(strategy, objective, DynamicCollator(), torch.device("cpu")),
-        AdvantageStage(objective, advantage, strategy.collectives, controller),
-        lambda metas: BalancedSampler(metas, BatchingConfig(mini_batch_size=4), layout, seed=0, iteration=0),
-    )
-    iteration = maker(collect, Timer())
+    _, iteration = iteration_of(rank, **config)
     told = dict(zip((f.meta.sample_id for f in iteration.sample_info), iteration.advantages.tolist(), strict=True))
     rows = {row.sample.sample_id: row for row in iteration.experience.rows.values()}
     return told, rows, dict(iteration.metrics)

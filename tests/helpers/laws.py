@@ -103,6 +103,8 @@ class Rollouts:
             advantage=self.advantage[at],
             ref_logprob=self.ref_logprob[at],
             teacher_logprob=self.teacher_logprob[at],
+            teacher_top_logprob=top_tokens(self.teacher_logprob[at]),
+            top_logprob=top_tokens((self.logprob if logprob is None else logprob)[at]),
             selected=self.selected[at],
             group=torch.tensor([number[group] for group in groups], dtype=torch.int64),
         )
@@ -118,6 +120,11 @@ class Rollouts:
             totals=self.totals,
             loss_scale_factor=8.0,
         )
+
+
+def top_tokens(logprob: Tensor) -> Tensor:
+    """[N] log-probabilities -> [N, 3] of three different tokens, with a sum of probabilities below 1."""
+    return torch.stack([torch.nn.functional.logsigmoid(logprob) - step for step in (0.8, 1.6, 2.4)], -1)
 
 
 def rollouts(seed: int = 0, drift: float = 0.5) -> Rollouts:
@@ -187,7 +194,9 @@ def check_loss_ignores_what_is_masked(loss: Loss) -> None:
         padded[name][mask] = getattr(data, name)
     padded["logprob"].requires_grad_()
     clean = data.inputs(range(len(LENGTHS)))
-    out = loss(replace(clean, **{name: select(x, mask) for name, x in padded.items()}))
+    selected = {name: select(x, mask) for name, x in padded.items()}
+    selected["top_logprob"] = top_tokens(selected["logprob"])
+    out = loss(replace(clean, **selected))
     expected = loss(clean)
     torch.testing.assert_close(out.loss, expected.loss, rtol=0, atol=0)
     torch.testing.assert_close(dict(out.metrics), dict(expected.metrics), rtol=0, atol=0)
@@ -212,6 +221,7 @@ def check_no_gradient_without_advantage(loss: Loss, drift: float = 0.5) -> None:
 def check_loss_reads_only_what_it_names(loss: Loss) -> None:
     """``needs`` is the truth: with everything else absent the loss is the same."""
     optional = {"old_logprob", "advantage", "ref_logprob", "teacher_logprob", "selected", "group"}
+    optional |= {"teacher_top_logprob", "top_logprob"}
     assert loss.needs <= optional, f"{loss.needs - optional} is no optional field of LossInputs"
     full = rollouts().inputs(range(len(LENGTHS)))
     lean = replace(full, **dict.fromkeys(optional - loss.needs))
@@ -263,6 +273,7 @@ def scored(
         baseline=torch.full((len(rewards),), 0.3, dtype=torch.float64),
         tokens=_token_facts(sum(loss_tokens or range(1, len(rewards) + 1)), len(rewards)),
         energy=torch.arange(sum(loss_tokens or range(1, len(rewards) + 1)), dtype=torch.float64).sin().square(),
+        rollout_weight=torch.arange(sum(loss_tokens or range(1, len(rewards) + 1)), dtype=torch.float64).cos().square(),
     )
 
 
@@ -280,8 +291,10 @@ def _rows(x: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
     picked = torch.cat([places[i] for i in rows.tolist()])
     tokens = TokenValues(x.tokens.value[picked], x.tokens.penalty[picked], x.tokens.next_value[rows])
     assert x.energy is not None
-    energy = x.energy[picked]
-    return AdvantageInputs(x.reward[rows], x.group[rows], x.loss_tokens[rows], parts, x.baseline[rows], tokens, energy)
+    assert x.rollout_weight is not None
+    energy, weight = x.energy[picked], x.rollout_weight[picked]
+    of_responses = (x.reward[rows], x.group[rows], x.loss_tokens[rows], parts, x.baseline[rows])
+    return AdvantageInputs(*of_responses, tokens, energy, weight)
 
 
 def by_response(advantage: Advantage, x: AdvantageInputs) -> list[Tensor]:
@@ -305,7 +318,13 @@ def check_advantage_follows_its_response(advantage: Advantage) -> None:
 def check_advantage_reads_only_what_it_names(advantage: Advantage) -> None:
     """What it does not name may be missing, and groups that it does not name may be any."""
     x = scored(REWARDS, REWARD_GROUPS)
-    unread: dict[str, Tensor | None] = {"baseline": None, "tokens": None, "energy": None, "group": x.group.flip(0)}
+    unread: dict[str, Tensor | None] = {
+        "baseline": None,
+        "tokens": None,
+        "energy": None,
+        "rollout_weight": None,
+        "group": x.group.flip(0),
+    }
     bare = replace(x, **{name: value for name, value in unread.items() if name not in advantage.needs})
     assert torch.equal(advantage(bare), advantage(x))
 

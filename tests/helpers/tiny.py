@@ -38,6 +38,7 @@ from rlmodule.models.policy import PolicyModel
 from rlmodule.optim.adamw import AdamW
 from rlmodule.optim.parts.config import OptimizerConfig
 from rlmodule.optim.parts.decay import decayed_parameters
+from rlmodule.optim.parts.hidden import hidden_matrices
 from rlmodule.optim.parts.schedule import build_schedule
 from rlmodule.training.reduction import reduce_metrics
 from rlmodule.training.update import StepResult, Trainable, update
@@ -267,7 +268,10 @@ def share_rows(
     layout = layout or Layout()
     sampler = BalancedSampler([r.sample.meta for r in rows], config, layout, seed=0, iteration=0, epochs=epochs)
     experience = Experience(dict(enumerate(rows)), 0, len(rows))
-    collator = DynamicCollator(0, layout.sp_size, layout.sp_rank, share_prompts=config.share_prompts)
+    top = next((r.teacher_top_ids.shape[1] for r in rows if r.teacher_top_ids is not None), 0)
+    collator = DynamicCollator(
+        0, layout.sp_size, layout.sp_rank, share_prompts=config.share_prompts, num_top_tokens=top
+    )
     return [collator(experience.__getitems__(share)) for share in sampler.shares(sampler.plans)]
 
 
@@ -355,7 +359,7 @@ class Stepper:
         self.objective = Objective(loss or PPOClip(), algorithm or AlgorithmConfig(log_entropy=False))
         self.config = optimizer or AdamW(lr=1e-2, warmup_steps=0)
         decayed = decayed_parameters(policy)
-        self.optimizer = self.config.build(self.strategy.named_parameters("policy"), decayed)
+        self.optimizer = self.config.build(self.strategy.named_parameters("policy"), decayed, hidden_matrices(policy))
         self.schedule = build_schedule(self.config, self.optimizer, run_steps=100)
         self.backward_calls = 0
 

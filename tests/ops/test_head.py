@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlmodule.ops.chunked_head import LONG_ROW
+from rlmodule.ops.chunked_head import LONG_ROW, Likeliest
 from rlmodule.ops.head import linear_logprobs, linear_loss
 from rlmodule.ops.logprobs import entropy_from_logits, logprobs_from_logits
 
@@ -79,6 +79,79 @@ def test_loss_and_gradients_are_those_of_the_definition(
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
     gradient, by_definition = torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs)
     torch.testing.assert_close(gradient, by_definition, rtol=1e-11, atol=1e-11)
+
+
+def of_columns(logprob, entropy, part, top):
+    """A loss of the label, the entropy and three further tokens of each position, one of which may be the label."""
+    share = torch.arange(part.start + 1.0, part.stop + 1.0, dtype=logprob.dtype)
+    of_top = (top.exp() * (top - torch.tensor([0.1, -0.7, 0.4], dtype=top.dtype))).sum(-1)
+    return (share * (0.2 * logprob + of_top + (0 if entropy is None else 0.3 * entropy))).sum()
+
+
+def columns_of(labels):
+    """[N, 3] different tokens: the label itself, and two others."""
+    return torch.stack([labels, (labels + 3) % VOCABULARY, (labels + 8) % VOCABULARY], -1)
+
+
+@pytest.mark.parametrize(("temperature", "softcap", "with_bias", "with_entropy"), SETTINGS)
+@pytest.mark.parametrize("whole_sequences", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 4, 100])
+def test_losses_of_further_tokens_have_the_gradient_of_the_full_softmax(
+    temperature, softcap, with_bias, with_entropy, whole_sequences, chunk_size
+):
+    hidden, weight, bias, labels = problem()
+    bias = bias if with_bias else None
+    inputs = [x for x in (hidden, weight, bias) if x is not None]
+    loss = linear_loss(
+        hidden,
+        weight,
+        labels,
+        of_columns,
+        bias=bias,
+        temperature=temperature,
+        softcap=softcap,
+        chunk_size=chunk_size,
+        with_entropy=with_entropy,
+        whole_sequences=whole_sequences,
+        columns=columns_of(labels),
+    )
+    logprob, entropy = plain(hidden, weight, bias, labels, temperature, softcap)
+    top = [plain(hidden, weight, bias, column, temperature, softcap)[0] for column in columns_of(labels).unbind(-1)]
+    expected = of_columns(logprob, entropy if with_entropy else None, slice(0, NUM_TOKENS), torch.stack(top, -1))
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    gradient, by_definition = torch.autograd.grad(loss, inputs), torch.autograd.grad(expected, inputs)
+    torch.testing.assert_close(gradient, by_definition, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_of_further_tokens_in_lower_precision_come_near_the_definition(dtype):
+    """Products in ``dtype``, softmax and sums in float32."""
+    hidden, weight, _, labels = problem(dtype)
+    loss = linear_loss(hidden, weight, labels, of_columns, chunk_size=4, columns=columns_of(labels))
+    assert loss.dtype == torch.float32
+    logprob, _ = plain(hidden, weight, None, labels)
+    top = [plain(hidden, weight, None, column)[0] for column in columns_of(labels).unbind(-1)]
+    expected = of_columns(logprob, None, slice(0, NUM_TOKENS), torch.stack(top, -1))
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(loss.double(), expected, rtol=tolerance, atol=tolerance)
+    for mine, wanted in zip(
+        torch.autograd.grad(loss, [hidden, weight]), torch.autograd.grad(expected, [hidden, weight]), strict=True
+    ):
+        scale = float(wanted.abs().max())
+        torch.testing.assert_close(mine.double(), wanted.double(), rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 4, 100])
+def test_the_likeliest_tokens_are_those_of_the_definition(chunk_size):
+    hidden, weight, bias, labels = problem()
+    for among in (VOCABULARY, VOCABULARY - 5):
+        outputs = linear_logprobs(
+            hidden, weight, labels, bias=bias, temperature=0.7, chunk_size=chunk_size, likeliest=Likeliest(4, among)
+        )
+        logp = ((hidden @ weight.t() + bias) / 0.7).log_softmax(-1)
+        expected = logp[:, :among].topk(4)
+        assert torch.equal(outputs.top_ids, expected.indices), "of the first tokens only"
+        torch.testing.assert_close(outputs.top_logprob, expected.values.detach(), rtol=1e-12, atol=1e-12)
 
 
 class Again(torch.autograd.Function):

@@ -17,7 +17,18 @@ from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import assert_same_training, mixed_rows, train_on
 
 LENGTHS = ((3, 4), (5, 1), (2, 9), (4, 3), (1, 6), (6, 2), (3, 11), (2, 2), (4, 4), (2, 7), (1, 1), (5, 5))
-ROWS = mixed_rows(LENGTHS)
+
+
+def with_top_tokens(row, count=4):
+    """The row with made-up likeliest tokens of a teacher at each position, and most of the mass on them."""
+    rng = torch.Generator().manual_seed(row.sample.sample_id)
+    size = len(row.sample.response_ids)
+    ids = torch.stack([torch.randperm(20, generator=rng)[:count] for _ in range(size)])
+    logits = torch.randn(size, count + 1, generator=rng)
+    return replace(row, teacher_top_ids=ids, teacher_top_logprob=logits.log_softmax(-1)[:, :count])
+
+
+ROWS = [with_top_tokens(row) for row in mixed_rows(LENGTHS)]
 WHOLE = BatchingConfig(mini_batch_size=12, max_token_len_per_gpu=1000)
 CUT = BatchingConfig(mini_batch_size=12, max_token_len_per_gpu=20)
 ALGORITHM = AlgorithmConfig(loss_agg_mode="seq-mean-token-mean", log_entropy=False)

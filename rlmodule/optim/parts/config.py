@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from rlmodule.core.config import at_least, one_of
+from rlmodule.core.errors import ConfigError
 from rlmodule.optim.parts.decay import decayed_parameters
+from rlmodule.optim.parts.hidden import hidden_matrices
 
 SCHEDULES = CONSTANT, LINEAR, COSINE = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(ABC):
-    """Base of all optimizers; a subclass adds its own settings and builds the optimizer."""
+    """Base of all optimizers; a subclass adds its own settings and builds the optimizer.
+
+    ``needs_matrices`` says that it makes the update of a weight from the whole matrix.
+    """
+
+    needs_matrices: ClassVar[bool] = False
 
     lr: float = 2e-4  # peak learning rate
     weight_decay: float = 0.0  # decoupled; not applied to biases, norms and other parameters that are no weights
@@ -35,14 +43,28 @@ class OptimizerConfig(ABC):
             at_least("total_steps", self.total_steps, 1)
 
     @abstractmethod
-    def build(self, parameters: Iterable[tuple[str, nn.Parameter]], decayed: Collection[str]) -> Optimizer:
+    def build(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], decayed: Collection[str], hidden: Collection[str]
+    ) -> Optimizer:
         """Build the optimizer over all parameters with ``requires_grad``.
 
         Args:
             parameters: (name, parameter) of a model, possibly sharded.
             decayed: names of the parameters that weight decay applies to, see ``decayed_parameters``.
+            hidden: names of the matrices of hidden layers, see ``hidden_matrices``.
         """
 
     def build_for(self, model: nn.Module) -> Optimizer:
         """Build the optimizer of a model that is not sharded."""
-        return self.build(model.named_parameters(), decayed_parameters(model))
+        return self.build(model.named_parameters(), decayed_parameters(model), hidden_matrices(model))
+
+
+def check_betas(betas: Sequence[float]) -> None:
+    """Check the decay rates of Adam's two moments.
+
+    Raises:
+        ConfigError: they are not two numbers, at least 0 and below 1.
+    """
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        because = "two numbers are needed, at least 0 and below 1"
+        raise ConfigError(key="betas", got=betas, because=because, fix="Use [0.9,0.95]")

@@ -116,7 +116,11 @@ def build_maker(
     )
     pad = dataset.tokenizer.pad_token_id
     collator = DynamicCollator(
-        0 if pad is None else pad, layout.sp_size, layout.sp_rank, share_prompts=s.batching.share_prompts
+        0 if pad is None else pad,
+        layout.sp_size,
+        layout.sp_rank,
+        share_prompts=s.batching.share_prompts,
+        num_top_tokens=objective.num_top_tokens,
     )
     scorer = Scorer(
         strategy,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -15,10 +16,11 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.core.contract import LANGUAGE_MODEL, POLICY_VALUE, VALUE_MODEL, ModelObjective, ModelSpec, Strategy
 from rlmodule.core.types import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER
 from rlmodule.models.building import build_policy_on_meta
-from rlmodule.models.description import NO_VALUE, PRECISIONS, SEPARATE, SHARED, ModelConfig
+from rlmodule.models.description import NO_VALUE, PRECISIONS, SEPARATE, SHARED, ModelConfig, load_model_config
 from rlmodule.models.policy import PolicyModel
 from rlmodule.models.value import build_value_model_on_meta, value_config, with_value_head
 from rlmodule.module import RLModule
+from rlmodule.ops.chunked_head import Likeliest
 from rlmodule.optim.parts.config import OptimizerConfig
 from rlmodule.run.config import RunConfig
 from rlmodule.run.preflight.teacher import teacher_model
@@ -58,7 +60,7 @@ def model_specs(config: RunConfig, objective: Objective) -> dict[str, ModelSpec]
         without_head = replace(config.model, value=NO_VALUE)
         specs[REFERENCE] = _policy_spec(config, without_head, is_trained=False)
     if config.algorithm.teacher is not None:
-        specs[TEACHER] = _policy_spec(config, teacher_model(config), is_trained=False)
+        specs[TEACHER] = _teacher_spec(config, objective.num_top_tokens)
     if config.model.value == SEPARATE:
         specs[CRITIC] = _value_spec(config, "critic")
     return specs
@@ -94,6 +96,21 @@ def _policy_spec(config: RunConfig, model: ModelConfig, *, is_trained: bool) -> 
         compute_dtype=PRECISIONS[model.precision],
         build_default=build_default,
     )
+
+
+def _teacher_spec(config: RunConfig, num_top_tokens: int) -> ModelSpec:
+    """The frozen teacher; where the loss reads its likeliest tokens, those that the policy knows as well."""
+    spec = _policy_spec(config, teacher_model(config), is_trained=False)
+    if not num_top_tokens:
+        return spec
+    known = load_model_config(config.model).get_text_config().vocab_size
+
+    def build_default() -> nn.Module:
+        teacher: Any = spec.build_default()
+        teacher.likeliest = Likeliest(num_top_tokens, known)
+        return teacher  # type: ignore[no-any-return]
+
+    return replace(spec, build_default=build_default)
 
 
 def _value_spec(config: RunConfig, section: str) -> ModelSpec:

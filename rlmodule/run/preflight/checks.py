@@ -12,7 +12,13 @@ from rlmodule.run.preflight.adapters import check_lora
 from rlmodule.run.preflight.batches import check_equal_counts, check_kept_groups
 from rlmodule.run.preflight.groups import check_groups, check_pairs
 from rlmodule.run.preflight.lengths import check_budget, check_positions
-from rlmodule.run.preflight.responses import check_old_logprob, check_reward, check_staleness, check_temperature
+from rlmodule.run.preflight.responses import (
+    check_old_logprob,
+    check_reward,
+    check_rollout_weight,
+    check_staleness,
+    check_temperature,
+)
 from rlmodule.run.preflight.reward_model import check_reward_model
 from rlmodule.run.preflight.rows import check_demonstrations, check_rows
 from rlmodule.run.preflight.shape import check_shape
@@ -31,6 +37,7 @@ OF_SETTINGS: tuple[Callable[[RunConfig], None], ...] = (
     check_value,
     check_critic,
     check_old_logprob,
+    check_rollout_weight,
     check_stored,
     check_staleness,
     check_temperature,

@@ -46,6 +46,18 @@ def check_old_logprob(config: RunConfig) -> None:
         )
 
 
+def check_rollout_weight(config: RunConfig) -> None:
+    """An estimator that counts by weights needs a loss that has them."""
+    mode = config.algorithm.rollout_correction.mode
+    if config.advantage_reads("rollout_weight") and mode not in ("truncate", "mask"):
+        raise ConfigError(
+            key="advantage",
+            got=name_of(type(config.advantage)),
+            because=f"it counts tokens by their weights, and algorithm.rollout_correction.mode={mode} gives none",
+            fix="Use rollout_correction=tis, or advantage=optimal_token_baseline",
+        )
+
+
 def check_staleness(config: RunConfig) -> None:
     """Old responses are trained on again where somebody draws new ones, and weights make up for their age."""
     staleness, algorithm = config.replay.staleness, config.algorithm

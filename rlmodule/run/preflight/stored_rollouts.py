@@ -65,13 +65,14 @@ def _check_groups(table: RolloutTable, config: RunConfig) -> None:
 def _check_logprobs(table: RolloutTable, config: RunConfig) -> None:
     """Those that are read must be there, and of the whole policy where they stand for the old policy's."""
     algorithm = config.algorithm
-    are_read = algorithm.rollout_correction.is_on or algorithm.old_logprob == "rollout"
+    are_read = algorithm.compares_rollouts or algorithm.old_logprob == "rollout"
     if are_read and table.without_logprobs is not None:
         raise DataError(
             location=table.location(table.without_logprobs),
-            because="the row has no log-probabilities, and algorithm.old_logprob=rollout and "
-            "algorithm.rollout_correction read them",
-            fix="Use algorithm.old_logprob=recompute algorithm.rollout_correction.mode=none",
+            because="the row has no log-probabilities, and algorithm.old_logprob=rollout, "
+            "algorithm.rollout_correction and algorithm.rollout_rejection read them",
+            fix="Use algorithm.old_logprob=recompute algorithm.rollout_correction.mode=none "
+            "algorithm.rollout_rejection.token=none algorithm.rollout_rejection.sequence=none",
         )
     if "teacher_logprob" in config.loss.needs and algorithm.teacher is None and table.without_teacher is not None:
         raise DataError(

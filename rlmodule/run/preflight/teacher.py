@@ -12,6 +12,7 @@ from rlmodule.models.description import ModelConfig, load_model_config, load_tok
 from rlmodule.run.config import STORED, RunConfig
 
 KEY = "algorithm.teacher"
+OF_TEACHER = frozenset({"teacher_logprob", "teacher_top_logprob"})  # fields of LossInputs
 
 
 def teacher_model(config: RunConfig) -> ModelConfig:
@@ -28,9 +29,10 @@ def check_teacher(config: RunConfig, student: PreTrainedConfig, tokenizer: PreTr
     Raises:
         ConfigError: names the numbers that do not go together.
     """
-    is_read, path = "teacher_logprob" in config.loss.needs, config.algorithm.teacher
+    is_read, path = bool(config.loss.needs & OF_TEACHER), config.algorithm.teacher
+    is_in_file = config.dataset == STORED and not config.objective.num_top_tokens  # see check_rollouts
     if path is None:
-        if is_read and config.dataset != STORED:  # a file may bring a teacher's log-probabilities, see check_rollouts
+        if is_read and not is_in_file:
             raise _error(path, f"{type(config.loss).__name__} learns from a teacher", "Use algorithm.teacher=FOLDER")
         return
     if not is_read:
@@ -41,6 +43,7 @@ def check_teacher(config: RunConfig, student: PreTrainedConfig, tokenizer: PreTr
     except ConfigError as error:
         raise _error(path, error.because, error.fix) from error
     _check_tokens(path, tokenizer, theirs)
+    _check_top_tokens(config, student)
     _check_size(config, student, theirs_config)
 
 
@@ -68,6 +71,13 @@ def _check_size(config: RunConfig, student: PreTrainedConfig, teacher: PreTraine
     if positions is not None and config.longest_sample > positions:
         because = f"it has {positions} positions, and a sample can have {config.longest_sample} tokens"
         raise _error(path, because, "Lower rollout.max_response_length, or use another teacher")
+
+
+def _check_top_tokens(config: RunConfig, student: PreTrainedConfig) -> None:
+    count, vocab = config.objective.num_top_tokens, student.get_text_config().vocab_size
+    if count > vocab:
+        because = f"the policy has a vocabulary of {vocab} tokens"
+        raise ConfigError(key="loss.top_k", got=count, because=because, fix=f"Use loss.top_k={vocab} or less")
 
 
 def _error(path: str | None, because: str, fix: str) -> ConfigError:
