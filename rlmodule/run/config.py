@@ -24,7 +24,7 @@ from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.registry import Registry, name_of
 from rlmodule.core.renamed import instead_of
 from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
-from rlmodule.data.prompts import DataConfig
+from rlmodule.data.config import DataConfig
 from rlmodule.environments import ENVIRONMENTS
 from rlmodule.experience.replay import ReplayConfig
 from rlmodule.loggers import LOGGERS, LoggerConfig

@@ -20,10 +20,10 @@ from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, Sample
 from rlmodule.data.demonstrations import DemonstrationSource, environment_demonstrations
 from rlmodule.data.end_tokens import EndTokens, find_end_tokens
-from rlmodule.data.files import MemoryTable
 from rlmodule.data.preferences import Pair, PreferenceSource, environment_preferences
 from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.rollouts import RolloutTable, load_rollouts
+from rlmodule.data.tables import MemoryTable
 from rlmodule.environments.parts.single_turn import SingleTurnEpisode
 from rlmodule.experience.episodes import EpisodeRunner
 from rlmodule.experience.sources import OfflineSource, RolloutSource, RowSampler, Source, StoredSource

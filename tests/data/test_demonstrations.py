@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from rlmodule.core.errors import DataError
+from rlmodule.data.config import DataConfig
 from rlmodule.data.demonstrations import environment_demonstrations, file_demonstrations
-from rlmodule.data.prompts import DataConfig, load_prompts
+from rlmodule.data.prompts import load_prompts
 from rlmodule.environments.sort import Sort
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 

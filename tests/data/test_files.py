@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmodule.core.errors import ConfigError, DataError
-from rlmodule.data.files import BATCH_ROWS, open_files
+from rlmodule.data.files import open_files
+from rlmodule.data.tables import BATCH_ROWS
 
 ROWS = [{"prompt": f"p{i}", "extra": {"index": i}} for i in range(2 * BATCH_ROWS + 3)]
 

@@ -3,8 +3,9 @@
 import pytest
 
 from rlmodule.core.errors import DataError
-from rlmodule.data.files import MemoryTable
-from rlmodule.data.formats import FORMATS, ColumnKeys, Row, choose_columns, read_row
+from rlmodule.data.formats import FORMATS, ColumnKeys, choose_columns
+from rlmodule.data.row import Row, read_row
+from rlmodule.data.tables import MemoryTable
 
 TURNS = [{"role": "user", "content": "2+2?"}]
 SAID = [{"role": "assistant", "content": "4"}]

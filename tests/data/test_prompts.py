@@ -8,8 +8,10 @@ import pytest
 
 from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import Prompt
-from rlmodule.data.files import MemoryTable
-from rlmodule.data.prompts import DataConfig, load_prompts, open_rows
+from rlmodule.data.config import DataConfig
+from rlmodule.data.prompts import load_prompts
+from rlmodule.data.rows import open_rows
+from rlmodule.data.tables import MemoryTable
 from rlmodule.environments.countdown import Countdown
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 
