@@ -56,7 +56,7 @@ def order_of(rows: TableRows, kept: NDArray[np.int64], config: DataConfig) -> Ro
     Raises:
         DataError: a row has no number to order it by, or an entry with a weight has no row in use.
     """
-    sizes = (len(kept),)
+    sizes: tuple[int, ...] = (len(kept),)
     if config.weights:
         ends = np.searchsorted(kept, rows.entry_ends)
         sizes = tuple(map(int, np.diff(ends, prepend=0)))

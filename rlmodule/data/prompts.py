@@ -47,22 +47,22 @@ class PromptTable(LazyRows[Prompt]):
         limit: int,
         largest_ids: NDArray[np.int32],
     ) -> None:
-        self._rows, self._chat, self._kept, self._limit = rows, chat, kept, limit
+        self.rows, self._chat, self.kept, self._limit = rows, chat, kept, limit
         self._largest_ids = largest_ids
         self.lengths = np.minimum(lengths, limit)
         self.num_filtered = len(rows) - len(kept)
         self.num_truncated = int((lengths > limit).sum())
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self.kept)
 
     def select(self, indices: Sequence[int]) -> list[Prompt]:
         """The prompts of these positions, in the same order.
 
         ``Prompt.row`` is the position before filtering, over all files of the split: what ``location`` understands.
         """
-        positions = [int(self._kept[index]) for index in indices]
-        rows = self._rows.select(positions)
+        positions = [int(self.kept[index]) for index in indices]
+        rows = self.rows.select(positions)
         ids = self._chat.encode_prompts([row.prompt for row in rows], [row.tools for row in rows])
         return [
             Prompt(
@@ -85,8 +85,8 @@ class PromptTable(LazyRows[Prompt]):
             DataError: ``file:line`` and what is missing.
         """
         for start in range(0, len(self), READ_AT_ONCE):
-            positions = [int(position) for position in self._kept[start : start + READ_AT_ONCE]]
-            for position, row in zip(positions, self._rows.select(positions), strict=True):
+            positions = [int(position) for position in self.kept[start : start + READ_AT_ONCE]]
+            for position, row in zip(positions, self.rows.select(positions), strict=True):
                 missing = missing_fields(row.answer, row.meta)
                 if missing is not None:
                     raise DataError(
@@ -104,22 +104,22 @@ class PromptTable(LazyRows[Prompt]):
         """
         unknown = np.flatnonzero(self._largest_ids >= vocab_size)
         if len(unknown):
-            position = int(self._kept[unknown[0]])
+            position = int(self.kept[unknown[0]])
             raise unknown_token(self.location(position), int(self._largest_ids[unknown[0]]), vocab_size)
 
     def location(self, row: int) -> str:
         """``file:line`` of ``Prompt.row``."""
-        return self._rows.location(row)
+        return self.rows.location(row)
 
     def describe_columns(self) -> str:
         """For the run's plan: which column is read as what."""
         others = "for the reward alone"
-        text = self._rows.describe_columns(("prompt", "context", "system", "tools", "answer", "source"), others)
-        return text + tools_note(self._rows, self._chat)
+        text = self.rows.describe_columns(("prompt", "context", "system", "tools", "answer", "source"), others)
+        return text + tools_note(self.rows, self._chat)
 
     def describe(self) -> str:
         """One line for the run's plan."""
-        text = f"{len(self)} prompts of {self._rows.name}, {self.lengths.min()} to {self.lengths.max()} tokens"
+        text = f"{len(self)} prompts of {self.rows.name}, {self.lengths.min()} to {self.lengths.max()} tokens"
         text += f" (mean {self.lengths.mean():.1f})"
         if self.num_filtered:
             text += f", {self.num_filtered} longer ones filtered out"
@@ -164,7 +164,9 @@ def unknown_token(location: str, token: int, vocab_size: int) -> DataError:
     )
 
 
-def keep_by_length(lengths: NDArray[np.int32], config: DataConfig, location: Callable[[int], str]) -> NDArray[np.int64]:
+def keep_by_length(
+    lengths: NDArray[np.integer[Any]], config: DataConfig, location: Callable[[int], str]
+) -> NDArray[np.int64]:
     """Positions of the rows that stay in use under the rule ``overlong_prompt``.
 
     Args:

@@ -29,7 +29,7 @@ def from_rows(tmp_path, rows, **keys):
 def test_an_environment_is_demonstrated_by_samples():
     environment = Sort(train_size=5)
     samples = environment_demonstrations(environment.demonstrations(9, seed=2), "sort", DataConfig(), TOKENIZER)
-    for number, (sample, (prompt, response)) in enumerate(
+    for number, ([sample], (prompt, response)) in enumerate(
         zip(samples, environment.demonstrations(9, seed=2), strict=True)
     ):
         assert (sample.sample_id, sample.group_id, sample.text) == (number, number, response)

@@ -129,8 +129,8 @@ def test_validation_rows_can_be_limited(lines):
 
 
 def test_columns_are_checked_without_a_tokenizer(lines):
-    path = lines([{"problem": "a"}])
-    with pytest.raises(DataError, match="its columns are problem"):
+    path = lines([{"puzzle": "a"}])
+    with pytest.raises(DataError, match="its columns are puzzle"):
         open_rows(DataConfig(train_files=[path]), "train")
 
 

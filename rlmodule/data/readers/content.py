@@ -10,6 +10,7 @@ import io
 import os
 import shutil
 import tempfile
+import weakref
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,7 @@ class Unpacked(Content):
     def __post_init__(self) -> None:
         copy = tempfile.TemporaryFile(prefix="rlmodule-")
         object.__setattr__(self, "_copy", copy)
+        weakref.finalize(self, copy.close)
         try:
             with gzip.open(self.path) as packed:
                 shutil.copyfileobj(packed, copy, 1 << 20)

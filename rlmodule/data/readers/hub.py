@@ -17,7 +17,10 @@ from rlmodule.core.hub import prefer_cache_if_unreachable
 from rlmodule.data.readers.arrow_file import arrow_rows
 from rlmodule.data.tables import RowTable
 
-_PLACE = re.compile(r"(?P<name>.+?)(?::(?P<config>[\w.+-]+))?(?:@(?P<revision>[\w./-]+))?(?:\[(?P<split>[^\[\]]+)\])?")
+_PLACE = re.compile(
+    r"(?P<name>.+?)(?::(?P<config>[\w.+-]+))?(?:@(?P<revision>[\w./-]+))?"
+    r"(?:\[(?P<split>[^\[\]]+(?:\[[^\[\]]*\])?)\])?"
+)
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
@@ -30,7 +33,7 @@ class DatasetPlace:
         name: on the hub, or a folder.
         config: one of the data set's own parts; empty for the only one.
         revision: branch, tag or commit; empty for the newest.
-        split: train, test, ...; a slice such as ``train[:100]`` is written ``train:100``.
+        split: ``train``, ``test``, or a part of one: ``train[:100]``, ``train[10%:20%]``.
     """
 
     given: str
