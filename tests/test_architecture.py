@@ -51,6 +51,7 @@ TORCH = {"torch"}
 LIBRARIES = {
     "rlmodule/core": TORCH | {"numpy"},
     "rlmodule/core/config.py": {"omegaconf"},
+    "rlmodule/core/hub.py": {"huggingface_hub"},
     "rlmodule/ops": TORCH,
     "rlmodule/losses": TORCH,
     "rlmodule/advantages": TORCH,
@@ -61,11 +62,13 @@ LIBRARIES = {
     "rlmodule/models/lora.py": {"peft", "safetensors"},
     "rlmodule/models/weights.py": {"safetensors"},
     "rlmodule/models/value.py": {"safetensors"},
-    "rlmodule/models/hub.py": {"huggingface_hub"},
     "rlmodule/data": TORCH | {"transformers", "numpy"},
     "rlmodule/data/chat.py": {"jinja2"},
     "rlmodule/data/arrow.py": {"pyarrow"},
-    "rlmodule/data/files.py": {"pyarrow"},
+    "rlmodule/data/readers/arrow_file.py": {"pyarrow"},
+    "rlmodule/data/readers/hub.py": {"datasets", "huggingface_hub"},
+    "rlmodule/data/readers/parquet.py": {"pyarrow"},
+    "rlmodule/data/readers/row_groups.py": {"pyarrow"},
     "rlmodule/rewards": TORCH | {"transformers"},
     "rlmodule/rollout": TORCH | {"transformers", "numpy"},
     "rlmodule/checkpoint": TORCH,
@@ -79,6 +82,7 @@ LIBRARIES = {
     "rlmodule/callbacks/progress.py": {"rich"},
     "rlmodule/callbacks/report.py": {"rich", "matplotlib"},
     "rlmodule/run": TORCH | {"transformers", "omegaconf"},
+    "rlmodule/run/preflight/tokens.py": {"numpy"},
     "rlmodule/run/run.py": {"lightning"},
     "rlmodule/run/build": {"lightning"},
     "rlmodule/parity": TORCH | {"lightning"},
@@ -102,6 +106,7 @@ DEFERRED = {
     ("rlmodule/cli.py", "rlmodule.run.warm_start"),  # likewise
     ("rlmodule/cli.py", "strategies.registry"),  # likewise
     ("strategies/deepspeed.py", ""),  # the device must be named before it is imported
+    ("rlmodule/data/readers/hub.py", ""),  # datasets, optional: for those who name data sets of the hub
     ("rlmodule/models/lora.py", ""),  # peft, optional: for those who train adapters
 }
 

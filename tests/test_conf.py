@@ -22,7 +22,7 @@ from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.commands import COMMANDS
 from rlmodule.core.errors import ConfigError, RLModuleError
-from rlmodule.data.prompts import DataConfig
+from rlmodule.data.config import DataConfig
 from rlmodule.environments import ENVIRONMENTS
 from rlmodule.experience.replay import ReplayConfig
 from rlmodule.loggers import LOGGERS

@@ -7,25 +7,25 @@ the tool and user turns in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.errors import DataError
-from rlmodule.core.types import Prompt, Sample
-from rlmodule.data.chat import ChatError, ChatFormat, Message, Segment, as_turns, join, prompt_text
-from rlmodule.data.files import in_batches
-from rlmodule.data.formats import Row
+from rlmodule.core.types import Sample
+from rlmodule.data.chat import ChatError, ChatFormat, Segment, as_turns
+from rlmodule.data.config import DataConfig
+from rlmodule.data.given_responses import Encoded, ResponseRows, ResponseTable
 from rlmodule.data.messages import is_assistant, without_prompt
-from rlmodule.data.prompts import DataConfig, keep_by_length, open_rows, tools_note
+from rlmodule.data.prompts import tools_note
+from rlmodule.data.row import Row
+from rlmodule.data.rows import open_rows
 
 
 def environment_demonstrations(
     pairs: Sequence[tuple[str, str]], name: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> list[Sample]:
-    """Samples of what an environment demonstrates.
+) -> ResponseTable:
+    """Samples of what an environment demonstrates, one of each row.
 
     Args:
         pairs: prompt and response, as the environment makes them.
@@ -34,20 +34,22 @@ def environment_demonstrations(
         tokenizer: of the model.
 
     Raises:
-        DataError: a prompt is longer than the limit, see ``overlong_prompt``.
+        DataError: a row is longer than a limit, see ``overlong_prompt`` and ``overlong_demonstration``.
     """
-    rows = [Row(prompt=prompt, completion=response, source=name) for prompt, response in pairs]
+    chat = config.chat_format(tokenizer)
 
     def location(row: int) -> str:
         return f"demonstration {row + 1} of environment {name}"
 
-    chat = config.chat_format(tokenizer)
-    segments = [encode_row(row, chat, location(number)) for number, row in enumerate(rows)]
-    return _samples(rows, segments, config, tokenizer, location)
+    def encode(positions: Sequence[int]) -> list[Encoded]:
+        rows = [Row(prompt=pairs[i][0], completion=pairs[i][1], source=name) for i in positions]
+        return [[(row, encode_row(row, chat, location(i)))] for i, row in zip(positions, rows, strict=True)]
+
+    return ResponseTable(ResponseRows(len(pairs), 1, encode, location), config, tokenizer)
 
 
 def file_demonstrations(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Sample]:
-    """Samples of files with a prompt and a completion, or with whole conversations.
+    """All samples of files with a prompt and a completion, or with whole conversations.
 
     Args:
         config: where they are, limits, and how prompts become tokens.
@@ -58,7 +60,7 @@ def file_demonstrations(config: DataConfig, tokenizer: PreTrainedTokenizerBase, 
         ConfigError: a file is missing, or the tokenizer has no chat template.
         DataError: a row has no response or cannot be used; the message has ``file:line``.
     """
-    return DemonstrationSource(config, split).samples(tokenizer)
+    return [sample for [sample] in DemonstrationSource(config, split).samples(tokenizer)]
 
 
 class DemonstrationSource:
@@ -75,54 +77,48 @@ class DemonstrationSource:
 
     def __init__(self, config: DataConfig, split: str) -> None:
         self._config = config
-        self._rows = open_rows(config, split)
-        self._rows.check_completions()
+        self.rows = open_rows(config, split)
+        self.rows.check_completions()
         self._notes = ""
 
-    def samples(self, tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
-        """The rows as samples.
+    def samples(self, tokenizer: PreTrainedTokenizerBase) -> ResponseTable:
+        """The samples, one of each row; every row is read.
 
         Raises:
             ConfigError: the tokenizer has no chat template.
             DataError: a row has no response or cannot be used; the message has ``file:line``.
         """
-        rows = [row for batch in in_batches(len(self._rows)) for row in self._rows.select(batch)]
         chat = self._config.chat_format(tokenizer)
-        segments = [encode_row(row, chat, self._rows.location(number)) for number, row in enumerate(rows)]
-        self._notes = tools_note(self._rows, chat) + _context_note(rows, segments)
-        return _samples(rows, segments, self._config, tokenizer, self._rows.location)
+        num_untrained: dict[int, int] = {}  # position -> answers that are context
+
+        def encode(positions: Sequence[int]) -> list[Encoded]:
+            made: list[Encoded] = []
+            for position, row in zip(positions, self.rows.select(positions), strict=True):
+                segments = encode_row(row, chat, self.rows.location(position))
+                if untrained := _num_answers(row) - sum(part.sampled for part in segments):
+                    num_untrained[position] = untrained
+                made.append([(row, segments)])
+            return made
+
+        rows = ResponseRows(len(self.rows), 1, encode, self.rows.location)
+        table = ResponseTable(rows, self._config, tokenizer)
+        self._notes = tools_note(self.rows, chat) + _context_note(sum(num_untrained.values()))
+        return table
 
     def describe_columns(self) -> str:
         """For the run's plan: which column is read as what, and what of it is not trained."""
         roles = ("prompt", "context", "completion", "system", "tools")
-        return self._rows.describe_columns(roles, "not read") + self._notes
+        return self.rows.describe_columns(roles, "not read") + self._notes
 
 
-def _context_note(rows: Sequence[Row], segments: Sequence[Sequence[Segment]]) -> str:
-    turns = sum(is_assistant(turn) for row in rows for turn in _answers(row))
-    texts = sum(isinstance(row.completion, str) for row in rows)
-    left = turns + texts - sum(part.sampled for parts in segments for part in parts)
+def _context_note(left: int) -> str:
     return f"; {left} earlier turns are not trained, for the chat template drops their reasoning" if left else ""
 
 
-def _answers(row: Row) -> Sequence[Message]:
-    """The turns of a row of which those of the assistant are trained."""
+def _num_answers(row: Row) -> int:
+    """Texts and turns of a row that an assistant says and that would be trained."""
     turns = row.prompt if row.completion is None else row.completion
-    return () if isinstance(turns, str) else turns
-
-
-def _samples(
-    rows: Sequence[Row],
-    segments: Sequence[Sequence[Segment]],
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    location: Callable[[int], str],
-) -> list[Sample]:
-    lengths = np.array([len(prompt.ids) for prompt, *_ in segments], dtype=np.int32)
-    return [
-        sample_of(number, rows[number], segments[number], tokenizer, config.max_prompt_length, location(number))
-        for number in map(int, keep_by_length(lengths, config, location))
-    ]
+    return int(isinstance(row.completion, str)) if isinstance(turns, str) else sum(map(is_assistant, turns))
 
 
 def encode_row(row: Row, chat: ChatFormat, location: str) -> list[Segment]:
@@ -152,33 +148,3 @@ def _encode(row: Row, chat: ChatFormat) -> list[Segment]:
             "the row has no completion; a conversation must begin with a prompt and end with an assistant turn"
         )
     return chat.encode_conversation(turns, tools=row.tools)
-
-
-def sample_of(
-    number: int,
-    row: Row,
-    segments: Sequence[Segment],
-    tokenizer: PreTrainedTokenizerBase,
-    max_prompt_length: int,
-    location: str,
-) -> Sample:
-    """The sample of row ``number``; its first segment is the prompt, which keeps its last tokens."""
-    prompt, *rest = segments
-    ids, mask = join(rest)
-    return Sample(
-        sample_id=number,
-        group_id=number,
-        prompt=Prompt(
-            row=number,
-            ids=prompt.ids[-max_prompt_length:],
-            text=prompt_text(row.prompt),
-            answer=row.answer,
-            source=row.source,
-            meta=row.meta,
-            answer_value=row.answer_value,
-            location=location,
-        ),
-        response_ids=torch.tensor(ids, dtype=torch.int64),
-        loss_mask=torch.tensor(mask, dtype=torch.bool),
-        text=str(tokenizer.decode(ids, skip_special_tokens=True)),
-    )

@@ -1,42 +1,15 @@
-"""Columns of data files of several projects -> one kind of row. Formats are a table, not code.
+"""Which column of a data file means what, for the formats of several projects, which are a table and not code.
 
-Leaves out reading (``files.py``) and tokens (``chat.py``).
+Leaves out files (``files.py``) and the rows themselves (``row.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rlmodule.core.errors import DataError
-from rlmodule.core.text import as_text
-from rlmodule.data.files import RawRow, RowTable
-from rlmodule.data.json_text import load_json
-from rlmodule.data.messages import ChatError, Tools, Turns, as_turns, check_messages, is_assistant, read_tools
-
-
-@dataclass(frozen=True)
-class Row:
-    """One row, whatever its file called the columns.
-
-    Args:
-        prompt: a text, or turns.
-        answer: ground truth as text; numbers are written out, lists and mappings become JSON.
-        source: name of the data source, or the empty string.
-        completion: a demonstrated response (a text or turns), or None.
-        meta: the other columns, unchanged; turns of the prompt are kept as ``messages``.
-        tools: descriptions of the functions that the assistant may call, or None.
-        answer_value: the answer with the type it has in the file.
-    """
-
-    prompt: Turns
-    answer: str | None = None
-    source: str = ""
-    completion: Turns | None = None
-    meta: Mapping[str, Any] = field(default_factory=dict)
-    tools: Tools | None = None
-    answer_value: Any = field(default=None, compare=False)
+from rlmodule.data.tables import RowTable
 
 
 @dataclass(frozen=True)
@@ -101,6 +74,13 @@ FORMATS: dict[str, Format] = {
         completion=("output", "response"),
         marks=(frozenset({"instruction"}),),
     ),
+    "sharegpt": Format(
+        prompt=("conversations", "conversation"),
+        answer=("answer",),
+        source=("source",),
+        completion=(),
+        marks=(frozenset({"conversations"}), frozenset({"conversation"})),
+    ),
     "openrlhf": Format(
         prompt=("input",),
         answer=("label", "answer"),
@@ -108,10 +88,17 @@ FORMATS: dict[str, Format] = {
         completion=("output",),
         marks=(frozenset({"input"}),),
     ),
+    "math": Format(
+        prompt=("problem",),
+        answer=("answer", "expected_answer"),
+        source=("source",),
+        completion=("solution", "generated_solution"),
+        marks=(frozenset({"problem"}),),
+    ),
 }
 # Of files of pairs, which no project's name stands for: a prompt, the context of an instruction, and what goes with it.
 PREFERENCES = Format(
-    prompt=("prompt", "question", "instruction", "query", "input", "messages"),
+    prompt=("prompt", "question", "instruction", "query", "input", "messages", "conversations"),
     context=("input",),
     answer=(),
     source=(),
@@ -124,7 +111,8 @@ PREFERENCES = Format(
 class ColumnKeys:
     """Columns named by the user; they win over what the format says, and must exist.
 
-    Empty: as the format says. None, for system and tools: such a column is not read.
+    Empty: as the format says. None, for system and tools: such a column is not read. ``answer_after`` and
+    ``turn_marks`` are ``data``'s keys of that name.
     """
 
     prompt: str = ""
@@ -133,6 +121,8 @@ class ColumnKeys:
     completion: str = ""
     system: str | None = ""
     tools: str | None = ""
+    answer_after: str = ""
+    turn_marks: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -148,6 +138,8 @@ class Columns:
     context: str | None = None
     system: str | None = None
     tools: str | None = None
+    answer_after: str = ""
+    turn_marks: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def of_prompt(self) -> list[str]:
@@ -217,126 +209,9 @@ def _columns(table: RowTable, chosen: Format, keys: ColumnKeys, required: frozen
         tools=_choose(table, keys.tools, chosen.tools, "data.tools_key"),
         meta=chosen.meta,
         required=named if required is None else required,
+        answer_after=keys.answer_after,
+        turn_marks=keys.turn_marks,
     )
-
-
-def read_row(raw: RawRow, columns: Columns, location: str) -> Row:
-    """One raw row in the fields of ``Row``.
-
-    Args:
-        raw: as the file has it; only columns that are read need to be there.
-        columns: what they mean.
-        location: ``file:line``, for errors.
-
-    Raises:
-        DataError: a required value is missing, or is not what it should be.
-    """
-    for column in columns.required:
-        if _look_up(raw, column) is None:
-            raise DataError(
-                location=location,
-                because=f"the row has no '{column}'; its columns are {', '.join(raw)}",
-                fix="Fill it in, or delete the row",
-            )
-    prompt = read_prompt(raw, columns, location)
-    assert prompt is not None, "the prompt is required"
-    completion = _look_up(raw, columns.completion)
-    meta = {name: value for name, value in raw.items() if name not in (columns.prompt, columns.meta)}
-    meta |= _read_meta(raw.get(columns.meta), columns.meta, location)
-    if not isinstance(prompt, str):
-        meta["messages"] = prompt
-    answer = _look_up(raw, columns.answer)
-    return Row(
-        prompt=prompt,
-        answer=None if answer == [] else as_text(answer),
-        source=as_text(_look_up(raw, columns.source)) or "",
-        completion=None if completion is None else read_turns(completion, str(columns.completion), location),
-        meta=meta,
-        tools=read_row_tools(raw, columns, location),
-        answer_value=answer,
-    )
-
-
-def read_prompt(raw: RawRow, columns: Columns, location: str) -> Turns | None:
-    """The prompt of a row with its context and its system turn; None where the row has no prompt.
-
-    Raises:
-        DataError: a value is not what it should be, or there are two system turns.
-    """
-    value = _look_up(raw, columns.prompt)
-    if value is None:
-        return None
-    prompt = read_turns(value, str(columns.prompt), location)
-    context = _look_up(raw, columns.context)
-    if context and isinstance(prompt, str):
-        prompt = f"{prompt}\n{context}" if prompt else str(context)
-    return with_system_turn(prompt, raw, columns, location)
-
-
-def with_system_turn(turns: Turns, raw: RawRow, columns: Columns, location: str) -> Turns:
-    """``turns`` behind the system turn that the row has in a column of its own, if it has one.
-
-    Raises:
-        DataError: it is no text, or the turns begin with another system turn.
-    """
-    system = _look_up(raw, columns.system)
-    if not system:
-        return turns
-    own = as_turns(turns)
-    first = own[0].get("content") if own and own[0]["role"] == "system" else None
-    if not isinstance(system, str) or first not in (None, system):
-        because = "and the conversation begins with another system turn" if first else "which is no text"
-        raise DataError(
-            location=location,
-            because=f"the row has a '{columns.system}', {because}",
-            fix="Fix the row, or use data.system_key=null to leave the column out",
-        )
-    return own if first else [{"role": "system", "content": system}, *own]
-
-
-def read_row_tools(raw: RawRow, columns: Columns, location: str) -> Tools | None:
-    """The tools of a row; None where it has none.
-
-    Raises:
-        DataError: they are no list of descriptions.
-    """
-    value = _look_up(raw, columns.tools)
-    if not value:
-        return None
-    try:
-        return read_tools(value) or None
-    except ChatError as error:
-        raise DataError(
-            location=location,
-            because=f"column '{columns.tools}': {error}",
-            fix="Fix the row, or use data.tools_key=null to leave the column out",
-        ) from None
-
-
-def read_turns(value: Any, column: str, location: str) -> Turns:
-    """A text or turns of a file, checked.
-
-    Args:
-        value: the entry.
-        column: its name, for errors.
-        location: ``file:line``, for errors.
-
-    Raises:
-        DataError: it is neither.
-    """
-    if isinstance(value, str):
-        return value
-    try:
-        check_messages(value)
-    except ChatError as error:
-        raise DataError(location=location, because=f"column '{column}': {error}", fix="Fix or delete the row") from None
-    # A key that is null is one that the turn does not have; templates ask whether a key is there.
-    return [{name: entry for name, entry in turn.items() if entry is not None} for turn in value]
-
-
-def ends_with_assistant(turns: Turns | None) -> bool:
-    """Whether these are turns, and the last one is the assistant's."""
-    return bool(turns) and not isinstance(turns, str) and turns is not None and is_assistant(turns[-1])
 
 
 def top_level(column: str) -> str:
@@ -362,25 +237,3 @@ def _choose(table: RowTable, wanted: str | None, candidates: Sequence[str], key:
             fix=f"Set {key} to one of them",
         )
     return wanted or next((column for column in candidates if exists(column)), None)
-
-
-def _look_up(raw: RawRow, column: str | None) -> Any:
-    if column is None or column in raw:
-        return raw.get(column) if column else None
-    value: Any = raw
-    for part in column.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def _read_meta(value: Any, column: str, location: str) -> dict[str, Any]:
-    if isinstance(value, str):
-        try:
-            value = load_json(value)
-        except ValueError as error:
-            raise DataError(
-                location=location, because=f"column '{column}' is not JSON: {error}", fix="Fix it"
-            ) from None
-    if value is None:
-        return {}
-    return dict(value) if isinstance(value, Mapping) else {column: value}

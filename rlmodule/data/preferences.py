@@ -9,28 +9,24 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.errors import DataError
 from rlmodule.core.types import Sample
-from rlmodule.data.chat import ChatFormat, Segment, Tools, Turns
-from rlmodule.data.demonstrations import encode_row, sample_of
-from rlmodule.data.files import RawRow, RowTable, open_files
-from rlmodule.data.formats import (
-    Columns,
-    Row,
-    choose_preference_columns,
-    ends_with_assistant,
-    read_prompt,
-    read_row_tools,
-    read_turns,
-    with_system_turn,
-)
+from rlmodule.data.chat import ChatFormat, Tools, Turns
+from rlmodule.data.config import DataConfig
+from rlmodule.data.demonstrations import encode_row
+from rlmodule.data.files import open_entry
+from rlmodule.data.formats import Columns, choose_preference_columns
+from rlmodule.data.given_responses import Encoded, ResponseRows, ResponseTable
 from rlmodule.data.messages import without_prompt
-from rlmodule.data.prompts import DataConfig, keep_by_length
+from rlmodule.data.row import Row, ends_with_assistant, read_prompt, read_row_tools, read_turns, with_system_turn
+from rlmodule.data.rows import TableRows
+from rlmodule.data.tables import LazyRows, RawRow, RowTable
+
+CONVERSATIONS = ("messages", "conversations")  # columns that may hold the chosen response as well
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +42,24 @@ class Pair:
         return self.chosen, self.rejected
 
 
+class PairTable(LazyRows[Pair]):
+    """Pairs by position, made when they are needed.
+
+    Args:
+        rows: both samples of each.
+    """
+
+    def __init__(self, rows: ResponseTable) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, indices: Sequence[int]) -> list[Pair]:
+        """The pairs of these positions, in the same order."""
+        return [Pair(*samples) for samples in self.rows.select(indices)]
+
+
 @dataclass(frozen=True)
 class Preference:
     """One row: a prompt, the better response, the worse one, its location, and tools that the assistant may call."""
@@ -58,8 +72,13 @@ class Preference:
 
 
 def environment_preferences(
-    triples: Sequence[tuple[str, str, str]], name: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> list[Pair]:
+    triples: Sequence[tuple[str, str, str]],
+    name: str,
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    extended: bool = False,
+) -> PairTable:
     """Pairs of an environment.
 
     Args:
@@ -67,15 +86,22 @@ def environment_preferences(
         name: of the environment.
         config: limits, and how prompts become tokens.
         tokenizer: of the model.
+        extended: as a reward model reads them, which gives its score at the position after the end.
 
     Raises:
-        DataError: a prompt is longer than the limit, see ``overlong_prompt``.
+        DataError: a row is longer than a limit, see ``overlong_prompt`` and ``overlong_demonstration``.
     """
-    rows = [
-        Preference(*triple, location=f"preference {number} of environment {name}")
-        for number, triple in enumerate(triples, start=1)
-    ]
-    return _pairs(rows, config, tokenizer, source=name)
+    chat = config.chat_format(tokenizer)
+
+    def location(row: int) -> str:
+        return f"preference {row + 1} of environment {name}"
+
+    def encode(positions: Sequence[int]) -> list[Encoded]:
+        return [_encode(Preference(*triples[i], location=location(i)), chat, source=name) for i in positions]
+
+    return PairTable(
+        ResponseTable(ResponseRows(len(triples), 2, encode, location), config, tokenizer, extended=extended)
+    )
 
 
 class PreferenceSource:
@@ -91,25 +117,40 @@ class PreferenceSource:
     """
 
     def __init__(self, config: DataConfig, split: str) -> None:
-        files, key, self._limit = config.files_of(split)
+        files, origin, limit = config.files_of(split)
         self._config = config
-        self._tables = [(table, _columns(table, config)) for table in open_files(files, key)]
+        self.rows = TableRows([open_entry(entry, origin) for entry in files], limit)
+        self._columns = [_columns(table, config) for table in self.rows.chain.tables]
 
-    def pairs(self, tokenizer: PreTrainedTokenizerBase) -> list[Pair]:
-        """The rows as pairs of samples.
+    def pairs(self, tokenizer: PreTrainedTokenizerBase, *, extended: bool = False) -> PairTable:
+        """The rows as pairs of samples; every row is read.
+
+        Args:
+            tokenizer: of the model.
+            extended: as in ``environment_preferences``.
 
         Raises:
             ConfigError: the tokenizer has no chat template.
             DataError: a row cannot be used; the message has ``file:line``.
         """
-        rows = [row for table, columns in self._tables for row in _read(table, columns, self._config)]
-        return _pairs(rows[: self._limit], self._config, tokenizer)
+        chat, chain = self._config.chat_format(tokenizer), self.rows.chain
+
+        def encode(positions: Sequence[int]) -> list[Encoded]:
+            found = zip(positions, chain.select(positions), strict=True)
+            return [_encode(self._preference(number, raw, position), chat) for position, (number, raw) in found]
+
+        rows = ResponseRows(len(self.rows), 2, encode, chain.location)
+        return PairTable(ResponseTable(rows, self._config, tokenizer, extended=extended))
+
+    def _preference(self, table: int, raw: RawRow, position: int) -> Preference:
+        present = self.rows.chain.tables[table].columns
+        return _preference(raw, self._columns[table], self._config, self.rows.chain.location(position), present)
 
     def describe_columns(self) -> str:
         """For the run's plan: which column is read as what."""
         config, lines = self._config, dict[str, None]()
         own = f"chosen = {config.chosen_key}, rejected = {config.rejected_key}"
-        for table, columns in self._tables:
+        for table, columns in zip(self.rows.chain.tables, self._columns, strict=True):
             rest = [name for name in table.columns if name not in (config.chosen_key, config.rejected_key)]
             prompt = "" if columns.prompt else "prompt = what both begin with"
             read = columns.describe(("prompt", "context", "system", "tools"), rest, "not read")
@@ -117,7 +158,7 @@ class PreferenceSource:
         return " | ".join(lines)
 
 
-def file_preferences(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> list[Pair]:
+def file_preferences(config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: str) -> PairTable:
     """Pairs of files: a chosen and a rejected response each, and a prompt that may stand inside them.
 
     Args:
@@ -143,26 +184,20 @@ def _columns(table: RowTable, config: DataConfig) -> Columns:
     return choose_preference_columns(table, config.column_keys)
 
 
-def _read(table: RowTable, columns: Columns, config: DataConfig) -> list[Preference]:
-    rows: list[Preference] = []
-    for batch in table.batches([*columns.of_prompt, config.chosen_key, config.rejected_key]):
-        rows += [_preference(raw, columns, config, table, len(rows) + i) for i, raw in enumerate(batch)]
-    return rows
-
-
-def _preference(raw: RawRow, columns: Columns, config: DataConfig, table: RowTable, number: int) -> Preference:
-    location = table.location(number)
+def _preference(raw: RawRow, columns: Columns, config: DataConfig, location: str, present: Sequence[str]) -> Preference:
     for column in (config.chosen_key, config.rejected_key):
         if raw.get(column) is None:
             raise DataError(
                 location=location, because=f"the row has no '{column}'", fix="Fill it in, or delete the row"
             )
-    chosen, rejected = (read_turns(raw[key], key, location) for key in (config.chosen_key, config.rejected_key))
+    chosen, rejected = (
+        read_turns(raw[key], key, location, columns.turn_marks) for key in (config.chosen_key, config.rejected_key)
+    )
     prompt = read_prompt(raw, columns, location)
-    if columns.prompt == "messages" and ends_with_assistant(prompt):
+    if columns.prompt in CONVERSATIONS and ends_with_assistant(prompt):
         prompt = None  # the whole conversation, with the chosen response
     if prompt is None:
-        prompt, chosen, rejected = _without_common_beginning(chosen, rejected, location, table.columns)
+        prompt, chosen, rejected = _without_common_beginning(chosen, rejected, location, present)
         prompt = with_system_turn(prompt, raw, columns, location)
     else:
         chosen, rejected = without_prompt(prompt, chosen), without_prompt(prompt, rejected)
@@ -211,23 +246,6 @@ def _ends_word(character: str) -> bool:
     return character.isspace() or unicodedata.east_asian_width(character) in "WF"
 
 
-def _pairs(
-    rows: Sequence[Preference], config: DataConfig, tokenizer: PreTrainedTokenizerBase, source: str = ""
-) -> list[Pair]:
-    chat = config.chat_format(tokenizer)
-    both = [_completed(row, source) for row in rows]
-    segments = [_encode(row, pair, chat) for row, pair in zip(rows, both, strict=True)]
-    lengths = np.array([len(chosen[0].ids) for chosen, _ in segments], dtype=np.int32)
-    pairs = []
-    for number in map(int, keep_by_length(lengths, config, lambda number: rows[number].location)):
-        chosen, rejected = (
-            sample_of(number, *parts, tokenizer, config.max_prompt_length, rows[number].location)
-            for parts in zip(both[number], segments[number], strict=True)
-        )
-        pairs.append(Pair(replace(chosen, sample_id=2 * number), replace(rejected, sample_id=2 * number + 1)))
-    return pairs
-
-
 def _completed(row: Preference, source: str) -> tuple[Row, Row]:
     """The row with either response as its completion; a text that answers turns is one assistant turn."""
 
@@ -239,14 +257,15 @@ def _completed(row: Preference, source: str) -> tuple[Row, Row]:
     return completed(row.chosen), completed(row.rejected)
 
 
-def _encode(row: Preference, pair: Sequence[Row], chat: ChatFormat) -> list[list[Segment]]:
-    """The segments of both responses behind their prompt."""
+def _encode(row: Preference, chat: ChatFormat, source: str = "") -> Encoded:
+    """Both responses behind their prompt."""
     if ends_with_assistant(row.prompt):
         raise DataError(
             location=row.location,
             because="the prompt ends with an assistant turn, which is what responses are",
             fix="Fix the row",
         )
+    pair = _completed(row, source)
     chosen, rejected = (encode_row(completed, chat, row.location) for completed in pair)
     if chosen[0].ids != rejected[0].ids:
         raise DataError(
@@ -255,4 +274,4 @@ def _encode(row: Preference, pair: Sequence[Row], chat: ChatFormat) -> list[list
             "none",
             fix="Give both responses reasoning, or neither",
         )
-    return [chosen, rejected]
+    return list(zip(pair, (chosen, rejected), strict=True))

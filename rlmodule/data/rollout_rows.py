@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 from rlmodule.core.errors import DataError
 from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.data.chat import ChatError, ChatFormat, described
-from rlmodule.data.files import RawRow, RowTable
-from rlmodule.data.formats import read_turns
+from rlmodule.data.row import read_turns
+from rlmodule.data.tables import RawRow, RowTable
 from rlmodule.data.tokens import encode_behind
 
 # Field -> names of its column; of several in one file the first is read. Prompt and response must be there as
@@ -191,7 +191,7 @@ class RowReader:
         if value is None:
             raise self._error(location, "prompt", "is missing, as text and as ids")
         try:
-            [ids] = self.chat().encode_prompts([read_turns(value, self.columns["prompt"], location)])
+            [ids] = self.chat().encode_prompts([read_turns(value, self.columns["prompt"], location, {})])
         except ChatError as error:
             raise self._error(location, "prompt", f"cannot be encoded: {error}") from None
         if not ids:

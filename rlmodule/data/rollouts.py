@@ -14,9 +14,10 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.errors import DataError
-from rlmodule.data.files import TableChain, in_batches, open_files
-from rlmodule.data.prompts import DataConfig
+from rlmodule.data.config import DataConfig
+from rlmodule.data.files import open_files
 from rlmodule.data.rollout_rows import RowReader, Sampling, StoredResponse, choose_columns
+from rlmodule.data.tables import TableChain, in_batches
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The endless, seeded order in which prompt rows are answered, and the one number that resumes it.
+"""The endless, seeded order in which rows are drawn, and the one number that resumes it.
 
 The position counts rows taken over the whole run by all ranks together, so it holds for any number of ranks, of
 interruptions and of rows per iteration. Every rank asks for the rows of the whole iteration and keeps its share.
@@ -8,12 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rlmodule.core.errors import CheckpointError
-
-_WORD = 2**64 - 1  # a Philox key is two unsigned 64-bit words
+from rlmodule.data.order import RowOrder, build_order
 
 
 class PromptStream:
@@ -23,24 +19,31 @@ class PromptStream:
         size: rows to choose from.
         seed: of the run; may be negative.
         shuffle: False repeats the order of the file.
+        order: easy rows first, or parts mixed by weight; None: neither.
+        limit: rows of the whole run; None: no end.
     """
 
-    def __init__(self, size: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, size: int, seed: int, shuffle: bool = True, *, order: RowOrder | None = None, limit: int | None = None
+    ) -> None:
         assert size > 0, "a stream needs rows"
-        self.size, self.seed, self.shuffle = size, seed, shuffle
+        order = RowOrder((size,)) if order is None else order
+        assert order.size == size, "the order is that of these rows"
+        self.size, self.seed, self.shuffle, self.limit = size, seed, shuffle, limit
         self.consumed = 0  # rows taken since the start of the run
-        self._pass, self._order = -1, np.empty(0, dtype=np.int64)
+        self._order = build_order(order, seed, shuffle)
 
     def take(self, count: int) -> list[tuple[int, int]]:
-        """The next ``count`` rows.
+        """The next ``count`` rows; fewer where the run ends.
 
         Returns:
             (counter, row) pairs. Counters are unique within the run, so a row that comes twice, also within one call,
             gets two of them: group ids are made from the counter, never from the row.
         """
         first = self.consumed
-        self.consumed += count
-        return [(counter, self._row(counter)) for counter in range(first, self.consumed)]
+        last = first + count if self.limit is None else min(first + count, max(first, self.limit))
+        self.consumed = last
+        return [(counter, self._order.row(counter)) for counter in range(first, last)]
 
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint keeps; the same on every rank."""
@@ -60,17 +63,3 @@ class PromptStream:
                     f"or start a new run from its weights"
                 )
         self.consumed = int(state["consumed"])
-
-    def _row(self, counter: int) -> int:
-        number, location = divmod(counter, self.size)
-        if number != self._pass:
-            self._pass, self._order = number, self._order_of(number)
-        return int(self._order[location])
-
-    def _order_of(self, number: int) -> NDArray[np.int64]:
-        if not self.shuffle:
-            return np.arange(self.size)
-        key = np.array([self.seed & _WORD, number], dtype=np.uint64)
-        # Raw words and a stable sort: numpy may change what permutation() gives between versions, but not these.
-        words = np.random.Philox(key=key).random_raw(self.size)
-        return np.argsort(words, kind="stable")

@@ -14,6 +14,7 @@ from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.data.rollouts import RolloutTable
 from rlmodule.data.stream import PromptStream
+from rlmodule.data.tables import select_rows
 from rlmodule.experience.episodes import EpisodeRequest, EpisodeRunner, FinishedEpisode
 from rlmodule.experience.timer import Timer
 
@@ -85,7 +86,10 @@ class RolloutSource:
         mine = self.draw()
         with timer.phase("rollout"):
             engine = self.engine()
-            finished = self.episodes.run(engine, self._requests([(c, self.prompts[row]) for c, row in mine]))
+            rows = select_rows(self.prompts, [row for _, row in mine])
+            finished = self.episodes.run(
+                engine, self._requests([(c, row) for (c, _), row in zip(mine, rows, strict=True)])
+            )
         with timer.phase("reward"):
             scored = with_rewards(finished, self.reward)
         count = len(mine) * self.n
@@ -157,12 +161,14 @@ class OfflineSource:
 
     def collect(self, iteration: int, timer: Timer) -> list[ScoredSample]:
         """The responses of each row, with ids that are new in every pass."""
+        mine = self.draw()
+        rows = select_rows(self.rows, [row for _, row in mine])
         return [
             ScoredSample(
                 replace(sample, sample_id=counter * len(self.rewards) + location, group_id=counter), RewardResult(value)
             )
-            for counter, row in self.draw()
-            for location, (sample, value) in enumerate(zip(self.rows[row], self.rewards, strict=True))
+            for (counter, _), row in zip(mine, rows, strict=True)
+            for location, (sample, value) in enumerate(zip(row, self.rewards, strict=True))
         ]
 
 

@@ -22,8 +22,8 @@ from transformers import (
 
 from rlmodule.core.config import one_of
 from rlmodule.core.errors import ConfigError, did_you_mean
+from rlmodule.core.hub import prefer_cache_if_unreachable
 from rlmodule.models.byte_tokenizer import byte_tokenizer
-from rlmodule.models.hub import prefer_cache_if_unreachable
 from rlmodule.models.lora import LoraConfig, base_of
 from rlmodule.models.recompute import FULL, NONE
 from rlmodule.models.recompute import MODES as RECOMPUTE_MODES

@@ -80,7 +80,7 @@ def run_for_layout(run: Run, layout: ParityLayout, parity: ParityConfig) -> Run:
         batching=replace(batching, **layout.batching),
         algorithm=replace(s.algorithm, ppo_epochs=1),
         optimizer=replace(s.optimizer, warmup_steps=0, total_steps=None),
-        trainer=replace(s.trainer, max_epochs=1, devices=str(layout.processes), num_nodes=1),
+        trainer=replace(s.trainer, max_epochs=1, passes=None, devices=str(layout.processes), num_nodes=1),
         # Values stand between reward and advantage, and are to be compared as well.
         advantage=SyntheticAdvantage() if s.value_model is None else s.advantage,
         critic=replace(

@@ -24,7 +24,7 @@ from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.registry import Registry, name_of
 from rlmodule.core.renamed import instead_of
 from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
-from rlmodule.data.prompts import DataConfig
+from rlmodule.data.config import DataConfig
 from rlmodule.environments import ENVIRONMENTS
 from rlmodule.experience.replay import ReplayConfig
 from rlmodule.loggers import LOGGERS, LoggerConfig
@@ -68,6 +68,7 @@ class TrainerConfig:
     """How long, and on what."""
 
     max_epochs: int = 70  # iterations; one iteration (rollouts, then training on them) is one epoch
+    passes: float | None = None  # passes over the training rows, in place of max_epochs; the last iteration is shorter
     devices: str = "1"  # processes on this machine; auto for every accelerator there is
     num_nodes: int = 1  # machines
     accelerator: str = "auto"  # auto, cpu, gpu, ...
@@ -80,6 +81,8 @@ class TrainerConfig:
         at_least("num_nodes", self.num_nodes, 1)
         at_least("max_skipped_in_a_row", self.max_skipped_in_a_row, 1)
         more_than("timeout", self.timeout, 0)
+        if self.passes is not None:
+            more_than("passes", self.passes, 0)
         one_of("accelerator", self.accelerator, ("auto", "cpu", "gpu", "cuda", "mps", "npu", "xpu"))
         if self.num_threads is not None:
             at_least("num_threads", self.num_threads, 1)
@@ -155,6 +158,7 @@ class RunConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     backend: str = "single"  # name of the strategy
+    num_rows: int | None = None  # rows that trainer.passes goes over, once they are counted
     loggers: Mapping[str, LoggerConfig] = field(default_factory=dict)
     callbacks: Mapping[str, Any] = field(default_factory=dict)
 
@@ -185,7 +189,7 @@ class RunConfig:
             batching=convert(BatchingConfig, node.batching, "batching"),
             optimizer=component(OPTIMIZERS, node.optimizer),
             warm_start=convert(WarmStartConfig, node.warm_start, "warm_start"),
-            trainer=convert(TrainerConfig, node.trainer, "trainer"),
+            trainer=_trainer(node.trainer),
             backend=str(node.strategy.get("name")),
             critic=replace(
                 convert(CriticConfig, node.critic, "critic", ignore=("optimizer",)),
@@ -255,6 +259,7 @@ class RunConfig:
             trainer=replace(
                 self.trainer,
                 max_epochs=-(-warm.steps // steps_per_iteration),
+                passes=None,
                 devices="1",
                 num_nodes=1,
                 num_threads=None,
@@ -321,24 +326,59 @@ class RunConfig:
         """Iterations whose rollouts are trained on again, once there are as many."""
         return self.replay.staleness if self.algorithm.is_sampled and self.data.rollouts is None else 0
 
-    def steps_per_iteration(self, samples_per_row: float, name: str, *, replayed: int = 0) -> int:
+    def with_rows(self, num_rows: int) -> RunConfig:
+        """The run with as many iterations as ``trainer.passes`` takes; itself where that is not set."""
+        if self.trainer.passes is None:
+            return self
+        counted = replace(self, num_rows=num_rows)
+        iterations = math.ceil((counted.rows_of_run or 0) / self.algorithm.train_batch_size)
+        return replace(counted, trainer=replace(self.trainer, max_epochs=iterations))
+
+    @property
+    def rows_of_run(self) -> int | None:
+        """Rows that a run of ``trainer.passes`` takes; None without that key."""
+        if self.trainer.passes is None or self.num_rows is None:
+            return None
+        return math.ceil(self.trainer.passes * self.num_rows)
+
+    def rows_of_iteration(self, iteration: int) -> int:
+        """Rows that iteration ``iteration``, from 0, takes: fewer in the last one of ``trainer.passes``."""
+        batch, rows = self.algorithm.train_batch_size, self.rows_of_run
+        return batch if rows is None else min(batch, rows - iteration * batch)
+
+    def steps_per_iteration(self, samples_per_row: float, name: str, *, replayed: int = 0, iteration: int = 0) -> int:
         """Optimizer steps of a model in an iteration in which it trains.
 
         Args:
             samples_per_row: samples that a row of the iteration comes to.
             name: of the model.
             replayed: earlier iterations of which it trains again.
+            iteration: its number; the last one of ``trainer.passes`` may be shorter.
         """
-        samples = self.algorithm.train_batch_size * samples_per_row * (1 + replayed)
+        rows = self.rows_of_iteration(iteration) + self.algorithm.train_batch_size * replayed
+        samples = rows * samples_per_row
         return math.ceil(samples / self.mini_batch_sizes[name]) * self.algorithm.ppo_epochs
 
     def run_steps(self, samples_per_row: float, name: str) -> int:
         """Optimizer steps of a model in the whole run, none skipped."""
         return sum(
-            self.steps_per_iteration(samples_per_row, name, replayed=min(iteration, self.replayed))
+            self.steps_per_iteration(samples_per_row, name, replayed=min(iteration, self.replayed), iteration=iteration)
             for iteration in range(self.trainer.max_epochs)
             if name in self.trained_models(iteration)
         )
+
+
+def _trainer(node: DictConfig) -> TrainerConfig:
+    """The section ``trainer``, with one of the two keys that say how long a run is."""
+    trainer = convert(TrainerConfig, node, "trainer")
+    if trainer.passes is not None and trainer.max_epochs != TrainerConfig.max_epochs:
+        raise ConfigError(
+            key="trainer.passes",
+            got=f"{trainer.passes:g}",
+            because=f"trainer.max_epochs={trainer.max_epochs} says how long the run is as well",
+            fix=f"Leave one of the two out; trainer.max_epochs={TrainerConfig.max_epochs} counts as left out",
+        )
+    return trainer
 
 
 def component(registry: Registry[Any], node: Any, key: str | None = None) -> Any:
@@ -420,7 +460,7 @@ def _check_sections(node: DictConfig) -> None:
                 because="a run cannot do without this section",
                 fix=f"Choose one with {name}=NAME; --help lists the names",
             )
-    known = {f for f in RunConfig.__dataclass_fields__ if f not in ("general", "backend", "loggers")}
+    known = {f for f in RunConfig.__dataclass_fields__ if f not in ("general", "backend", "loggers", "num_rows")}
     known |= {"strategy", "logger", "command", *GeneralConfig.__dataclass_fields__}
     for key in map(str, node):
         if key not in known:

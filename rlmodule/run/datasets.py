@@ -1,39 +1,35 @@
 """What a run learns from: rows that are read and checked before a weight is loaded, then the source made of them.
 
-One class per kind: prompts to respond to, stored rollouts, demonstrations to imitate, preference pairs to rank. Leaves
-out what rows look like (``data/``) and how samples are collected (``experience/sources.py``).
+One class per kind: prompts to respond to and stored rollouts here, given responses in ``offline_datasets.py``; which
+one a run has is in ``dataset_kinds.py``. Leaves out what rows look like (``data/``) and how samples are collected
+(``experience/sources.py``).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from rlmodule.algorithm.config import DEMONSTRATIONS, PREFERENCES, ROLLOUTS
+from rlmodule.algorithm.config import ROLLOUTS
 from rlmodule.core.contract import DemonstratedEnvironment, RolloutEngine
 from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, Sample
-from rlmodule.data.demonstrations import DemonstrationSource, environment_demonstrations
 from rlmodule.data.end_tokens import EndTokens, find_end_tokens
-from rlmodule.data.files import MemoryTable
-from rlmodule.data.preferences import Pair, PreferenceSource, environment_preferences
+from rlmodule.data.order import RowOrder, order_of
+from rlmodule.data.preferences import Pair
 from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.rollouts import RolloutTable, load_rollouts
+from rlmodule.data.tables import MemoryTable
 from rlmodule.environments.parts.single_turn import SingleTurnEpisode
 from rlmodule.experience.episodes import EpisodeRunner
-from rlmodule.experience.sources import OfflineSource, RolloutSource, RowSampler, Source, StoredSource
+from rlmodule.experience.sources import RolloutSource, RowSampler, Source, StoredSource
 from rlmodule.models.description import generation_end_tokens
-from rlmodule.run.config import STORED, RunConfig
-from rlmodule.run.preflight.lengths import check_lengths
+from rlmodule.run.config import RunConfig
 from rlmodule.run.preflight.stored_rollouts import check_rollouts
-from rlmodule.run.preflight.tokens import check_samples
-
-SYNTHETIC_DEMONSTRATIONS, SYNTHETIC_PAIRS = 16384, 4096  # that an environment is asked to make
 
 
 @dataclass(eq=False)
@@ -47,6 +43,11 @@ class TrainingDataset(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Number of rows."""
+
+    @property
+    def order(self) -> RowOrder:
+        """In which order rows come, beside the seed."""
+        return RowOrder((len(self),))
 
     @property
     @abstractmethod
@@ -171,6 +172,11 @@ class Prompts(TrainingDataset):
         """Responses per prompt, ``rollout.n``."""
         return self.config.group_size
 
+    @cached_property
+    def order(self) -> RowOrder:
+        """Files mixed by weight, or easy rows first."""
+        return order_of(self.table.rows, self.table.kept, self.config.data)
+
     def describe(self) -> str:
         """Number of prompts and their lengths."""
         return self.table.describe()
@@ -187,7 +193,7 @@ class Prompts(TrainingDataset):
     def check(self, layout: Layout) -> None:
         """Read every prompt, and find what ends responses; their lengths follow from the configuration."""
         self._check_prompts(self.table)
-        _ = self.end_tokens
+        _ = self.end_tokens, self.order
 
     def examples(self) -> Sequence[Prompt | Sample]:
         """The prompts."""
@@ -207,137 +213,6 @@ class Prompts(TrainingDataset):
             s.general.seed,
             greedy_baseline=s.advantage_reads("baseline"),
         )
-
-
-class OfflineDataset(TrainingDataset):
-    """Rows with given responses."""
-
-    rewards: ClassVar[tuple[float, ...]]  # of the samples of every row
-
-    @property
-    @abstractmethod
-    def rows(self) -> Sequence[Sequence[Sample]]:
-        """The samples of each row; reading them checks them."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    @property
-    def samples_per_row(self) -> float:
-        """The same for every row."""
-        return self.config.group_size
-
-    def describe(self) -> str:
-        """Number and kind of the rows."""
-        return f"{len(self)} {self.config.algorithm.source}"
-
-    def describe_iteration(self) -> str:
-        """Rows per iteration."""
-        return f"{self.config.algorithm.train_batch_size} {self.config.algorithm.source}"
-
-    def check(self, layout: Layout) -> None:
-        """Read every row; the samples of each fit into a micro-batch."""
-        check_lengths(_lengths(self.rows, "row"), self.config, layout)
-        check_samples((sample for samples in self.rows for sample in samples), self.hf_config)
-
-    def examples(self) -> Sequence[Prompt | Sample]:
-        """All samples."""
-        return [sample for samples in self.rows for sample in samples]
-
-    def source(self, draw: RowSampler, engine: Callable[[], RolloutEngine]) -> Source:
-        """The same rows in every pass."""
-        return OfflineSource(self.rows, self.rewards, draw)
-
-
-class Demonstrations(OfflineDataset):
-    """Samples to imitate."""
-
-    rewards: ClassVar[tuple[float, ...]] = (1.0,)
-
-    @cached_property
-    def _source(self) -> DemonstrationSource:
-        return DemonstrationSource(self.config.data, "train")
-
-    @cached_property
-    def samples(self) -> Sequence[Sample]:
-        """The demonstrations of the environment or of files."""
-        s = self.config
-        if s.environment is None:
-            return self._source.samples(self.tokenizer)
-        made = self._demonstrated.demonstrations(SYNTHETIC_DEMONSTRATIONS, s.general.seed)
-        return environment_demonstrations(made, s.environment_name, s.data, self.tokenizer)
-
-    def describe_columns(self) -> str:
-        """Columns of demonstrations, and turns that are not trained."""
-        if self.config.environment is not None:
-            return ""
-        _ = self.samples  # which turns are trained is known once they are read
-        return self._source.describe_columns()
-
-    @cached_property
-    def rows(self) -> Sequence[Sequence[Sample]]:
-        """One row per demonstration."""
-        return [(sample,) for sample in self.samples]
-
-
-class Preferences(OfflineDataset):
-    """Pairs of a better and a worse response."""
-
-    rewards: ClassVar[tuple[float, ...]] = (1.0, -1.0)
-
-    @cached_property
-    def _source(self) -> PreferenceSource:
-        return PreferenceSource(self.config.data, "train")
-
-    @cached_property
-    def pairs(self) -> Sequence[Pair]:
-        """The pairs of the environment or of files."""
-        s = self.config
-        if s.environment is None:
-            return self._to_score(self._source.pairs(self.tokenizer))
-        return self._made(self._demonstrated.preferences(SYNTHETIC_PAIRS, s.general.seed))
-
-    @cached_property
-    def val_pairs(self) -> Sequence[Pair]:
-        """Pairs of the validation files, or of the environment's test prompts; none if the loss compares no pairs."""
-        s = self.config
-        if not s.has_validation or "group" not in s.loss.needs:
-            return []
-        if s.environment is None:
-            return self._to_score(PreferenceSource(s.data, "test").pairs(self.tokenizer))
-        return self._made(self._demonstrated.held_out_preferences()[: s.data.val_max_rows])
-
-    @cached_property
-    def val_prompts(self) -> Sequence[Prompt]:
-        """Test prompts of the environment; rows of files are pairs, and have no answers to score responses by."""
-        return [] if self.config.environment is None else super().val_prompts
-
-    def _made(self, triples: Sequence[tuple[str, str, str]]) -> Sequence[Pair]:
-        """Pairs of (prompt, right response, wrong response) that the environment has made."""
-        s = self.config
-        return self._to_score(environment_preferences(triples, s.environment_name, s.data, self.tokenizer))
-
-    def describe_columns(self) -> str:
-        """Columns of pairs."""
-        return "" if self.config.environment is not None else self._source.describe_columns()
-
-    def _to_score(self, pairs: Sequence[Pair]) -> Sequence[Pair]:
-        """The pairs as the model reads them: a reward model gives its score at the position after the end."""
-        if not self.config.model.is_reward_model:
-            return pairs
-        return [Pair(pair.chosen.extended_by_one(), pair.rejected.extended_by_one()) for pair in pairs]
-
-    @cached_property
-    def rows(self) -> Sequence[Sequence[Sample]]:
-        """Both samples of each pair."""
-        return [pair.samples for pair in self.pairs]
-
-    def check(self, layout: Layout) -> None:
-        """Read every pair, held-out ones too; each fits into a micro-batch."""
-        super().check(layout)
-        held_out = [pair.samples for pair in self.val_pairs]
-        check_lengths(_lengths(held_out, "held-out row"), self.config, layout)
-        check_samples((sample for samples in held_out for sample in samples), self.hf_config)
 
 
 class StoredRollouts(TrainingDataset):
@@ -386,17 +261,3 @@ class StoredRollouts(TrainingDataset):
     def source(self, draw: RowSampler, engine: Callable[[], RolloutEngine]) -> Source:
         """Groups in a seeded order."""
         return StoredSource(self.table, draw)
-
-
-def _lengths(rows: Sequence[Sequence[Sample]], word: str) -> Iterator[tuple[str, list[int]]]:
-    """(location of the row, tokens of each of its samples)."""
-    prompts = ((samples[0].prompt, samples) for samples in rows)
-    return ((f"{p.location}: {word} {p.row + 1}", [sample.meta.length for sample in s]) for p, s in prompts)
-
-
-DATASETS: Mapping[str, type[TrainingDataset]] = {
-    ROLLOUTS: Prompts,
-    STORED: StoredRollouts,
-    DEMONSTRATIONS: Demonstrations,
-    PREFERENCES: Preferences,
-}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,9 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from rlmodule.core.errors import ConfigError
+from rlmodule.data.config import DataConfig
+from rlmodule.data.files import Origin, files_behind
+from rlmodule.data.readers.hub import DatasetPlace
 from rlmodule.run.config import RunConfig
 
 FILE_NAME = "digests.json"
@@ -24,15 +27,19 @@ _READING = (  # keys of data that decide what a file's rows say
     *("system_key", "tools_key", "apply_chat_template", "chat_template_args", "system_prompt"),
 )
 
+_READING_LATER = ("answer_after", "turn_marks", "max_demonstration_length", "overlong_demonstration")
+_ORDER = ("weights", "curriculum", "curriculum_stages")
+
 
 def digests(config: RunConfig, hf_config: PreTrainedConfig) -> dict[str, str]:
     """Name -> digest of everything that a resumed run shares with the run before."""
     return {
         "rows": _of_rows(config),
+        "validation rows": _of_validation_rows(config),
         "model": _of_model(config, hf_config),
         "environment": _of_component(config.environment),
         "reward": _of_component(config.reward),
-        "seed": _digest(str(config.general.seed), str(config.data.shuffle)),
+        "seed": _digest(str(config.general.seed), str(config.data.shuffle), *_order(config.data)),
     }
 
 
@@ -72,9 +79,40 @@ def save(folder: Path, now: Mapping[str, str]) -> None:
 
 def _of_rows(config: RunConfig) -> str:
     data = config.data
-    files = [*data.train_files, *([data.rollouts] if data.rollouts else [])]
+    entries, origin, _ = data.files_of("train")
+    files = [_of_entry(entry, origin) for entry in entries]
+    return _digest(_reading(data), *files, *([_contents(data.rollouts)] if data.rollouts else []))
+
+
+def _of_validation_rows(config: RunConfig) -> str:
+    entries, origin, limit = config.data.files_of("test")
+    if not entries:
+        return ""
+    return _digest(_reading(config.data), str(limit), *(_of_entry(entry, origin) for entry in entries))
+
+
+def _reading(data: DataConfig) -> str:
     reading = {name: getattr(data, name) for name in _READING}
-    return _digest(json.dumps(reading, sort_keys=True, default=str), *map(_contents, files))
+    reading |= _changed(data, _READING_LATER)
+    return json.dumps(reading, sort_keys=True, default=str)
+
+
+def _order(data: DataConfig) -> list[str]:
+    return [json.dumps(found, sort_keys=True)] if (found := _changed(data, _ORDER)) else []
+
+
+def _changed(data: DataConfig, names: Sequence[str]) -> dict[str, Any]:
+    """Keys that say something other than their default: runs from before there were such keys keep their digests."""
+    default = DataConfig()
+    return {name: value for name in names if (value := getattr(data, name)) != getattr(default, name)}
+
+
+def _of_entry(entry: str, origin: Origin) -> str:
+    """Digest of what an entry of ``data.train_files`` names; where it lies does not count."""
+    if Path(entry).expanduser().exists():
+        return _contents(str(Path(entry).expanduser()))
+    split = DatasetPlace.read(entry, origin.split, origin.revision).split
+    return _digest(split, *(f"{path.name}:{_of_file(path)}" for path in files_behind(entry, origin)))
 
 
 def _of_model(config: RunConfig, hf_config: PreTrainedConfig) -> str:

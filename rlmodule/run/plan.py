@@ -86,5 +86,27 @@ class RunPlan:
             f"{self.layout.sp_size} sequence x {self.layout.tp_size} tensor",
             "iteration": f"{self.samples}{again}, {steps} optimizer steps of {s.batching.mini_batch_size} samples",
             "budget": micro,
-            "run": f"{s.trainer.max_epochs} iterations, {run_steps:,} optimizer steps, seed {s.general.seed}",
+            **({"order": order} if (order := self._order()) else {}),
+            "run": f"{s.trainer.max_epochs} iterations{self._passes()}, {run_steps:,} optimizer steps, "
+            f"seed {s.general.seed}",
         }
+
+    def _passes(self) -> str:
+        s = self.config
+        if s.trainer.passes is None or s.num_rows is None:
+            return ""
+        last = s.rows_of_iteration(s.trainer.max_epochs - 1)
+        shorter = "" if last == s.algorithm.train_batch_size else f", the last of {last} rows"
+        return f" for {s.trainer.passes:g} x {s.num_rows:,} rows{shorter}"
+
+    def _order(self) -> str:
+        """How rows are mixed and sorted; empty where they are shuffled alone."""
+        data, parts = self.config.data, list[str]()
+        if data.weights:
+            shares = zip(data.train_files, data.weights, strict=True)
+            total = sum(data.weights)
+            parts.append("mixed: " + ", ".join(f"{weight / total:.1%} {entry}" for entry, weight in shares))
+        if data.curriculum:
+            stages = "" if data.curriculum_stages is None else f" in {data.curriculum_stages} stages"
+            parts.append(f"{data.curriculum} ascending{stages} in every pass")
+        return "; ".join(parts)

@@ -41,10 +41,12 @@ from rlmodule.run.build.provenance import flat, save_config
 from rlmodule.run.build.strategy import StrategyChoice, StrategyRegistry
 from rlmodule.run.build.trainer import build_trainer, reraise_keyboard_interrupt, silence_warnings
 from rlmodule.run.config import RunConfig
-from rlmodule.run.datasets import DATASETS, Demonstrations, TrainingDataset
+from rlmodule.run.dataset_kinds import DATASETS
+from rlmodule.run.datasets import TrainingDataset
 from rlmodule.run.digests import check_unchanged, digests
 from rlmodule.run.digests import save as save_digests
 from rlmodule.run.launchers.local import process_rank
+from rlmodule.run.offline_datasets import Demonstrations
 from rlmodule.run.plan import ModelSummary, RunPlan
 from rlmodule.run.preflight.checks import check
 from rlmodule.run.preflight.family import check_families
@@ -155,6 +157,9 @@ class Run:
         self.check_strategy()
         config, layout = self.config, self.strategy.layout
         check(config, self.hf_config, layout)
+        if self.count_iterations():
+            config = self.config
+            check(config, self.hf_config, layout)  # again, of what reads their number
         if config.model.value == SEPARATE:
             check_value_model(config, self.hf_config, load_model_config(critic_model(config), "critic"), layout)
         check_tokenizer(config.model, self.tokenizer, self.hf_config)
@@ -180,6 +185,13 @@ class Run:
         found = unread(config, config.run_steps(self.dataset.samples_per_row, config.trained_model))
         if found and self.is_rank_zero:
             warnings.warn("settings without effect in this run: " + "; ".join(found), stacklevel=2)
+
+    def count_iterations(self) -> bool:
+        """Learn from the rows how many iterations ``trainer.passes`` takes; whether that key is set."""
+        config = self.config.with_rows(len(self.dataset)) if self.config.trainer.passes is not None else self.config
+        if config is not self.config:
+            self.config = self.dataset.config = config
+        return config.trainer.passes is not None
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -245,6 +257,7 @@ class Run:
         Raises:
             CheckpointError: the checkpoint to resume from is damaged.
         """
+        self.count_iterations()
         config = self.config
         silence_warnings()
         torch.set_num_threads(

@@ -12,8 +12,10 @@ import pytest
 
 from rlmodule.core.errors import DataError
 from rlmodule.data.chat import ChatFormat, Segment, join
+from rlmodule.data.config import DataConfig
 from rlmodule.data.demonstrations import file_demonstrations
-from rlmodule.data.prompts import DataConfig, keep_by_length, load_prompts, open_rows
+from rlmodule.data.prompts import keep_by_length, load_prompts
+from rlmodule.data.rows import open_rows
 from rlmodule.data.stream import PromptStream
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from rlmodule.core.errors import DataError
+from rlmodule.data.config import DataConfig
 from rlmodule.data.demonstrations import environment_demonstrations, file_demonstrations
-from rlmodule.data.prompts import DataConfig, load_prompts
+from rlmodule.data.prompts import load_prompts
 from rlmodule.environments.sort import Sort
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 
@@ -28,7 +29,7 @@ def from_rows(tmp_path, rows, **keys):
 def test_an_environment_is_demonstrated_by_samples():
     environment = Sort(train_size=5)
     samples = environment_demonstrations(environment.demonstrations(9, seed=2), "sort", DataConfig(), TOKENIZER)
-    for number, (sample, (prompt, response)) in enumerate(
+    for number, ([sample], (prompt, response)) in enumerate(
         zip(samples, environment.demonstrations(9, seed=2), strict=True)
     ):
         assert (sample.sample_id, sample.group_id, sample.text) == (number, number, response)

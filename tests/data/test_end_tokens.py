@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.data.chat import ChatFormat
+from rlmodule.data.config import DataConfig
 from rlmodule.data.demonstrations import file_demonstrations
 from rlmodule.data.end_tokens import EndTokens, find_end_tokens
-from rlmodule.data.prompts import DataConfig
 from rlmodule.data.rollouts import load_rollouts
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlmodule.core.errors import ConfigError, DataError
-from rlmodule.data.files import BATCH_ROWS, open_files
+from rlmodule.data.files import open_files
+from rlmodule.data.tables import BATCH_ROWS, MemoryTable, TableChain
 
 ROWS = [{"prompt": f"p{i}", "extra": {"index": i}} for i in range(2 * BATCH_ROWS + 3)]
 
@@ -132,11 +133,38 @@ def test_a_folder_stands_for_its_data_files_by_name(tmp_path):
     assert [Path(table.name).name for table in tables] == ["a.parquet", "b.jsonl"]
 
 
+def test_a_pattern_stands_for_every_data_file_that_matches(tmp_path):
+    for name in ("a/x.jsonl", "a/b/y.jsonl", "z.jsonl", "a/notes.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        write_lines(tmp_path / name, ROWS[:1])
+    at_any_depth = open_files([f"{tmp_path}/**/*"], "data.train_files")
+    assert [Path(table.name).name for table in at_any_depth] == ["y.jsonl", "x.jsonl", "z.jsonl"], "by path"
+    assert [Path(table.name).name for table in open_files([f"{tmp_path}/[yz].jsonl"], "data.train_files")] == [
+        "z.jsonl"
+    ]
+
+
+def test_a_long_list_of_files_is_named_in_short():
+    tables = [MemoryTable(f"part-{i}.jsonl", ROWS[:1]) for i in range(9)]
+    assert TableChain(tables).name == "part-0.jsonl, part-1.jsonl and 7 more"
+    assert TableChain(tables[:2]).name == "part-0.jsonl, part-1.jsonl"
+
+
 def test_paths_that_cannot_work_name_the_key(tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.val_files=owner/dataset: no such file or folder"):
-        open_files(["owner/dataset"], "data.val_files")
-    with pytest.raises(ConfigError, match="the folder holds no data file"):
+    with pytest.raises(ConfigError, match=r"data\.val_files=/absent: no such file or folder here"):
+        open_files(["/absent"], "data.val_files")
+    with pytest.raises(ConfigError, match=r"data\.val_files=owner/rows\.jsonl: no such file or folder here"):
+        open_files(["owner/rows.jsonl"], "data.val_files")
+    with pytest.raises(ConfigError, match=r"the folder holds no data file\. Known kinds"):
         open_files([str(tmp_path)], "data.val_files")
-    (tmp_path / "rows.csv").write_text("a\n")
-    with pytest.raises(ConfigError, match=r"'\.csv' is no known kind of data file\. Known: \.jsonl"):
-        open_files([str(tmp_path / "rows.csv")], "data.val_files")
+    with pytest.raises(ConfigError, match=r"\*\.jsonl: nothing matches\. \*\* stands for folders at any depth"):
+        open_files([f"{tmp_path}/*.jsonl"], "data.val_files")
+    (tmp_path / "rows.xlsx").write_text("a\n")
+    with pytest.raises(ConfigError, match=r"'\.xlsx' is no known kind of data file\. Known: \.jsonl"):
+        open_files([str(tmp_path / "rows.xlsx")], "data.val_files")
+    with pytest.raises(ConfigError, match="no data file matches; 1 of other kinds do"):
+        open_files([f"{tmp_path}/*"], "data.val_files")
+    (tmp_path / "deep").mkdir()
+    write_lines(tmp_path / "deep" / "rows.jsonl", ROWS[:1])
+    with pytest.raises(ConfigError, match=r"only folders that do\. Use data\.val_files=\['.*/\*\*/\*'\]"):
+        open_files([str(tmp_path)], "data.val_files")

@@ -3,8 +3,9 @@
 import pytest
 
 from rlmodule.core.errors import DataError
-from rlmodule.data.files import MemoryTable
-from rlmodule.data.formats import FORMATS, ColumnKeys, Row, choose_columns, read_row
+from rlmodule.data.formats import FORMATS, ColumnKeys, choose_columns
+from rlmodule.data.row import Row, read_row
+from rlmodule.data.tables import MemoryTable
 
 TURNS = [{"role": "user", "content": "2+2?"}]
 SAID = [{"role": "assistant", "content": "4"}]
@@ -97,17 +98,17 @@ def test_named_columns_win_and_reach_into_mappings():
 
 
 def test_columns_of_no_known_format_are_listed():
-    table = MemoryTable("rows.jsonl", [{"problem": "x", "answer": "y"}])
+    table = MemoryTable("rows.jsonl", [{"puzzle": "x", "answer": "y"}])
     with pytest.raises(
-        DataError, match=r"rows\.jsonl: no column 'prompt'.* columns are problem, answer\. Set data\.prompt_key"
+        DataError, match=r"rows\.jsonl: no column 'prompt'.* columns are puzzle, answer\. Set data\.prompt_key"
     ):
         choose_columns(table, "auto", ColumnKeys())
     with pytest.raises(
-        DataError, match=r"there is no column 'labels'; its columns are problem, answer\. Set data\.answer_key"
+        DataError, match=r"there is no column 'labels'; its columns are puzzle, answer\. Set data\.answer_key"
     ):
-        choose_columns(table, "auto", ColumnKeys(prompt="problem", answer="labels"))
+        choose_columns(table, "auto", ColumnKeys(prompt="puzzle", answer="labels"))
     for name in FORMATS:
-        assert choose_columns(table, name, ColumnKeys(prompt="problem")).prompt == "problem"
+        assert choose_columns(table, name, ColumnKeys(prompt="puzzle")).prompt == "puzzle"
 
 
 def test_a_row_without_a_required_value_is_named():

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from rlmodule.core.errors import DataError
+from rlmodule.data.config import DataConfig
 from rlmodule.data.demonstrations import file_demonstrations
 from rlmodule.data.preferences import environment_preferences, file_preferences
-from rlmodule.data.prompts import DataConfig
 from rlmodule.environments.sort import Sort
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 

@@ -8,8 +8,10 @@ import pytest
 
 from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import Prompt
-from rlmodule.data.files import MemoryTable
-from rlmodule.data.prompts import DataConfig, load_prompts, open_rows
+from rlmodule.data.config import DataConfig
+from rlmodule.data.prompts import load_prompts
+from rlmodule.data.rows import open_rows
+from rlmodule.data.tables import MemoryTable
 from rlmodule.environments.countdown import Countdown
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 
@@ -127,8 +129,8 @@ def test_validation_rows_can_be_limited(lines):
 
 
 def test_columns_are_checked_without_a_tokenizer(lines):
-    path = lines([{"problem": "a"}])
-    with pytest.raises(DataError, match="its columns are problem"):
+    path = lines([{"puzzle": "a"}])
+    with pytest.raises(DataError, match="its columns are puzzle"):
         open_rows(DataConfig(train_files=[path]), "train")
 
 

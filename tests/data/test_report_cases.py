@@ -9,9 +9,10 @@ import pytest
 
 from rlmodule.core.errors import DataError
 from rlmodule.core.text import as_text
+from rlmodule.data.config import DataConfig
 from rlmodule.data.demonstrations import DemonstrationSource, file_demonstrations
 from rlmodule.data.preferences import PreferenceSource, file_preferences
-from rlmodule.data.prompts import DataConfig, load_prompts
+from rlmodule.data.prompts import load_prompts
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from tests.data.templates import OPENS_THINKING, RETURN, THINKS_LAST, turn, with_template
 

@@ -12,8 +12,9 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from rlmodule.core.errors import DataError
+from rlmodule.data.config import DataConfig
 from rlmodule.data.preferences import PreferenceSource
-from rlmodule.data.prompts import DataConfig, load_prompts
+from rlmodule.data.prompts import load_prompts
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from tests.helpers.runs import compose
 

@@ -11,7 +11,7 @@ import torch
 from rlmodule.callbacks.samples import to_row, write_rows
 from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
-from rlmodule.data.prompts import DataConfig
+from rlmodule.data.config import DataConfig
 from rlmodule.data.rollout_rows import Sampling
 from rlmodule.data.rollouts import load_rollouts
 from rlmodule.models.byte_tokenizer import byte_tokenizer

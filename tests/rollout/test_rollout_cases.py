@@ -18,8 +18,8 @@ from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample, StepTotals, TrainingSample
+from rlmodule.data.config import DataConfig
 from rlmodule.data.end_tokens import EndTokens
-from rlmodule.data.prompts import DataConfig
 from rlmodule.data.rollouts import load_rollouts
 from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.iteration_metrics import length_metrics

@@ -26,7 +26,8 @@ from rlmodule.experience.sources import OfflineSource, RowSampler
 from rlmodule.models.shape import shape_of
 from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.run.config import RunConfig
-from rlmodule.run.datasets import Preferences, TrainingDataset
+from rlmodule.run.datasets import TrainingDataset
+from rlmodule.run.offline_datasets import Preferences
 
 
 def build_datamodule(
@@ -46,7 +47,7 @@ def build_datamodule(
         start: called with the number of each iteration that begins.
     """
     s = config
-    stream = PromptStream(len(dataset), s.general.seed, s.data.shuffle)
+    stream = PromptStream(len(dataset), s.general.seed, s.data.shuffle, order=dataset.order, limit=s.rows_of_run)
     layout = lambda: strategy.layout  # noqa: E731  known once the strategy is set up
 
     def connect() -> RolloutEngine:

@@ -20,7 +20,7 @@ from rlmodule.run.preflight.responses import (
     check_temperature,
 )
 from rlmodule.run.preflight.reward_model import check_reward_model
-from rlmodule.run.preflight.rows import check_demonstrations, check_rows
+from rlmodule.run.preflight.rows import check_demonstrations, check_order, check_rows
 from rlmodule.run.preflight.shape import check_shape
 from rlmodule.run.preflight.stored_rollouts import check_stored
 from rlmodule.run.preflight.value_model import check_critic, check_value
@@ -28,6 +28,7 @@ from rlmodule.run.preflight.value_model import check_critic, check_value
 OF_SETTINGS: tuple[Callable[[RunConfig], None], ...] = (
     check_rows,
     check_demonstrations,
+    check_order,
     check_lora,
     check_groups,
     check_reward,

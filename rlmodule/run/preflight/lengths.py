@@ -66,7 +66,7 @@ def check_lengths(rows: Iterable[tuple[str, Sequence[int]]], config: RunConfig, 
 def check_positions(config: RunConfig, hf_config: PreTrainedConfig) -> None:
     """The longest sample that settings allow has a position for every token.
 
-    Without a reward function nothing is sampled, and the rows are checked one by one, see ``check_samples``.
+    Without a reward function nothing is sampled, and the rows are checked one by one, see ``check_measured``.
     """
     limit = None if config.reward is None else positions_of(hf_config)
     if limit is not None and config.longest_sample > limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rlmodule.algorithm.config import DEMONSTRATIONS, PREFERENCES, ROLLOUTS
 from rlmodule.core.contract import DemonstratedEnvironment
 from rlmodule.core.errors import ConfigError
 from rlmodule.run.config import NO_ENVIRONMENT, RunConfig
@@ -23,6 +24,31 @@ def check_rows(config: RunConfig) -> None:
             got=[],
             because=f"environment={NO_ENVIRONMENT} makes no rows, so they come from files",
             fix="Use data=files data.train_files=[FILE], or environment=sort",
+        )
+
+
+def check_order(config: RunConfig) -> None:
+    """What orders rows is for rows of files, and a pass has a length where every iteration takes as many rows."""
+    if config.data.curriculum and config.dataset not in (ROLLOUTS, DEMONSTRATIONS, PREFERENCES):
+        raise ConfigError(
+            key="data.curriculum",
+            got=config.data.curriculum,
+            because="stored rollouts come group by group, in any order",
+            fix="Leave it out",
+        )
+    if config.data.curriculum and config.environment is not None and not config.algorithm.is_sampled:
+        raise ConfigError(
+            key="data.curriculum",
+            got=config.data.curriculum,
+            because=f"what environment={config.environment_name} demonstrates has no columns",
+            fix="Leave it out, or take rows from files",
+        )
+    if config.trainer.passes is not None and config.algorithm.filter_groups.enable:
+        raise ConfigError(
+            key="trainer.passes",
+            got=f"{config.trainer.passes:g}",
+            because="algorithm.filter_groups takes as many rows as it needs, so a pass has no number of iterations",
+            fix="Use trainer.max_epochs, or algorithm.filter_groups.enable=false",
         )
 
 

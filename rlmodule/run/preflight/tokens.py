@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlmodule.core.errors import ConfigError, DataError
-from rlmodule.core.types import Sample
 from rlmodule.data.prompts import unknown_token
 from rlmodule.models.description import ModelConfig, positions_of
 
@@ -16,7 +17,7 @@ def check_tokenizer(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, hf_c
     """Every token that may come up has an embedding.
 
     Special tokens that neither the chat template nor the tokenizer itself uses may lie beyond the model: some families
-    have them for images. Rows that hold one are refused one by one, see ``check_samples``.
+    have them for images. Rows that hold one are refused one by one, see ``check_measured``.
 
     Raises:
         ConfigError: names the first token that the model does not have.
@@ -40,23 +41,35 @@ def check_tokenizer(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, hf_c
         )
 
 
-def check_samples(samples: Iterable[Sample], hf_config: PreTrainedConfig) -> None:
-    """Every sample has only tokens and positions that the model has.
+def check_measured(
+    lengths: NDArray[np.int64],
+    largest_ids: NDArray[np.int64],
+    location: Callable[[int], str],
+    hf_config: PreTrainedConfig,
+) -> None:
+    """Every row has only tokens and positions that the model has.
+
+    Args:
+        lengths: [rows] tokens of the longest sample of each.
+        largest_ids: [rows] the largest token id of each.
+        location: row -> ``file:line``.
+        hf_config: of the model.
 
     Raises:
         DataError: names the first row that has others.
     """
     limit, vocab_size = positions_of(hf_config), hf_config.get_text_config().vocab_size
-    for sample in samples:
-        length, largest = sample.meta.length, max(*sample.prompt.ids, int(sample.response_ids.max()))
-        if largest >= vocab_size:
-            raise unknown_token(sample.prompt.location, largest, vocab_size)
-        if limit is not None and length > limit:
-            raise DataError(
-                location=sample.prompt.location,
-                because=f"prompt and response have {length} tokens, and the model has {limit} positions",
-                fix="Shorten or delete the row, or use a model with more positions",
-            )
+    is_unknown = largest_ids >= vocab_size
+    is_long = np.zeros_like(is_unknown) if limit is None else lengths > limit
+    for row in map(int, np.flatnonzero(is_unknown | is_long)[:1]):
+        if is_unknown[row]:
+            raise unknown_token(location(row), int(largest_ids[row]), vocab_size)
+        raise DataError(
+            location=location(row),
+            because=f"prompt and response have {lengths[row]} tokens, and the model has {limit} positions",
+            fix="Shorten or delete the row, use a model with more positions, or set data.max_demonstration_length and "
+            "data.overlong_demonstration=filter or truncate",
+        )
 
 
 def _used_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:

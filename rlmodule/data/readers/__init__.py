@@ -1,0 +1,1 @@
+"""One file per kind of data file; ``data/files.py`` chooses among them."""

@@ -1,0 +1,110 @@
+"""JSON files -> rows: one object a line, or a list of objects, which cannot be read in part."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlmodule.core.errors import DataError
+from rlmodule.data.json_text import HALF_PAIR, is_unicode, load_json
+from rlmodule.data.readers.content import UTF8_MARK, Content
+from rlmodule.data.tables import MemoryTable, RawRow, RowTable
+
+
+class JsonLinesTable(RowTable):
+    """One JSON object a line. Opening it reads every line once and keeps only where each begins.
+
+    A byte order mark, CRLF, blank lines and a missing last line break are fine.
+
+    Raises:
+        DataError: ``file:line`` of one that is no JSON object.
+    """
+
+    def __init__(self, content: Content) -> None:
+        self.name = str(content.path)
+        self._content = content
+        starts, numbers, columns = array("q"), array("q"), dict[str, None]()
+        start = 0
+        with content.open() as file:
+            for number, line in enumerate(file, start=1):
+                begin = start + (len(UTF8_MARK) if number == 1 and line.startswith(UTF8_MARK) else 0)
+                start += len(line)
+                text = line.removeprefix(UTF8_MARK) if number == 1 else line
+                if not text.strip():
+                    continue
+                columns.update(dict.fromkeys(_parse_object(text, f"{self.name}:{number}")))
+                starts.append(begin)
+                numbers.append(number)
+        self.columns = tuple(columns)
+        self._starts = np.frombuffer(starts, dtype=np.int64)  # bytes
+        self._numbers = np.frombuffer(numbers, dtype=np.int64)  # lines, from 1, blank ones counted
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def location(self, row: int) -> str:
+        return f"{self.name}:{self._numbers[row]}"
+
+    def select(self, rows: Sequence[int]) -> list[RawRow]:
+        found = []
+        with self._content.open() as file:
+            for row in rows:
+                file.seek(int(self._starts[row]))
+                found.append(_parse_object(file.readline(), self.location(row)))
+        return found
+
+
+def open_json(content: Content) -> RowTable:
+    """A list of objects, all in memory; or lines, which many tools write under this name as well.
+
+    Raises:
+        DataError: ``file:line``, or ``file:number`` of the object.
+    """
+    with content.open() as file:
+        start = file.read(1 << 16).removeprefix(UTF8_MARK).lstrip()
+    if not start.startswith(b"["):
+        return JsonLinesTable(content)
+    with content.open() as file:
+        text = file.read().removeprefix(UTF8_MARK)
+    rows = _parse(text, str(content.path), json.loads)
+    for number, row in enumerate(rows, start=1):
+        _check_object(row, f"{content.path}:{number}")
+        if b"\\u" in text and not is_unicode(row):
+            raise DataError(location=f"{content.path}:{number}", because=HALF_PAIR, fix="Fix or delete it")
+    return MemoryTable(str(content.path), rows)
+
+
+def _parse_object(line: bytes, location: str) -> RawRow:
+    row = _parse(line, location)
+    _check_object(row, location)
+    return row  # type: ignore[no-any-return]
+
+
+def _check_object(row: object, location: str) -> None:
+    if not isinstance(row, dict):
+        raise DataError(
+            location=location,
+            because=f"a row must be a JSON object, this is of type {type(row).__name__}",
+            fix="Fix it",
+        )
+
+
+def _parse(content: bytes, location: str, load: Callable[[str], Any] = load_json) -> Any:
+    try:
+        return load(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        because = f"byte {error.start + 1} (0x{content[error.start]:02x}) is not valid UTF-8"
+        raise DataError(location=location, because=because, fix="Save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno} column {error.colno}"
+        raise DataError(
+            location=location, because=f"not valid JSON: {error.msg} at {where}", fix="Fix or delete it"
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nesting just as deep
+        raise DataError(
+            location=location, because=f"JSON that cannot be read: {error}", fix="Fix or delete it"
+        ) from None
