@@ -84,7 +84,13 @@ def test_endless_output_ends(reward):
 
 def test_what_a_program_starts_ends_with_it(reward, tmp_path):
     """It leaves the process group, and is orphaned."""
-    lines = ["import os, time", "if os.fork() == 0:", "  os.setsid()", "  if os.fork() == 0: time.sleep(987)", "  os._exit(0)"]
+    lines = [
+        "import os, time",
+        "if os.fork() == 0:",
+        "  os.setsid()",
+        "  if os.fork() == 0: time.sleep(987)",
+        "  os._exit(0)",
+    ]
     assert value_of(reward, block(*lines, ADD), ASSERTS) == 1
     left = [entry for entry in os.listdir("/proc") if entry.isdigit() and "solution" in _command(entry)]
     assert not left
@@ -107,7 +113,11 @@ def test_the_trainer_s_environment_stays_away(reward, monkeypatch):
 def test_no_network_where_the_system_allows(reward):
     if not reward.isolated["network"]:
         pytest.skip("this machine has no network namespaces for this user")
-    lines = ["import socket", "try: socket.create_connection(('127.0.0.1', 22), 1)", "except OSError as error: why = error.errno"]
+    lines = [
+        "import socket",
+        "try: socket.create_connection(('127.0.0.1', 22), 1)",
+        "except OSError as error: why = error.errno",
+    ]
     assert value_of(reward, block(*lines), ["assert why == 101  # unreachable, not refused"]) == 1
 
 
@@ -126,7 +136,14 @@ def test_no_other_files_where_the_system_allows(reward, tmp_path):
 def test_few_processes_where_they_can_be_counted(reward):
     if not reward.isolated["processes"]:
         pytest.skip("the processes of this user cannot be counted apart")
-    lines = ["import os, time", "n = 0", "try:", "  for n in range(200):", "    if os.fork() == 0: time.sleep(9)", "except OSError: pass"]
+    lines = [
+        "import os, time",
+        "n = 0",
+        "try:",
+        "  for n in range(200):",
+        "    if os.fork() == 0: time.sleep(9)",
+        "except OSError: pass",
+    ]
     assert value_of(reward, block(*lines), ["assert n < 30"]) == 1
 
 
@@ -136,7 +153,9 @@ def test_a_share_of_tests_where_it_is_asked_for():
     assert value_of(reward, block("print(1)"), half) == 1
     assert value_of(reward, block("print(input())"), half) == 0.5
     assert value_of(reward, block("def add(a, b): return 3"), ASSERTS) == 0.5
-    assert value_of(reward, block("def add(a, b):", "  if a == 0: import os; os._exit(0)", "  return 3"), ASSERTS) == 0.5
+    assert (
+        value_of(reward, block("def add(a, b):", "  if a == 0: import os; os._exit(0)", "  return 3"), ASSERTS) == 0.5
+    )
 
 
 @pytest.mark.parametrize(

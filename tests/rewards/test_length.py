@@ -28,7 +28,9 @@ def test_a_response_that_was_cut_is_as_long_as_can_be():
     assert result.value == -1.0
 
 
-@pytest.mark.parametrize("keys", [{"start": 5, "limit": 5}, {"start": -1, "limit": 5}, {"start": 1, "limit": 5, "shortest": 2}])
+@pytest.mark.parametrize(
+    "keys", [{"start": 5, "limit": 5}, {"start": -1, "limit": 5}, {"start": 1, "limit": 5, "shortest": 2}]
+)
 def test_lengths_must_grow(keys):
     with pytest.raises(ConfigError):
         Length(**keys)

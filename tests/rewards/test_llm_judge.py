@@ -121,7 +121,10 @@ def test_a_refusal_is_final(status):
 
 def test_no_redirect_is_followed_with_the_key(monkeypatch):
     monkeypatch.setenv("GRADER_KEY", "sk-123")
-    with server("Score: 10") as (other, taken), server((307, {"Location": f"{other}/chat/completions"}, b"")) as (url, _):
+    with (
+        server("Score: 10") as (other, taken),
+        server((307, {"Location": f"{other}/chat/completions"}, b"")) as (url, _),
+    ):
         [result] = judged(url, api_key_env="GRADER_KEY", retries=0)
     assert result.value is None
     assert not taken
@@ -161,7 +164,13 @@ def test_a_server_that_does_not_reply_costs_its_time():
 
 
 @pytest.mark.parametrize(
-    "answer", [(200, {}, b"<html>"), (200, {}, b"{}"), (200, {}, b'{"choices": [{"message": {"content": null}}]}'), (200, {}, b"")]
+    "answer",
+    [
+        (200, {}, b"<html>"),
+        (200, {}, b"{}"),
+        (200, {}, b'{"choices": [{"message": {"content": null}}]}'),
+        (200, {}, b""),
+    ],
 )
 def test_a_server_of_another_kind_is_named(answer):
     with server(answer) as (url, _):
@@ -197,7 +206,9 @@ def test_a_template_of_one_s_own_and_a_long_response(tmp_path):
     file = tmp_path / "ask.txt"
     file.write_text("Is {response} like {answer}? 1 or 0")
     with server("1") as (url, seen):
-        [result] = judged(url, sample("x" * 100_000, "y"), template=str(file), pattern="([01])", highest=1, longest_response=200)
+        [result] = judged(
+            url, sample("x" * 100_000, "y"), template=str(file), pattern="([01])", highest=1, longest_response=200
+        )
     assert result.value == 1.0
     asked = seen[0][2]["messages"][0]["content"]
     assert len(asked) < 300

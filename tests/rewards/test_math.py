@@ -128,7 +128,17 @@ def test_what_was_found_is_logged(reward):
 
 @pytest.mark.parametrize(
     "answer",
-    ["72", "1,234.5", r"\frac{1}{2}", "Evelyn", "(1,2]", "long story\n#### 9", r"so \boxed{x+1}", '["a", "b"]', "12:30"],
+    [
+        "72",
+        "1,234.5",
+        r"\frac{1}{2}",
+        "Evelyn",
+        "(1,2]",
+        "long story\n#### 9",
+        r"so \boxed{x+1}",
+        '["a", "b"]',
+        "12:30",
+    ],
 )
 def test_a_right_answer_that_can_be_read_is_taken(reward, answer):
     assert reward.missing_fields(answer, {}) is None

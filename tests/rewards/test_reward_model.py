@@ -41,7 +41,9 @@ def alone(folder, text, label=0):
     """The score as transformers gives it, without padding."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     model.config.pad_token_id = -1
-    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False, return_tensors="pt")["input_ids"][:, -64:]
+    ids = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False, return_tensors="pt")["input_ids"][
+        :, -64:
+    ]
     with torch.no_grad():
         return float(model(input_ids=ids).logits[0, label])
 

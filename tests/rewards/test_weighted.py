@@ -39,7 +39,9 @@ def test_a_response_is_unscored_where_a_part_that_counts_is():
 
 def test_counts_add_up_and_a_failure_names_its_part(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("def score(response, **_):\n    return {'score': 1, 'tone': 0.5} if response == 'good' else 1 / 0\n")
+    file.write_text(
+        "def score(response, **_):\n    return {'score': 1, 'tone': 0.5} if response == 'good' else 1 / 0\n"
+    )
     function = Function(f"{file}:score", num_workers=1)
     reward = Weighted({"function": function, "numeric": Numeric()})
     good, bad = reward([sample("good", "5"), sample("bad", "5")])
