@@ -47,7 +47,7 @@ class LLMJudge:
     url: str  # of the server, with the version: http://localhost:8000/v1
     model: str  # name of the model there
     template: str = ""  # file with what is asked; {prompt}, {answer}, {response} are replaced; empty: a built-in one
-    pattern: str = r"(?i)score\W{0,6}(-?[0-9]+(?:\.[0-9]+)?)"  # regular expression; its first group is the score
+    pattern: str = r"(?i)score\W{0,6}?(-?[0-9]+(?:\.[0-9]+)?)"  # regular expression; its first group is the score
     lowest: float = 0.0  # score of the worst response
     highest: float = 10.0  # score of the best one; a score beyond either cannot be had
     temperature: float = 0.0  # with which the server draws

@@ -25,6 +25,10 @@ def rewards(prompts, completions, completion_ids, level, **columns):
     asked = [p if isinstance(p, str) else p[-1]["content"] for p in prompts]
     return [float(len(ids) + lev + (s == a)) for s, a, ids, lev in zip(said, asked, completion_ids, level)]
 
+def openrlhf(queries, prompts, labels):
+    score = float(queries[0] == prompts[0] + labels[0])
+    return {"rewards": [score], "scores": [score / 2], "extra_logs": {"size": [float(len(queries[0]))], "odd": "x"}}
+
 def number(response, **row):
     return float(response)
 
@@ -85,6 +89,14 @@ def test_the_convention_of_trl(function):
     assert function("rewards", style="trl")([turns, sample("x", None, level=20)]) == [
         result(14.0),
         result(23.0),
+    ]
+
+
+def test_the_convention_of_openrlhf(function):
+    reward = function("openrlhf", style="openrlhf")
+    assert reward([sample("a", "a"), sample("b", "a")]) == [
+        result(1.0, scores=0.5, size=2.0),
+        result(0.0, scores=0.0, size=2.0),
     ]
 
 
@@ -189,6 +201,10 @@ def test_one_failure_stops_the_run_when_asked_to(function):
         ({"path": "math:pi"}, "it cannot be imported(.|\n)*pi is 3.14.*which cannot be called"),
         ({"path": "math:sqrt", "arguments": {"answer": "x"}}, r"arguments\.answer=x: style=rlmodule gives"),
         ({"path": "math:sqrt", "arguments": {"prompts": 1}, "style": "trl"}, r"arguments\.prompts=1: style=trl gives"),
+        (
+            {"path": "math:sqrt", "arguments": {"labels": 1}, "style": "openrlhf"},
+            r"arguments\.labels=1: style=openrlhf",
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(keys, message):

@@ -89,7 +89,7 @@ def marked_answer(text: str) -> str | None:
 
 def final_answer(text: str) -> str:
     """The answer of a response in the order of this module's docstring; empty where it says none."""
-    text = plain(text)
+    text = plain(text).replace("{,}", ",")
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed if len(boxed) <= LONGEST_ANSWER else ""

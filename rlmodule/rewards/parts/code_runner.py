@@ -39,7 +39,7 @@ def main():
         assert got in test["outputs"]
     for number, test in enumerate(job["tests"]):
         try:
-            call(test) if test["kind"] == "call" else exec(compile(test["code"], "test.py", "exec"), dict(space))
+            call(test) if test["kind"] == "call" else exec(compile(test["code"], "test.py", "exec"), space)
         except BaseException:
             if job["stops"]: return
         else:

@@ -8,15 +8,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Test = dict[str, Any]
-FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*([\w+.#-]*)[^\n]*\n(.*?)^[ \t]*\1[ \t]*$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+.#-]*)")
 PYTHON_NAMES = ("python", "py", "python3", "")
 
 
 def code_of(text: str, *, fenced_only: bool) -> str | None:
-    """The last fenced block of Python in a response; else the whole response, or None where only blocks count."""
-    last = None
-    for found in FENCE.finditer(text):
-        last = found[3] if found[2].lower() in PYTHON_NAMES else last
+    """The last closed block of Python in a response; else the whole response, or None where only blocks count."""
+    last: str | None = None
+    fence, name, lines = "", "", list[str]()
+    for line in text.splitlines():
+        mark = FENCE.match(line)
+        if not fence and mark:
+            fence, name, lines = mark[1], mark[2].lower(), []
+        elif fence and mark and mark[1].startswith(fence) and not line.strip(" \t`~"):
+            last = "\n".join(lines) if name in PYTHON_NAMES else last
+            fence = ""
+        else:
+            lines.append(line)
     return last if last is not None or fenced_only else text.strip() or None
 
 

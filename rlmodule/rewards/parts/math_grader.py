@@ -25,6 +25,7 @@ QUANTITY = re.compile(
 )
 RATIO = re.compile(r"([0-9.]+)\s*:\s*([0-9.]+)")
 WORDS = re.compile(r"[^\W\d_]{2,}[^\W\d_ '\u2019-]*(?:[ '\u2019-][^\W\d_]+)*")
+LONGEST_NAME = 4  # words of an answer such as a name; more are a sentence
 PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}(?![A-Za-z(])")
 MATH_WORDS = re.compile(r"(?:pi|sqrt|infty|inf|infinity|oo|sin|cos|tan|log|ln|exp)", re.IGNORECASE)
 LISTED = re.compile(r"\\text\s*\{\s*,?\s*(?:and|or)\s*\}|,?\s+(?:and|or)\s+")
@@ -73,7 +74,8 @@ def normal(text: str) -> str:
 
 
 def _is_word(text: str) -> bool:
-    return WORDS.fullmatch(text) is not None and MATH_WORDS.fullmatch(text) is None
+    is_word = WORDS.fullmatch(text) is not None and MATH_WORDS.fullmatch(text) is None
+    return is_word and len(text.split()) <= LONGEST_NAME
 
 
 def _read(text: str) -> list[Any]:
