@@ -93,13 +93,12 @@ def _settings(saved: Any) -> Iterator[str]:
     settings: Mapping[str, Any] = {name: saved[name] for name in SHOWN if saved.get(name) is not None}
     plain = OmegaConf.to_container(OmegaConf.create(dict(settings)), resolve=False)
     assert isinstance(plain, dict)
-    yield from ("## Settings", "", "| key | value |", "|---|---|")
+    yield from ("## Settings", "", "<details><summary>Every key</summary>", "", "| key | value |", "|---|---|")
     for key, value in flat({str(name): tree for name, tree in plain.items()}).items():
         if not any(word in key.rpartition(".")[2] for word in _PLACES):
             shown = MASK if looks_secret(key) and value not in ("None", "") else value
             yield f"| `{key}` | {str(shown).replace('|', '&#124;') or '(empty)'} |"
-    yield f"| `seed` | {saved.get('seed')} |"
-    yield ""
+    yield from (f"| `seed` | {saved.get('seed')} |", "", "</details>", "")
 
 
 def _how_to_load(name: str, whole: WholeModel) -> Iterator[str]:
