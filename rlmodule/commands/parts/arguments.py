@@ -13,8 +13,13 @@ from rlmodule.core.errors import ConfigError, did_you_mean
 
 # Mappings whose keys are the user's: the chat template's, the model family's, the reward function's.
 OPEN_MAPPINGS = ("data.chat_template_args", "model.architecture", "critic.architecture", "reward.arguments")
-# A key that makes no sense without a choice, and the choice; for commands about a policy that need no training set-up.
-IMPLIED = {"model.path": "model=local", "data.train_files": "data=files"}
+# A key and what is chosen where it is set; for commands about a policy, which need no training set-up. The sizes of a
+# built-in environment fit no model but the built-in one.
+IMPLIED = (
+    ("model.path", "model=local", {"model"}),
+    ("data.train_files", "data=files", {"data"}),
+    ("model.path", "environment=none", {"data", "environment"}),
+)
 ONE, SEVERAL = "run", "runs"  # keys of a command that take words which are no KEY=VALUE
 
 
@@ -82,8 +87,7 @@ def _with_implied(words: Sequence[str]) -> list[str]:
     keys = {word.partition("=")[0].lstrip("+") for word in words}
     if keys & {f"command.{ONE}", "experiment"}:
         return list(words)
-    implied = [choice for key, choice in IMPLIED.items() if key in keys and choice.partition("=")[0] not in keys]
-    return [*implied, *words]
+    return [*(choice for key, choice, chosen in IMPLIED if key in keys and not keys & chosen), *words]
 
 
 def _reaches_into_open_mapping(word: str) -> bool:
