@@ -75,6 +75,8 @@ LIBRARIES = {
     "rlmodule/module.py": TORCH | {"lightning"},
     "rlmodule/datamodule.py": TORCH | {"lightning"},
     "rlmodule/loggers": TORCH | {"lightning"},
+    "rlmodule/loggers/mlflow.py": {"mlflow"},
+    "rlmodule/loggers/wandb.py": {"wandb"},
     "rlmodule/callbacks": TORCH | {"lightning", "transformers"},
     "rlmodule/callbacks/progress.py": {"rich"},
     "rlmodule/callbacks/report.py": {"rich", "matplotlib"},
@@ -108,6 +110,8 @@ DEFERRED = {
     ("rlmodule/cli.py", "rlmodule.run.warm_start"),  # likewise
     ("rlmodule/cli.py", "strategies.registry"),  # likewise
     ("strategies/deepspeed.py", ""),  # the device must be named before it is imported
+    ("rlmodule/loggers/mlflow.py", ""),  # optional: for those who log there
+    ("rlmodule/loggers/wandb.py", ""),  # likewise
     ("rlmodule/models/lora.py", ""),  # peft, optional: for those who train adapters
 }
 

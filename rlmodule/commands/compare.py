@@ -72,5 +72,7 @@ class Compare(Command):
             with atomic_write(path) as aside:
                 draw_comparison(runs, metrics, aside)
         except OSError as error:
-            raise TrainingError(f"{path}: it cannot be written ({error.strerror}). Use another command.chart") from error
+            raise TrainingError(
+                f"{path}: it cannot be written ({error.strerror}). Use another command.chart"
+            ) from error
         return path

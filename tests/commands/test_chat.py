@@ -42,7 +42,13 @@ def test_the_end_of_input_ends_it_and_a_folder_is_enough(finished_run: Path, tmp
 
 def test_ctrl_c_stops_an_answer_and_not_the_program(finished_run: Path, tmp_path: Path) -> None:
     """A long answer is stopped on its way; the next line is answered."""
-    words = ["chat", str(finished_run), "rollout.max_response_length=200", "rollout.temperature=1.0", "trainer.num_threads=1"]
+    words = [
+        "chat",
+        str(finished_run),
+        "rollout.max_response_length=200",
+        "rollout.temperature=1.0",
+        "trainer.num_threads=1",
+    ]
     running = Command(words, tmp_path, typed_in="sort 1\n/reset\n" * 4)
     wait_until(lambda: running.log.read_bytes().partition(b"stops an answer\n")[2] != b"", running)
     os.kill(running.pid, signal.SIGINT)

@@ -72,7 +72,9 @@ def test_a_curve_as_text() -> None:
     assert sparkline([], 10, 0, 1) == ""
 
 
-def test_runs_without_metrics_yet_are_told_apart_by_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_without_metrics_yet_are_told_apart_by_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     places = [run_in(tmp_path / name, [], seed=seed) for name, seed in (("a", 0), ("b", 1))]
     assert compare(*places, chart=str(tmp_path / "c.png")) == 0
     assert "no metrics are there yet" in capsys.readouterr().out
@@ -85,7 +87,10 @@ def test_runs_without_metrics_yet_are_told_apart_by_settings(tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("keys", "says"),
     [
-        ({"metrics": ["reward/men"]}, r"command.metrics=reward/men: no run has logged such a metric. Did you mean reward/mean"),
+        (
+            {"metrics": ["reward/men"]},
+            r"command.metrics=reward/men: no run has logged such a metric. Did you mean reward/mean",
+        ),
         ({"chart": "x.txt"}, r"command.chart=x.txt: it is no .png"),
     ],
 )
@@ -95,7 +100,11 @@ def test_bad_keys_get_words(tmp_path: Path, keys: dict[str, Any], says: str) -> 
 
 
 def test_places_without_runs_get_words(tmp_path: Path) -> None:
-    for places, says in (([], "there is nothing to compare"), ([tmp_path], "no run has written there"), ([tmp_path / "x"], "there is nothing there")):
+    for places, says in (
+        ([], "there is nothing to compare"),
+        ([tmp_path], "no run has written there"),
+        ([tmp_path / "x"], "there is nothing there"),
+    ):
         with pytest.raises(ConfigError, match=says):
             compare(*places)
     broken = run_in(tmp_path / "a", [1.0])
@@ -112,4 +121,6 @@ def test_as_a_user_types_it(finished_run: Path, tmp_path: Path) -> None:
     assert "2 runs" in done.text
     assert "val/accuracy" in done.text
     assert {path.name for path in tmp_path.iterdir()} == {"lr=0.3", "compare.png", "output.txt"}
-    assert forked("parity", "folder", cwd=tmp_path).text.startswith("error: command=parity folder: parity takes no words")
+    assert forked("parity", "folder", cwd=tmp_path).text.startswith(
+        "error: command=parity folder: parity takes no words"
+    )

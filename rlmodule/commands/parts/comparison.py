@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.records.metrics_log import Record, read_records
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.records.summary import series
-from rlmodule.run.build.provenance import flat
+from rlmodule.run.build.provenance import flat, name_of_overrides
 
 # Shown where a run has them and nothing is asked for: what is held out, then what is trained on.
 MAIN_METRICS = (
@@ -107,7 +108,7 @@ def _read(root: Path) -> ComparedRun:
         summary = json.loads(directory.summary.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         summary = {}
-    name = str(saved.get("name") or root.name)
+    name = str(saved.get("name") or name_of_overrides(saved.get("overrides") or []) or root.name)
     records = read_records(root / "metrics.jsonl")
     return ComparedRun(root, name, settings, records, summary if isinstance(summary, dict) else {})
 
@@ -154,6 +155,6 @@ def sparkline(values: Sequence[float], width: int, low: float, high: float) -> s
     """A curve as ``width`` characters at most: the mean of each stretch, between ``low`` and ``high``."""
     count = min(width, len(values))
     cuts = [len(values) * place // count for place in range(count + 1)] if count else [0]
-    means = [sum(values[a:b]) / (b - a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(cuts)]
     scale = (high - low) or 1.0
     return "".join(BARS[min(len(BARS) - 1, int((mean - low) / scale * len(BARS)))] for mean in means)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib import colormaps
+from matplotlib.artist import Artist
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -23,7 +24,7 @@ def draw_comparison(runs: Sequence[ComparedRun], metrics: Sequence[str], path: P
     rows = -(-len(metrics) // columns)
     figure = Figure(figsize=(6.5 * columns, 3.6 * rows + 0.3 * len(runs)), layout="constrained")
     FigureCanvasAgg(figure)
-    lines = {}
+    lines: dict[str, Artist] = {}
     for axes, metric in zip(figure.subplots(rows, columns, squeeze=False).flat, metrics, strict=False):
         axes.set_title(metric, loc="left", fontweight="bold")
         axes.set_xlabel("optimizer steps")
@@ -37,7 +38,7 @@ def draw_comparison(runs: Sequence[ComparedRun], metrics: Sequence[str], path: P
             lines.setdefault(f"{number}  {run.name}", line)
     for axes in figure.axes[len(metrics) :]:
         axes.set_axis_off()
-    figure.legend(list(lines.values()), list(lines), loc="outside lower left", ncols=columns, frameon=False)
+    figure.legend(list(lines.values()), list(lines), loc="outside lower left", ncols=columns, frameon=False)  # type: ignore[call-overload]
     figure.savefig(path, dpi=DPI)
 
 

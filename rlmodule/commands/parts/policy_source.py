@@ -277,5 +277,3 @@ def refuse_reward_model(run: Run, command: str) -> None:
             because=f"command={command} samples responses, and a reward model gives none",
             fix="Give a policy",
         )
-
-
