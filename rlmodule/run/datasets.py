@@ -89,8 +89,8 @@ class TrainingDataset(ABC):
         """Held-out prompts to respond to; none without validation rows, or without a reward function."""
         if not self.config.has_validation or self.config.reward is None:
             return []
-        prompts = self._load_prompts("test")
-        self._check_prompts(prompts)
+        prompts = self.load_split("test")
+        self.check_prompts(prompts)
         return prompts
 
     @cached_property
@@ -126,8 +126,8 @@ class TrainingDataset(ABC):
     def source(self, draw: RowSampler, engine: Callable[[], RolloutEngine]) -> Source:
         """What gives the samples of each iteration."""
 
-    def _load_prompts(self, split: str) -> PromptTable:
-        """Rows of ``train`` or ``test`` as prompts.
+    def load_split(self, split: str) -> PromptTable:
+        """Rows of ``train`` or ``test`` as prompts; read anew at every call.
 
         Raises:
             RLModuleError: a row cannot be used.
@@ -137,7 +137,7 @@ class TrainingDataset(ABC):
             table = MemoryTable(f"environment {self.config.environment_name} ({split})", environment.rows(split))
         return load_prompts(self.config.data, self.tokenizer, split, table)
 
-    def _check_prompts(self, prompts: PromptTable) -> None:
+    def check_prompts(self, prompts: PromptTable) -> None:
         """Check that every row has what the reward function reads, and token ids that the model has.
 
         Raises:
@@ -162,7 +162,7 @@ class Prompts(TrainingDataset):
     @cached_property
     def table(self) -> PromptTable:
         """The prompts; reading them checks them."""
-        return self._load_prompts("train")
+        return self.load_split("train")
 
     def __len__(self) -> int:
         return len(self.table)
@@ -192,7 +192,7 @@ class Prompts(TrainingDataset):
 
     def check(self, layout: Layout) -> None:
         """Read every prompt, and find what ends responses; their lengths follow from the configuration."""
-        self._check_prompts(self.table)
+        self.check_prompts(self.table)
         _ = self.end_tokens, self.order
 
     def examples(self) -> Sequence[Prompt | Sample]:
