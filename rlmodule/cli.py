@@ -168,7 +168,7 @@ def job_of_sweep(config: DictConfig, run_dir: RunDirectory) -> float | None:
         code = BUG
     result = run_directory.result(run_dir) if code == 0 else None
     problem = str(problems[-1]) if problems else "" if code == 0 else f"exit code {code}"
-    JobResult(int(job.num), list(HydraConfig.get().overrides.task), code, result, problem).save(run_dir.root)
+    JobResult(int(job.num), overrides_as_typed(), code, result, problem).save(run_dir.root)
     if code in (launch.PREEMPTED, 130):
         raise SystemExit(code)
     return float("nan") if code else result
@@ -200,7 +200,9 @@ def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
         raise deferred_errors[0]
     command: Command = component(COMMANDS, config.command)
     config = with_settings_of_its_run(config)
-    config.overrides = mask_arguments(HydraConfig.get().overrides.task)
+    config.overrides = [
+        word.replace("${", "$(") for word in mask_arguments(overrides_as_typed())
+    ]  # nothing resolves these
     to_save, secrets = mask(without_environment(config))
     to_environment(secrets)
 
@@ -227,7 +229,7 @@ def with_settings_of_its_run(config: DictConfig) -> DictConfig:
     folder = config.command.get("run")
     if folder is None:
         return config
-    words = list(HydraConfig.get().overrides.task)
+    words = overrides_as_typed()
     saved = read_saved_config(Path(str(folder)))
     return with_settings(config, composed([f"command={config.command.name}"]), saved, words)
 
@@ -250,7 +252,10 @@ def without_environment(config: DictConfig) -> dict[str, Any]:
             if isinstance(value, str) and "${oc.env:" in value:
                 out[str(name)] = value
                 continue
-            found = node[name]
+            try:
+                found = node[name]
+            except OmegaConfBaseException as error:
+                raise _unresolved(error, str(error).splitlines()[0], str(node._get_full_key(name))) from None
             is_tree = isinstance(found, DictConfig)
             out[str(name)] = (
                 walk(found)
@@ -266,8 +271,13 @@ def without_environment(config: DictConfig) -> dict[str, Any]:
 
 def command_of_this_run() -> list[str]:
     """As typed; for a job of a sweep what would run it alone."""
-    job = HydraConfig.get()
-    return sys.argv if job.mode == RunMode.RUN else [sys.argv[0], *job.overrides.task]
+    return sys.argv if HydraConfig.get().mode == RunMode.RUN else [sys.argv[0], *overrides_as_typed()]
+
+
+def overrides_as_typed() -> list[str]:
+    """The KEY=VALUE words of this run, references in them unresolved."""
+    words: list[str] = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)  # type: ignore[assignment]
+    return words
 
 
 def load_run(arguments: Sequence[str]) -> Run:
@@ -347,11 +357,12 @@ def _unknown_choice(missing: str) -> ConfigError:
     return ConfigError(key=group, got=name, because=because, fix=hint or did_you_mean(name, menu(group)))
 
 
-def _unresolved(error: OmegaConfBaseException, first_line: str) -> ConfigError:
+def _unresolved(error: OmegaConfBaseException, first_line: str, full_key: str = "") -> ConfigError:
     """A value that refers to something that is not there."""
+    key = error.full_key or full_key
     return ConfigError(
-        key=error.full_key or "configuration",
-        got=_as_typed(error.full_key or ""),
+        key=key or "configuration",
+        got=_as_typed(key),
         because=first_line,
         fix=r"Refer to a key by its full name, or write \${...} for the characters themselves",
     )
