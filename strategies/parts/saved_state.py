@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from rlmodule.core.contract import SaveLater
 from rlmodule.core.errors import CheckpointError, in_one_line
+from rlmodule.core.parameters import ADAM_STATES, STATE_NAMES
 from strategies.parts.failures import on_all_or_none
 from strategies.parts.shards import Index, digests, plan_of_rank, read_index, read_shards
 from strategies.parts.snapshot import SHARDS, RankReport, SavedSnapshot, StateFiles, agree
@@ -126,10 +127,9 @@ class SavedState:
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Read models and optimizers."""
         assert self._saved_at is not None, "Lightning loads a checkpoint before it hands it out"
+        self.load_shards(self._saved_at)
         for (name, optimizer), state in zip(self.models_and_optimizers(), checkpoint["optimizer_states"], strict=True):
             check_same_optimizer(self._saved_at, name, optimizer, state["param_groups"])
-        self.load_shards(self._saved_at)
-        for (_, optimizer), state in zip(self.models_and_optimizers(), checkpoint["optimizer_states"], strict=True):
             for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
                 group.update(saved)
 
@@ -212,13 +212,15 @@ def check_same_optimizer(folder: Path, name: str, optimizer: Optimizer, saved: S
     """Refuse the states of another optimizer, which mean something else here.
 
     Raises:
-        CheckpointError: the groups of parameters are others, or have other settings.
+        CheckpointError: there are other groups of parameters, or it keeps other states of them.
     """
-    here = [sorted(group.keys() - {"params"}) for group in optimizer.param_groups]
-    if here != [sorted(group) for group in saved]:
+    here, there = (
+        [list(g.get(STATE_NAMES, ADAM_STATES)) for g in groups] for groups in (optimizer.param_groups, saved)
+    )
+    if here != there:
         raise CheckpointError(
             f"{folder}: model {name} was trained there with another optimizer, or with other parameters under it. "
-            "Resume with the same optimizer= and the same weight decay, or start anew"
+            "Resume with the same optimizer=, or start anew"
         )
 
 

@@ -86,8 +86,19 @@ def training_samples(draw):
         return torch.tensor(numbers, dtype=torch.float32) if draw(st.booleans()) else None
 
     names = ("advantage", "old_logprob", "ref_logprob", "rollout_weight", "old_value", "returns", "teacher_logprob")
-    row = TrainingSample(sample, **{name: perhaps() for name in names}, energy=perhaps(), next_value=draw(st.floats()))
-    assert {f.name for f in fields(row)} == {*names, "sample", "energy", "next_value"}, "a new field is drawn here too"
+
+    def perhaps_of_two(elements, dtype):
+        rows = draw(st.lists(st.tuples(elements, elements), min_size=size, max_size=size))
+        return torch.tensor(rows, dtype=dtype).reshape(size, 2) if draw(st.booleans()) else None
+
+    top = {
+        "teacher_top_ids": perhaps_of_two(st.integers(0, 2**40), torch.int64),
+        "teacher_top_logprob": perhaps_of_two(FLOATS, torch.float32),
+    }
+    numbers = {name: perhaps() for name in names}
+    row = TrainingSample(sample, **numbers, **top, energy=perhaps(), next_value=draw(st.floats()))
+    known = {*names, *top, "sample", "energy", "next_value"}
+    assert {f.name for f in fields(row)} == known, "a new field is drawn here too"
     return row
 
 
