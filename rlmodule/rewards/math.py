@@ -67,6 +67,11 @@ class Math:
         because = f" ({outcome.fault.splitlines()[-1]})" if outcome.fault else ""
         return f"reward=math cannot read its answer {golds[0][:200]!r}{because}"
 
+    def answer_of(self, sample: Sample) -> str | None:
+        """The answer of a response as it is written, without spaces; None where there is none or it was cut."""
+        answer = "" if sample.finish_reason == "length" else self._answer(sample.text)
+        return "".join(answer.split()) or None
+
     def _grade(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Compare what differs from the right answers as text; several samples in one call of the pool."""
         answers = [self._answer(sample.text) for sample in samples]

@@ -19,7 +19,7 @@ def server(*answers):
     seen, left, lock = [], list(answers), threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):  # noqa: N802
+        def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             with lock:
                 seen.append((self.path, dict(self.headers), body))

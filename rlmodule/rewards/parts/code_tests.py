@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -59,9 +60,11 @@ def _asserts(code: Any, entry_point: str | None) -> Test:
     if not isinstance(code, str) or not code.strip():
         raise ValueError(f"a test is code, or an input and an output, not {code!r:.200}")
     try:
-        compile(code, "test", "exec")
-    except (SyntaxError, ValueError) as error:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the test {code[:100]!r} is no Python: {error}") from None
+    if not any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for node in ast.walk(tree)):
+        raise ValueError(f"nothing is tested in {code[:100]!r}")
     is_check = re.search(r"^def check\(", code, re.MULTILINE) and not re.search(r"^check\(", code, re.MULTILINE)
     return {"kind": "assert", "code": f"{code}\ncheck({entry_point})\n" if is_check and entry_point else code}
 
