@@ -65,7 +65,11 @@ def test_sums_can_be_swept_over(folder):
         ({"answer": "E"}, ["reward=choice"], "rows.jsonl:1: its answer"),
         ({}, ["reward=code"], "rows.jsonl:1: reward=code cannot read its tests: nothing is tested"),
         ({"answer": "1"}, ["reward=reasoning_gym"], "rows.jsonl:1: reward=reasoning_gym finds no task's name"),
-        ({"answer": "1"}, ["reward=[numeric,formt]"], "reward=formt: no reward has that name. Did you mean format or math_format?"),
+        (
+            {"answer": "1"},
+            ["reward=[numeric,formt]"],
+            "reward=formt: no reward has that name. Did you mean format or math_format?",
+        ),
         ({"answer": "1"}, ["reward=[numeric,format]", "reward.weights.formt=2"], "Did you mean reward.weights.format"),
     ],
 )

@@ -128,7 +128,10 @@ def test_a_list_can_be_swept_over():
     ("arguments", "message"),
     [
         (["reward=[numeric,formt]"], "reward=formt: no reward has that name. Did you mean format or math_format?"),
-        (["reward=numeric,[numeric,formt]"], "reward=formt: no reward has that name. Did you mean format or math_format?"),
+        (
+            ["reward=numeric,[numeric,formt]"],
+            "reward=formt: no reward has that name. Did you mean format or math_format?",
+        ),
         (["reward=[numeric,numeric]"], "reward=[numeric,numeric]: a sum has one reward or more, each once"),
         (["reward=[]"], "reward=[]: a sum has one reward or more"),
         (["reward=[numeric,weighted]"], "no sums in it"),
