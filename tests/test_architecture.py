@@ -72,8 +72,8 @@ LIBRARIES = {
     "rlmodule/rewards": TORCH | {"transformers"},
     "rlmodule/rewards/parts/math_grader.py": {"math_verify"},  # these run in child processes, without this package
     "rlmodule/rewards/parts/gym_scorer.py": {"reasoning_gym"},
-    "rlmodule/rewards/parts/code_runner.py": {"isolation"},  # beside it
-    "rlmodule/rewards/parts/isolation.py": {"landlock"},  # beside it
+    "rlmodule/rewards/parts/code_runner.py": {"code_isolation"},  # beside it
+    "rlmodule/rewards/parts/code_isolation.py": {"code_landlock"},  # beside it
     "rlmodule/rollout": TORCH | {"transformers", "numpy"},
     "rlmodule/checkpoint": TORCH,
     "rlmodule/algorithm": TORCH,

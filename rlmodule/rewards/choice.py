@@ -86,6 +86,10 @@ class Choice:
         ]
         return next((match[1].upper() for match in found if match), None)
 
+    def answer_of(self, sample: Sample) -> str | None:
+        """The letter of a response; None where it chooses none or was cut."""
+        return None if sample.finish_reason == "length" else self.chosen_letter(sample.text)
+
     def _score(self, sample: Sample) -> RewardResult:
         if sample.finish_reason == "length":
             return RewardResult(self.truncated)

@@ -1,8 +1,8 @@
 """1 for a response whose program passes every test of its row, else 0.
 
 The program runs in a process of its own with limits on time, memory and output, in an empty folder and environment, and
-where the machine allows it without network, other files and many processes: ``parts/isolation.py`` says what is held
-apart and what is not. The last block of Python counts. Leaves out other languages.
+where the machine allows it without network, other files and many processes: ``parts/code_isolation.py`` says what is
+held apart and what is not. The last block of Python counts. Leaves out other languages.
 """
 
 from __future__ import annotations

@@ -22,7 +22,11 @@ from rlmodule.rewards import REWARDS
 from rlmodule.rewards.parts.answers import final_answer, last_boxed, plain, possible_answers, right_answers, true_answer
 from rlmodule.rewards.parts.sandbox import Outcome, Pool, child_file
 
-PLAIN_NUMBER = re.compile(r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,50})(?:\.[0-9]{1,50})?")  # nothing to look up
+# Answers of which math-verify need not be asked whether it can read them: most of a file's rows.
+SURE = re.compile(
+    r"[-+]?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,50})(?:\.[0-9]{1,50})?"
+    r"|-?\\[dt]?frac\{-?[0-9]{1,9}\}\{[1-9][0-9]{0,8}\}|-?[0-9]{0,9}(?:\\sqrt\{[0-9]{1,9}\}|\\pi|[a-zA-Z])"
+)
 
 
 @REWARDS.register
@@ -59,13 +63,18 @@ class Math:
         if answer is None:
             return "it has no answer, and reward=math compares with one"
         golds = [true_answer(possible) for possible in possible_answers(answer)]
-        if any(PLAIN_NUMBER.fullmatch(gold) for gold in golds):
+        if any(SURE.fullmatch(gold) for gold in golds):
             return None
         [outcome] = self._pool.map([{"golds": golds}])
         if outcome.fault is None and outcome.result["readable"]:
             return None
         because = f" ({outcome.fault.splitlines()[-1]})" if outcome.fault else ""
         return f"reward=math cannot read its answer {golds[0][:200]!r}{because}"
+
+    def answer_of(self, sample: Sample) -> str | None:
+        """The answer of a response as it is written, without spaces; None where there is none or it was cut."""
+        answer = "" if sample.finish_reason == "length" else self._answer(sample.text)
+        return "".join(answer.split()) or None
 
     def _grade(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """Compare what differs from the right answers as text; several samples in one call of the pool."""

@@ -48,6 +48,11 @@ class Numeric:
             return f"reward=numeric finds no number in its answer {answer[:200]!r}"
         return None
 
+    def answer_of(self, sample: Sample) -> str | None:
+        """The number of a response, written the same for equal numbers; None where there is none or it was cut."""
+        said = None if sample.finish_reason == "length" else last_number(final_answer(sample.text))
+        return None if said is None else str(said)
+
     def _score(self, sample: Sample) -> RewardResult:
         if sample.finish_reason == "length":
             return RewardResult(self.truncated)

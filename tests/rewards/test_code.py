@@ -184,6 +184,7 @@ def test_the_last_closed_block_of_python_counts(text, code):
         ("5", "tests are asserts"),
         ('[{"input": 1}]', "a test needs 'input' and 'output'"),
         ('{"inputs": ["1"], "outputs": []}', "lists of one length"),
+        ("so\n#### 4", "nothing is tested"),
         ("", "a test is code"),
         ("[5]", "a test is code"),
     ],

@@ -76,3 +76,20 @@ def test_every_response_gets_a_finite_score_soon(case):
 def test_no_responses_are_no_work(case):
     cls, keys, _, _ = case
     assert cls(**keys)([]) == []
+
+
+@pytest.mark.parametrize(
+    ("reward", "text", "answer"),
+    [
+        (Math(), r"so \boxed{ 1 / 2 }", "1/2"),
+        (Math(), "nothing", None),
+        (Numeric(), "1,000.50", "2001/2"),
+        (Numeric(), "1000.5", "2001/2"),
+        (Numeric(), "nothing", None),
+        (Choice(), "The answer is (b)", "B"),
+        (Choice(), "nothing", None),
+    ],
+)
+def test_the_answer_of_a_response_can_be_voted_on(reward, text, answer):
+    assert reward.answer_of(sample(text)) == answer
+    assert reward.answer_of(sample(text, finish_reason="length")) is None

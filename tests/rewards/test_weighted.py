@@ -11,6 +11,7 @@ from rlmodule.core.types import RewardResult
 from rlmodule.rewards.exact_match import ExactMatch
 from rlmodule.rewards.format import Format
 from rlmodule.rewards.function import Function
+from rlmodule.rewards.math import Math
 from rlmodule.rewards.numeric import Numeric
 from rlmodule.rewards.weighted import Weighted
 from rlmodule.run.config import reward_of
@@ -109,6 +110,12 @@ def test_a_choice_from_a_preset_file_is_replaced_by_a_list():
     }
 
 
+def test_a_sum_can_stand_in_a_file_and_be_replaced():
+    reward = reward_of(section_of("reward=math_format", "reward.weights.format=0.1", "reward.math.num_workers=1"))
+    assert reward == Weighted({"math": Math(num_workers=1), "format": Format()}, {"math": 1.0, "format": 0.1})
+    assert reward_of(section_of("reward=math_format", "reward=numeric")) == Numeric()
+
+
 def test_a_list_can_be_swept_over():
     [word] = cli.with_sums(["reward=numeric,[numeric,format],exact_match"])
     assert word == "reward=numeric,numeric+format,exact_match"
@@ -120,8 +127,11 @@ def test_a_list_can_be_swept_over():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["reward=[numeric,formt]"], "reward=formt: no reward has that name. Did you mean format?"),
-        (["reward=numeric,[numeric,formt]"], "reward=formt: no reward has that name. Did you mean format?"),
+        (["reward=[numeric,formt]"], "reward=formt: no reward has that name. Did you mean format or math_format?"),
+        (
+            ["reward=numeric,[numeric,formt]"],
+            "reward=formt: no reward has that name. Did you mean format or math_format?",
+        ),
         (["reward=[numeric,numeric]"], "reward=[numeric,numeric]: a sum has one reward or more, each once"),
         (["reward=[]"], "reward=[]: a sum has one reward or more"),
         (["reward=[numeric,weighted]"], "no sums in it"),

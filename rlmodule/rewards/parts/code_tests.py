@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -43,7 +44,10 @@ def read_tests(value: Any, entry_point: str | None = None) -> list[Test]:
         try:
             value = json.loads(value)
         except ValueError:
-            return [_asserts(value, entry_point)]
+            test = _asserts(value, entry_point)
+            if not any(isinstance(node, ast.Assert | ast.Raise | ast.Call) for node in ast.walk(ast.parse(value))):
+                raise ValueError(f"nothing is tested in {value[:100]!r}") from None
+            return [test]
     if isinstance(value, Mapping) and "inputs" in value and "outputs" in value:
         tests = _from_columns(value)
     elif isinstance(value, Sequence) and not isinstance(value, str):
@@ -59,8 +63,8 @@ def _asserts(code: Any, entry_point: str | None) -> Test:
     if not isinstance(code, str) or not code.strip():
         raise ValueError(f"a test is code, or an input and an output, not {code!r:.200}")
     try:
-        compile(code, "test", "exec")
-    except (SyntaxError, ValueError) as error:
+        ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ValueError(f"the test {code[:100]!r} is no Python: {error}") from None
     is_check = re.search(r"^def check\(", code, re.MULTILINE) and not re.search(r"^check\(", code, re.MULTILINE)
     return {"kind": "assert", "code": f"{code}\ncheck({entry_point})\n" if is_check and entry_point else code}
