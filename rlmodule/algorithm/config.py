@@ -103,8 +103,8 @@ class AlgorithmConfig:
         correction, rejection = self.rollout_correction, self.rollout_rejection
         values = {
             "rollout_correction.mode": correction.mode,
-            "rollout_rejection.token": rejection.token,
-            "rollout_rejection.sequence": rejection.sequence,
+            "rollout_rejection.token_estimator": rejection.token_estimator,
+            "rollout_rejection.sequence_estimator": rejection.sequence_estimator,
         }
         return {key: value for key, value in values.items() if value != "none"}
 

@@ -28,10 +28,10 @@ REDUCTIONS = ("sum", "mean", "max")
 class RolloutRejection:
     """What is rejected; needs old log-probabilities of the trainer."""
 
-    token: str = "none"  # tokens are judged by none, k1 (the ratio), k2 or k3
+    token_estimator: str = "none"  # tokens are judged by none, k1 (the ratio), k2 or k3
     token_lower: float = 0.0  # least value of a token that stays
     token_upper: float = 2.0  # greatest value of a token that stays
-    sequence: str = "none"  # responses are judged by none, k1, k2 or k3
+    sequence_estimator: str = "none"  # responses are judged by none, k1, k2 or k3
     sequence_reduce: str = "mean"  # sum, mean or max over the tokens; for k1 product, geometric mean, every ratio
     sequence_lower: float = 0.0  # least value of a response that stays
     sequence_upper: float = 2.0  # greatest value of a response that stays
@@ -41,7 +41,7 @@ class RolloutRejection:
             ("token", self.token_lower, self.token_upper),
             ("sequence", self.sequence_lower, self.sequence_upper),
         ):
-            one_of(f"rollout_rejection.{level}", getattr(self, level), ESTIMATORS)
+            one_of(f"rollout_rejection.{level}_estimator", getattr(self, f"{level}_estimator"), ESTIMATORS)
             at_least(f"rollout_rejection.{level}_lower", lower, 0)
             if not upper > lower:
                 raise ConfigError(
@@ -50,7 +50,7 @@ class RolloutRejection:
                     because=f"nothing lies between {level}_lower={lower} and it",
                     fix=f"Use rollout_rejection.{level}_upper=2.0",
                 )
-            if getattr(self, level) == "k1" and not lower <= 1 <= upper:
+            if getattr(self, f"{level}_estimator") == "k1" and not lower <= 1 <= upper:
                 raise ConfigError(
                     key=f"rollout_rejection.{level}_{'lower' if lower > 1 else 'upper'}",
                     got=lower if lower > 1 else upper,
@@ -62,7 +62,7 @@ class RolloutRejection:
     @property
     def is_on(self) -> bool:
         """Whether anything may be rejected."""
-        return self.token != "none" or self.sequence != "none"
+        return self.token_estimator != "none" or self.sequence_estimator != "none"
 
 
 def kept_tokens(old_logprob: Tensor, rollout_logprob: Tensor, config: RolloutRejection) -> Tensor:
@@ -80,11 +80,16 @@ def kept_tokens(old_logprob: Tensor, rollout_logprob: Tensor, config: RolloutRej
     kept = torch.ones_like(log_ratio, dtype=torch.bool)
     if not len(log_ratio):
         return kept
-    if config.token != "none":
-        kept &= _within(_divergence(log_ratio, config.token), config.token, config.token_lower, config.token_upper)
-    if config.sequence != "none":
-        value = _over_tokens(_divergence(log_ratio, config.sequence), config.sequence_reduce)
-        kept &= _within(value, config.sequence, config.sequence_lower, config.sequence_upper).all()
+    if config.token_estimator != "none":
+        kept &= _within(
+            _divergence(log_ratio, config.token_estimator),
+            config.token_estimator,
+            config.token_lower,
+            config.token_upper,
+        )
+    if config.sequence_estimator != "none":
+        value = _over_tokens(_divergence(log_ratio, config.sequence_estimator), config.sequence_reduce)
+        kept &= _within(value, config.sequence_estimator, config.sequence_lower, config.sequence_upper).all()
     return kept
 
 

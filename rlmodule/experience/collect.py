@@ -77,7 +77,7 @@ def check_logprobs(scored: list[ScoredSample], objective: Objective) -> list[Sco
         ("rollout_correction", "rollout_correction.mode=none", config.rollout_correction.is_on),
         (
             "rollout_rejection",
-            "rollout_rejection.token=none algorithm.rollout_rejection.sequence=none",
+            "rollout_rejection.token_estimator=none algorithm.rollout_rejection.sequence_estimator=none",
             config.rollout_rejection.is_on,
         ),
     ):

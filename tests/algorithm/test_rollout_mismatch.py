@@ -11,7 +11,7 @@ from rlmodule.algorithm.rollout_rejection import RolloutRejection, kept_tokens
 from rlmodule.core.metrics import merge
 
 LOG2 = math.log(2)
-TRUNCATED, REJECTED = RolloutCorrection(mode="truncate"), RolloutRejection(token="k1", token_upper=3.0)
+TRUNCATED, REJECTED = RolloutCorrection(mode="truncate"), RolloutRejection(token_estimator="k1", token_upper=3.0)
 
 
 def response(ratio, correction=TRUNCATED, rejection=REJECTED):

@@ -12,9 +12,11 @@ from tests.experience.shaped import ROUNDS, iteration_of
 from tests.helpers.ranks import run_on_ranks
 
 # The policy is near uniform over its vocabulary, so bounds are set by what the made-up rollout engine said.
-TOKENS = RolloutRejection(token="k1", token_lower=0.5, token_upper=1.9)
-RESPONSES = RolloutRejection(sequence="k1", sequence_lower=0.5, sequence_upper=1.1)
-BOTH = RolloutRejection(token="k2", token_upper=0.3, sequence="k3", sequence_reduce="max", sequence_upper=1.0)
+TOKENS = RolloutRejection(token_estimator="k1", token_lower=0.5, token_upper=1.9)
+RESPONSES = RolloutRejection(sequence_estimator="k1", sequence_lower=0.5, sequence_upper=1.1)
+BOTH = RolloutRejection(
+    token_estimator="k2", token_upper=0.3, sequence_estimator="k3", sequence_reduce="max", sequence_upper=1.0
+)
 REJECTIONS = {"tokens": TOKENS, "responses": RESPONSES, "both": BOTH}
 
 
@@ -57,7 +59,7 @@ def test_a_rejected_response_leaves_the_statistics_of_its_group():
 
 
 def test_everything_rejected_is_an_empty_step():
-    totals = counts(0, rollout_rejection=RolloutRejection(token="k2", token_upper=1e-12))[0]
+    totals = counts(0, rollout_rejection=RolloutRejection(token_estimator="k2", token_upper=1e-12))[0]
     assert {tokens for tokens, _, _ in totals} == {0}
 
 

@@ -72,7 +72,7 @@ def _check_logprobs(table: RolloutTable, config: RunConfig) -> None:
             because="the row has no log-probabilities, and algorithm.old_logprob=rollout, "
             "algorithm.rollout_correction and algorithm.rollout_rejection read them",
             fix="Use algorithm.old_logprob=recompute algorithm.rollout_correction.mode=none "
-            "algorithm.rollout_rejection.token=none algorithm.rollout_rejection.sequence=none",
+            "algorithm.rollout_rejection.token_estimator=none algorithm.rollout_rejection.sequence_estimator=none",
         )
     if "teacher_logprob" in config.loss.needs and algorithm.teacher is None and table.without_teacher is not None:
         raise DataError(
