@@ -6,6 +6,8 @@ import pytest
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
+from rlmodule.data.stream import PromptStream
+from rlmodule.data.tables import select_rows
 from rlmodule.experience.sources import RowSampler
 from rlmodule.experience.timer import Timer
 from rlmodule.records.metrics_log import read_records
@@ -34,11 +36,21 @@ def drawn(run, iterations):
 
 
 def test_one_pass_takes_every_row_once(tmp_path, rows):
-    run = small_run(tmp_path / "run", *SFT, f"data.train_files=[{rows('a', 10)}]", "trainer.passes=1", "trainer.max_epochs=70")
+    run = small_run(
+        tmp_path / "run", *SFT, f"data.train_files=[{rows('a', 10)}]", "trainer.passes=1", "trainer.max_epochs=70"
+    )
     assert run.config.trainer.max_epochs == 3
     taken = drawn(run, 4)
     assert [len(part) for part in taken] == [4, 4, 2, 0]
     assert sorted(text for part in taken for text in part) == sorted(f"a{i}" for i in range(10))
+
+
+def test_a_rank_without_a_row_in_the_last_iteration_takes_none(tmp_path, rows):
+    run = small_run(tmp_path / "run", *WORDS, f"data.train_files=[{rows('a', 5)}]", "trainer.passes=1", "trainer.max_epochs=70")  # fmt: skip
+    assert select_rows(run.dataset.table, []) == []
+    stream = PromptStream(5, seed=0, limit=run.config.rows_of_run)
+    second = RowSampler(stream, 4, lambda: Layout(world_size=2, rank=1))
+    assert [len(second()) for _ in range(3)] == [2, 0, 0]
 
 
 def test_one_pass_is_planned_and_run(tmp_path, rows):
@@ -64,7 +76,11 @@ def test_prompts_and_pairs_too(tmp_path, rows):
     [
         (["trainer.passes=1", "trainer.max_epochs=3"], "trainer.passes", "says how long the run is as well"),
         (["trainer.passes=0", "trainer.max_epochs=70"], "trainer.passes", "greater than 0"),
-        (["trainer.passes=1", "trainer.max_epochs=70", "algorithm=dapo"], "trainer.passes", "filter_groups takes as many rows"),
+        (
+            ["trainer.passes=1", "trainer.max_epochs=70", "algorithm=dapo"],
+            "trainer.passes",
+            "filter_groups takes as many rows",
+        ),
         (["data.curriculum=level", "algorithm=sft", "environment=sort"], "data.curriculum", "has no columns"),
         (["data.weights=[1]"], "data.weights", "train_files has 0 entries"),
     ],

@@ -82,7 +82,7 @@ def saved_files(folder: Path, split: str, key: str, given: str) -> list[Path]:
                 key=key,
                 got=given,
                 because=f"the data set has no split '{split}'; it has {', '.join(known)}",
-                fix=f"Use {key}=['{folder}[{known[0]}]'], or data.split={known[0]}",
+                fix=f"Use {key}=['{folder}[{known[0]}]']",
             )
         folder = folder / split
     state = json.loads((folder / _ONE).read_text(encoding="utf-8"))
