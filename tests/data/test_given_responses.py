@@ -102,6 +102,26 @@ def test_longer_demonstrations_are_left_out_or_cut(lines):
         read("filter", limit=3)
 
 
+def test_rows_that_cannot_be_used_are_left_out_where_that_is_said(lines):
+    """Published sets of pairs have some without a prompt."""
+    rows = [
+        {"chosen": "q a", "rejected": "q b"},
+        {"chosen": "a", "rejected": "b"},
+        {"chosen": "q c", "rejected": "q d"},
+    ]
+    config = DataConfig(train_files=lines(rows), bad_demonstration="filter")
+    pairs = PreferenceSource(config, "train").pairs(TOKENIZER)
+    assert [pair.chosen.text for pair in pairs] == [" a", " c"]
+    said = pairs.rows.describe()
+    assert said.startswith(", 1 that cannot be used left out (the first: ")
+    assert "rows.jsonl:2: the row has no prompt" in said
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: the row has no prompt"):
+        PreferenceSource(DataConfig(train_files=config.train_files), "train").pairs(TOKENIZER)
+    none = DataConfig(train_files=lines(rows[1:2] * 3), bad_demonstration="filter")
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: the row has no prompt"):
+        PreferenceSource(none, "train").pairs(TOKENIZER)
+
+
 def test_both_limits_count_a_cut_prompt_once(lines):
     config = DataConfig(
         train_files=lines(ROWS), max_prompt_length=3, overlong_prompt="truncate_left", max_demonstration_length=7,
