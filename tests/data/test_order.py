@@ -101,13 +101,15 @@ def test_parts_are_what_is_left_of_each_entry():
         order_of(rows, np.array([0, 2]), config)
 
 
-@pytest.mark.parametrize(("value", "number"), [(3, 3.0), (0.5, 0.5), ("7", 7.0), ("Level 4", 4.0), ("-2.5", -2.5)])
+@pytest.mark.parametrize(
+    ("value", "number"), [(3, 3.0), (0.5, 0.5), ("7", 7.0), ("Level 4", 4.0), ("-2.5", -2.5), (" Level: 5 ", 5.0)]
+)
 def test_numbers_may_stand_behind_a_word(value, number):
     rows, _ = rows_of([value])
     assert rows.numbers("level").tolist() == [number]
 
 
-@pytest.mark.parametrize("value", [None, "easy", True, [1], float("nan")])
+@pytest.mark.parametrize("value", [None, "easy", "49+97", "at 5 pm 3", True, [1], float("nan")])
 def test_a_row_without_a_number_is_named(value):
     rows, _ = rows_of([1], [2, value])
     with pytest.raises(DataError, match=r"1\.jsonl:2: column 'level', which orders rows, holds .* and no number"):
