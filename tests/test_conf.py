@@ -33,8 +33,9 @@ from rlmodule.records.run_directory import RunDirectory
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.parts.sampling import SamplingConfig
-from rlmodule.run.config import EnvironmentSizes, GeneralConfig, RunConfig, TrainerConfig, WarmStartConfig
+from rlmodule.run.config import EnvironmentSizes, GeneralConfig, RunConfig, WarmStartConfig
 from rlmodule.run.run import Run
+from rlmodule.run.trainer_config import TrainerConfig
 from strategies.registry import STRATEGIES
 
 # Sections of one dataclass, and sections whose dataclass is chosen from a menu by the key ``name``.

@@ -58,6 +58,7 @@ class DataConfig:
     warm_start_steps: int = 0  # what warm_start.steps is unless it is set itself
     overlong_prompt: str = "error"  # what becomes of longer ones: error, filter, truncate_left
     overlong_demonstration: str = "error"  # what becomes of longer ones: error, filter, truncate (their end)
+    bad_demonstration: str = "error"  # what becomes of rows without a usable given response: error, filter
     val_max_rows: int | None = None  # rows of the validation set to use, the first ones; None: all
     shuffle: bool = True  # a new order in every pass; False: the order of the files
 
@@ -65,6 +66,7 @@ class DataConfig:
         one_of("format", self.format, ["auto", *FORMATS])
         one_of("overlong_prompt", self.overlong_prompt, ["error", "filter", "truncate_left"])
         one_of("overlong_demonstration", self.overlong_demonstration, ["error", "filter", "truncate"])
+        one_of("bad_demonstration", self.bad_demonstration, ["error", "filter"])
         at_least("max_prompt_length", self.max_prompt_length, 1)
         at_least("max_response_length", self.max_response_length, 1)
         at_least("warm_start_steps", self.warm_start_steps, 0)

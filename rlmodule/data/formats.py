@@ -156,7 +156,8 @@ class Columns:
             others: what becomes of columns that are not read, in words.
         """
         named = [(role, getattr(self, role)) for role in roles]
-        read = [f"{role} = {column}" for role, column in named if column]
+        behind = {"answer": f" behind {self.answer_after}"} if self.answer_after else {}
+        read = [f"{role} = {column}{behind.get(role, '')}" for role, column in named if column]
         used = {top_level(column) for _, column in named if column}
         rest = [column for column in present if column not in used]
         return ", ".join(read) + (f"; {others}: {', '.join(rest)}" if rest else "")

@@ -64,12 +64,16 @@ class ResponseTable(LazyRows[tuple[Sample, ...]]):
     ) -> None:
         self._rows, self._config, self._tokenizer, self._extended = rows, config, tokenizer, extended
         self._held: dict[int, tuple[Sample, ...]] = {}
+        self._bad: dict[int, DataError] = {}  # rows that cannot be used, where they are left out
         prompts, lengths, self.largest_ids = self._measure()
         is_kept = np.zeros(rows.count, dtype=bool)
         is_kept[keep_by_length(prompts, config, rows.location)] = True
+        is_kept[list(self._bad)] = False
         cut = np.minimum(prompts, config.max_prompt_length) - prompts  # of truncated prompts, not positive
         lengths = lengths + cut[:, None]
         self.kept = np.flatnonzero(is_kept & self._fits(lengths, is_kept))
+        if not len(self.kept):
+            raise next(iter(self._bad.values()))
         limit = config.max_demonstration_length
         self.lengths = (lengths if limit is None else np.minimum(lengths, limit))[self.kept] + int(extended)
         self.largest_ids = self.largest_ids[self.kept]
@@ -96,9 +100,12 @@ class ResponseTable(LazyRows[tuple[Sample, ...]]):
         return [self._held.get(position) or made[position] for position in positions]
 
     def describe(self) -> str:
-        """What the limit on demonstrations did, for the run's plan; empty where it did nothing."""
+        """Rows that are left out or cut, for the run's plan; empty where there are none."""
         parts = [(self.num_filtered, "longer ones left out"), (self.num_truncated, "cut at the end")]
-        return "".join(f", {count} {what}" for count, what in parts if count)
+        text = "".join(f", {count} {what}" for count, what in parts if count)
+        if self._bad:
+            text += f", {len(self._bad)} that cannot be used left out (the first: {next(iter(self._bad.values()))})"
+        return text
 
     def _measure(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """[rows] tokens of each prompt, [rows, responses] tokens of each sample, [rows] largest token id.
@@ -107,7 +114,12 @@ class ResponseTable(LazyRows[tuple[Sample, ...]]):
         """
         prompts, lengths, largest, held = array("q"), array("q"), array("q"), 0
         for positions in in_batches(self._rows.count):
-            for position, encoded in zip(positions, self._rows.encode(positions), strict=True):
+            for position, encoded in zip(positions, self._encoded(positions), strict=True):
+                if encoded is None:
+                    prompts.append(0)
+                    lengths.extend([0] * self._rows.num_responses)
+                    largest.append(0)
+                    continue
                 counts = [sum(len(part.ids) for part in segments) for _, segments in encoded]
                 prompts.append(len(encoded[0][1][0].ids))
                 lengths.extend(counts)
@@ -117,6 +129,22 @@ class ResponseTable(LazyRows[tuple[Sample, ...]]):
                     self._held[position] = self._samples(position, encoded)
         shape = (self._rows.count, self._rows.num_responses)
         return np.array(prompts), np.array(lengths).reshape(shape), np.array(largest)
+
+    def _encoded(self, positions: Sequence[int]) -> Sequence[Encoded | None]:
+        """The rows, None for those that cannot be used under the rule ``bad_demonstration=filter``."""
+        try:
+            return self._rows.encode(positions)
+        except DataError:
+            if self._config.bad_demonstration == "error":
+                raise
+        return [self._encoded_alone(position) for position in positions]
+
+    def _encoded_alone(self, position: int) -> Encoded | None:
+        try:
+            return self._rows.encode([position])[0]
+        except DataError as error:
+            self._bad[position] = error
+            return None
 
     def _fits(self, lengths: NDArray[np.int64], is_kept: NDArray[np.bool_]) -> NDArray[np.bool_]:
         """[rows] whether a row stays in use under the rule ``overlong_demonstration``."""

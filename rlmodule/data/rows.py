@@ -17,7 +17,7 @@ from rlmodule.data.formats import ColumnKeys, choose_columns, top_level
 from rlmodule.data.row import Row, look_up, read_row
 from rlmodule.data.tables import RawRow, RowTable, TableChain
 
-_LAST_NUMBER = re.compile(r"[-+]?\d+(\.\d+)?\s*$")
+_NUMBER = re.compile(r"(?:[^\W\d]+[\s:]+)?([-+]?\d+(?:\.\d+)?)")  # perhaps behind one word
 
 
 class TableRows:
@@ -146,8 +146,8 @@ def open_rows(config: DataConfig, split: str, table: RowTable | None = None) -> 
 
 def _number(raw: RawRow, column: str, location: str) -> float:
     value: Any = look_up(raw, column)
-    if isinstance(value, str) and (end := _LAST_NUMBER.search(value)):
-        value = float(end[0])
+    if isinstance(value, str) and (found := _NUMBER.fullmatch(value.strip())):
+        value = float(found[1])
     if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
         raise DataError(
             location=location,

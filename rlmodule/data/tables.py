@@ -72,7 +72,9 @@ class LazyRows(Sequence[T], ABC, Generic[T]):
 
 
 def select_rows(rows: Sequence[T], indices: Sequence[int]) -> list[T]:
-    """The rows of these positions, read together where they are on disk."""
+    """The rows of these positions, read together where they are on disk; none where a rank has no share."""
+    if not indices:
+        return []
     return rows.select(indices) if isinstance(rows, LazyRows) else [rows[index] for index in indices]
 
 

@@ -18,7 +18,7 @@ from rlmodule.algorithm.critic import CriticConfig
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.core.config import at_least, at_most, convert, convert_parts, more_than, one_of
+from rlmodule.core.config import at_least, convert, convert_parts
 from rlmodule.core.contract import Advantage, Environment, Loss, Reward
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.registry import Registry, name_of
@@ -42,6 +42,7 @@ from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.hf import HFRolloutConfig
 from rlmodule.rollout.parts.engine import EngineConfig
 from rlmodule.rollout.parts.sampling import SamplingConfig
+from rlmodule.run.trainer_config import TrainerConfig, read_trainer
 
 STORED = "stored"  # beside the words of algorithm.source: what data.rollouts names
 SECTIONS = (
@@ -61,39 +62,6 @@ SECTIONS = (
     *("warm_start", "trainer", "strategy", "callbacks", "command"),
 )
 NO_ENVIRONMENT = "none"  # rows come from files
-
-
-@dataclass(frozen=True)
-class TrainerConfig:
-    """How long, and on what."""
-
-    max_epochs: int = 70  # iterations; one iteration (rollouts, then training on them) is one epoch
-    passes: float | None = None  # passes over the training rows, in place of max_epochs; the last iteration is shorter
-    devices: str = "1"  # processes on this machine; auto for every accelerator there is
-    num_nodes: int = 1  # machines
-    accelerator: str = "auto"  # auto, cpu, gpu, ...
-    num_threads: int | None = None  # CPU threads of one process
-    max_skipped_in_a_row: int = 10  # stop after that many steps in a row without a finite gradient norm
-    timeout: float = 10.0  # minutes that a process may show no sign of life before the run is ended
-
-    def __post_init__(self) -> None:
-        at_least("max_epochs", self.max_epochs, 1)
-        at_least("num_nodes", self.num_nodes, 1)
-        at_least("max_skipped_in_a_row", self.max_skipped_in_a_row, 1)
-        more_than("timeout", self.timeout, 0)
-        if self.passes is not None:
-            more_than("passes", self.passes, 0)
-        one_of("accelerator", self.accelerator, ("auto", "cpu", "gpu", "cuda", "mps", "npu", "xpu"))
-        if self.num_threads is not None:
-            at_least("num_threads", self.num_threads, 1)
-            at_most("num_threads", self.num_threads, 1024)
-        if self.devices != "auto" and not (self.devices.isdigit() and int(self.devices) >= 1):
-            raise ConfigError(
-                key="devices",
-                got=self.devices,
-                because="the number of processes must be a whole number of at least 1, or auto",
-                fix="Use trainer.devices=1",
-            )
 
 
 @dataclass(frozen=True)
@@ -192,7 +160,7 @@ class RunConfig:
             batching=convert(BatchingConfig, node.batching, "batching"),
             optimizer=component(OPTIMIZERS, node.optimizer),
             warm_start=convert(WarmStartConfig, node.warm_start, "warm_start"),
-            trainer=_trainer(node.trainer),
+            trainer=read_trainer(node.trainer),
             backend=str(node.strategy.get("name")),
             critic=replace(
                 convert(CriticConfig, node.critic, "critic", ignore=("optimizer",)),
@@ -369,19 +337,6 @@ class RunConfig:
             for iteration in range(self.trainer.max_epochs)
             if name in self.trained_models(iteration)
         )
-
-
-def _trainer(node: DictConfig) -> TrainerConfig:
-    """The section ``trainer``, with one of the two keys that say how long a run is."""
-    trainer = convert(TrainerConfig, node, "trainer")
-    if trainer.passes is not None and trainer.max_epochs != TrainerConfig.max_epochs:
-        raise ConfigError(
-            key="trainer.passes",
-            got=f"{trainer.passes:g}",
-            because=f"trainer.max_epochs={trainer.max_epochs} says how long the run is as well",
-            fix=f"Leave one of the two out; trainer.max_epochs={TrainerConfig.max_epochs} counts as left out",
-        )
-    return trainer
 
 
 def component(registry: Registry[Any], node: Any, key: str | None = None) -> Any:

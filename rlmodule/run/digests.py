@@ -27,7 +27,13 @@ _READING = (  # keys of data that decide what a file's rows say
     *("system_key", "tools_key", "apply_chat_template", "chat_template_args", "system_prompt"),
 )
 
-_READING_LATER = ("answer_after", "turn_marks", "max_demonstration_length", "overlong_demonstration")
+_READING_LATER = (
+    "answer_after",
+    "turn_marks",
+    "max_demonstration_length",
+    "overlong_demonstration",
+    "bad_demonstration",
+)
 _ORDER = ("weights", "curriculum", "curriculum_stages")
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
-from rlmodule.core.errors import ConfigError, DataError
+from rlmodule.core.errors import ConfigError, DataError, in_one_line
 from rlmodule.data.readers.content import Content
 from rlmodule.data.readers.row_groups import RowGroups
 from rlmodule.data.tables import RowTable
@@ -76,18 +77,26 @@ def saved_files(folder: Path, split: str, key: str, given: str) -> list[Path]:
         ConfigError: there is no such split, or a file is missing.
     """
     if (folder / _SEVERAL).is_file():
-        known = json.loads((folder / _SEVERAL).read_text(encoding="utf-8"))["splits"]
+        known = _entry(folder / _SEVERAL, "splits", key, given)
         if split not in known:
             raise ConfigError(
                 key=key,
                 got=given,
                 because=f"the data set has no split '{split}'; it has {', '.join(known)}",
-                fix=f"Use {key}=['{folder}[{known[0]}]'], or data.split={known[0]}",
+                fix=f"Use {key}=['{folder}[{known[0]}]']",
             )
         folder = folder / split
-    state = json.loads((folder / _ONE).read_text(encoding="utf-8"))
-    files = [folder / entry["filename"] for entry in state["_data_files"]]
+    files = [folder / str(entry["filename"]) for entry in _entry(folder / _ONE, "_data_files", key, given)]
     for file in files:
         if not file.is_file():
             raise ConfigError(key=key, got=given, because=f"{file} is missing", fix="Save the data set again")
     return files
+
+
+def _entry(path: Path, name: str, key: str, given: str) -> list[Any]:
+    """The list under ``name`` in a file of ``save_to_disk``."""
+    try:
+        return list(json.loads(path.read_text(encoding="utf-8"))[name])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        because = f"{path} is not what save_to_disk writes ({in_one_line(error)})"
+        raise ConfigError(key=key, got=given, because=because, fix="Save the data set again") from None

@@ -93,7 +93,20 @@ def _load(place: DatasetPlace, key: str) -> Any:
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
         raise _error(place, key, error) from None
     assert isinstance(loaded, datasets.Dataset), "one split was asked for"
+    _check_revision(place, key, {Path(file["filename"]).parent.name for file in loaded.cache_files})
     return loaded
+
+
+def _check_revision(place: DatasetPlace, key: str, cached: set[str]) -> None:
+    """Without the hub ``datasets`` takes what its cache holds, whatever revision was asked for."""
+    if place.revision and is_offline_mode() and not Path(place.name).is_dir() and place.revision not in cached:
+        raise ConfigError(
+            key=key,
+            got=place.given,
+            because=f"the hub cannot be reached, and its cache holds revision {', '.join(sorted(cached))} and not "
+            f"{place.revision}",
+            fix="Name the revision that is there, or none",
+        )
 
 
 def _error(place: DatasetPlace, key: str, error: Exception) -> ConfigError:

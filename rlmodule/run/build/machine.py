@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.run.config import TrainerConfig
 from rlmodule.run.launchers.local import launched_from_outside
+from rlmodule.run.trainer_config import TrainerConfig
 
 CPU_PROCESSES = 64  # a laptop may try the layout of a large machine; far more would take its whole memory
 

@@ -47,6 +47,11 @@ def test_a_saved_data_set_is_its_arrow_files(tmp_path):
     datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "one", num_shards=2)
     tables = open_entry(str(tmp_path / "one"), Origin("data.train_files"))
     assert [row for table in tables for row in table.select(range(len(table)))] == ROWS
+    (tmp_path / "odd").mkdir()
+    for name, content in (("state.json", "{}"), ("dataset_info.json", "{}")):
+        (tmp_path / "odd" / name).write_text(content)
+    with pytest.raises(ConfigError, match=r"state\.json is not what save_to_disk writes \(KeyError"):
+        open_entry(str(tmp_path / "odd"), Origin("data.train_files"))
     (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
     with pytest.raises(ConfigError, match=r"data-00001-of-00002\.arrow is missing"):
         open_entry(str(tmp_path / "one"), Origin("data.train_files"))

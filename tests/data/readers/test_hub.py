@@ -59,6 +59,7 @@ def test_a_split_of_a_cached_data_set_is_read(cached):
     assert table.location(4) == "openai/gsm8k:main[train]:5"
     [held_out] = open_entry("openai/gsm8k:main", Origin("data.val_files", split="test"))
     assert [row for batch in held_out.batches(["question"]) for row in batch] == [{"question": "t"}]
+    assert len(open_entry("openai/gsm8k:main@f00d", TRAIN)) == 1
     [part] = open_entry("openai/gsm8k:main[train[1:3]]", TRAIN)
     assert part.select([0, 1]) == cached["train"][1:3]
     assert all(path.suffix == ".arrow" for path in files_behind("openai/gsm8k:main", TRAIN))
@@ -70,6 +71,7 @@ def test_a_split_of_a_cached_data_set_is_read(cached):
         ("openai/gsm8k:main[dev]", r'Unknown split "dev".*Write data\.train_files='),
         ("openai/gsm8k", r"multiple 'openai/gsm8k' configurations.*NAME:CONFIG"),
         ("openai/gsm8k:mian", r"data\.train_files=openai/gsm8k:mian: .*mian"),
+        ("openai/gsm8k:main@v1", r"its cache holds revision f00d and not v1\. Name the revision"),
         ("nobody/nothing", r"no such file or folder here, the hub cannot be reached, and its cache lacks the data set"),
     ],
 )

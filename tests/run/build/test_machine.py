@@ -6,7 +6,7 @@ import pytest
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.run.build.machine import Machine
-from rlmodule.run.config import TrainerConfig
+from rlmodule.run.trainer_config import TrainerConfig
 
 
 @pytest.mark.parametrize("devices", ["1", "4", "64"])
