@@ -72,6 +72,7 @@ LIBRARIES = {
     "rlmodule/algorithm": TORCH,
     "rlmodule/training": TORCH,
     "rlmodule/experience": TORCH,
+    "rlmodule/evaluation": {"numpy"},
     "rlmodule/module.py": TORCH | {"lightning"},
     "rlmodule/datamodule.py": TORCH | {"lightning"},
     "rlmodule/loggers": TORCH | {"lightning"},

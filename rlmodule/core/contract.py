@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlmodule.core.episodes import Completion, Done, GenerationRequest, Observation
+from rlmodule.core.evaluations import Evaluation
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metric, Metrics
 from rlmodule.core.types import (
@@ -429,6 +430,14 @@ class Reward(Protocol):
         """What a row with this answer and these columns lacks to be scored; None where it has everything."""
 
 
+@runtime_checkable
+class AnswerReward(Reward, Protocol):
+    """A reward function that reads an answer in a response, so that the answers to a prompt can be voted on."""
+
+    def answer_of(self, sample: Sample) -> str | None:
+        """The answer, in a form that is equal for equal answers; None where the response has none."""
+
+
 class Episode(Protocol):
     """One row being played. Its state is its own: an environment may have many episodes at different turns."""
 
@@ -520,10 +529,11 @@ class RolloutEngine(Protocol):
 class Evaluator(Protocol):
     """Evaluates the models between updates, on rows that are never trained on.
 
-    ``accuracy`` names the metric that checkpoints are compared by.
+    ``best_metric`` names the metric that checkpoints and runs are compared by; ``best_mode`` is ``max`` or ``min``.
     """
 
-    accuracy: ClassVar[str]
+    best_metric: ClassVar[str]
+    best_mode: ClassVar[str]
 
-    def __call__(self) -> Mapping[str, float]:
-        """``val/*``, the same on every rank; every rank takes part."""
+    def __call__(self) -> Evaluation:
+        """``val/*`` and the answers, the same on every rank; every rank takes part."""

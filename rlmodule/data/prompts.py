@@ -21,6 +21,7 @@ from rlmodule.data.chat import ChatError, ChatFormat, prompt_text
 from rlmodule.data.files import RowTable, TableChain, open_files
 from rlmodule.data.formats import FORMATS, ColumnKeys, Row, choose_columns, read_row
 from rlmodule.data.tokens import Ids
+from rlmodule.data.val_sets import check_val_files, sets_of
 
 SPLITS = ("train", "test")
 READ_AT_ONCE = 4096  # rows
@@ -31,7 +32,7 @@ class DataConfig:
     """Where prompts come from, and what is refused."""
 
     train_files: list[str] = field(default_factory=list)  # local .jsonl, .json, .parquet files, or folders of them
-    val_files: list[str] = field(default_factory=list)  # likewise; none: no evaluation
+    val_files: Any = field(default_factory=list)  # likewise, or a mapping of set names to them; none: no validation
     rollouts: str | None = (
         None  # file or folder of stored responses to train from; prompts are then for validation only
     )
@@ -53,10 +54,11 @@ class DataConfig:
     max_response_length: int = 1024  # tokens; what rollout.max_response_length is unless it is set itself
     warm_start_steps: int = 0  # what warm_start.steps is unless it is set itself
     overlong_prompt: str = "error"  # what becomes of longer ones: error, filter, truncate_left
-    val_max_rows: int | None = None  # rows of the validation set to use, the first ones; None: all
+    val_max_rows: int | None = None  # rows of each validation set to use, the first ones; None: all
     shuffle: bool = True  # a new order in every pass; False: the order of the files
 
     def __post_init__(self) -> None:
+        check_val_files(self.val_files)
         one_of("format", self.format, ["auto", *FORMATS])
         one_of("overlong_prompt", self.overlong_prompt, ["error", "filter", "truncate_left"])
         at_least("max_prompt_length", self.max_prompt_length, 1)
@@ -77,7 +79,12 @@ class DataConfig:
         assert split in SPLITS, f"no split is called {split}"
         if split == "train":
             return self.train_files, "data.train_files", None
-        return self.val_files, "data.val_files", self.val_max_rows
+        return [file for files in self.val_sets.values() for file in files], "data.val_files", self.val_max_rows
+
+    @property
+    def val_sets(self) -> dict[str, list[str]]:
+        """Name of each validation set -> its files; a list of files is one set, whose name is empty."""
+        return sets_of(self.val_files)
 
     @property
     def column_keys(self) -> ColumnKeys:

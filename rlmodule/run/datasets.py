@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -84,27 +84,48 @@ class TrainingDataset(ABC):
         )
 
     @cached_property
-    def val_prompts(self) -> Sequence[Prompt]:
-        """Held-out prompts to respond to; none without validation rows, or without a reward function."""
-        if not self.config.has_validation or self.config.reward is None:
-            return []
-        prompts = self._load_prompts("test")
-        self._check_prompts(prompts)
-        return prompts
+    def val_prompts(self) -> Mapping[str, PromptTable]:
+        """Held-out prompts to respond to, by validation set; none without such rows, or without a reward function."""
+        config = self.config
+        if not config.has_validation or config.reward is None:
+            return {}
+        sets = (
+            {"": self}
+            if config.environment is not None
+            else {
+                name: replace(self, config=replace(config, data=replace(config.data, val_files=files)))
+                for name, files in config.data.val_sets.items()
+            }
+        )
+        tables = {name: of_set._load_prompts("test") for name, of_set in sets.items()}
+        for table in tables.values():
+            self._check_prompts(table)
+        return tables
 
     @cached_property
     def val_pairs(self) -> Sequence[Pair]:
         """Held-out preference pairs to rank."""
         return []
 
+    @cached_property
+    def val_demonstrations(self) -> Sequence[Sample]:
+        """Held-out demonstrations to predict."""
+        return []
+
     def describe_held_out(self) -> str:
         """Number and kind of the rows that are never trained on, for the run plan; empty where there are none."""
-        counts = {"prompts": len(self.val_prompts), "pairs": len(self.val_pairs)}
-        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        counts = {
+            **{f"prompts{f' of {name}' if name else ''}": len(table) for name, table in self.val_prompts.items()},
+            "pairs": len(self.val_pairs),
+            "demonstrations": len(self.val_demonstrations),
+        }
+        n = self.config.val.n
+        times = f", {n} answers to each prompt" if n > 1 and self.val_prompts else ""
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count) + times
 
     def describe_sampling(self) -> str:
         """Length and end of responses, for the run plan; empty where none are sampled."""
-        if self.config.dataset != ROLLOUTS and not len(self.val_prompts):
+        if self.config.dataset != ROLLOUTS and not self.val_prompts:
             return ""
         length, ends = self.config.sampling.max_response_length, self.end_tokens.describe(self.tokenizer)
         return f"responses of {length} tokens at most, ended by {ends}"
@@ -279,6 +300,23 @@ class Demonstrations(OfflineDataset):
         """One row per demonstration."""
         return [(sample,) for sample in self.samples]
 
+    @cached_property
+    def val_demonstrations(self) -> Sequence[Sample]:
+        """Those of the validation files, all sets together; or right responses to the environment's test prompts."""
+        s = self.config
+        if not s.has_validation:
+            return []
+        if s.environment is None:
+            return DemonstrationSource(s.data, "test").samples(self.tokenizer)
+        shown = [(prompt, right) for prompt, right, _ in self._demonstrated.held_out_preferences()]
+        return environment_demonstrations(shown[: s.data.val_max_rows], s.environment_name, s.data, self.tokenizer)
+
+    def check(self, layout: Layout) -> None:
+        """Read every demonstration, held-out ones too; each fits into a micro-batch."""
+        super().check(layout)
+        check_lengths(_lengths([(s,) for s in self.val_demonstrations], "held-out row"), self.config, layout)
+        check_samples(self.val_demonstrations, self.hf_config)
+
 
 class Preferences(OfflineDataset):
     """Pairs of a better and a worse response."""
@@ -308,9 +346,9 @@ class Preferences(OfflineDataset):
         return self._made(self._demonstrated.held_out_preferences()[: s.data.val_max_rows])
 
     @cached_property
-    def val_prompts(self) -> Sequence[Prompt]:
+    def val_prompts(self) -> Mapping[str, PromptTable]:
         """Test prompts of the environment; rows of files are pairs, and have no answers to score responses by."""
-        return [] if self.config.environment is None else super().val_prompts
+        return {} if self.config.environment is None else super().val_prompts
 
     def _made(self, triples: Sequence[tuple[str, str, str]]) -> Sequence[Pair]:
         """Pairs of (prompt, right response, wrong response) that the environment has made."""

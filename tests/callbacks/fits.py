@@ -23,7 +23,7 @@ from rlmodule.data.end_tokens import EndTokens
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.environments.parts.single_turn import SingleTurnEpisode
-from rlmodule.evaluation import PromptEvaluator
+from rlmodule.evaluation.prompts import PromptEvaluator
 from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.episodes import EpisodeRunner
 from rlmodule.experience.live_engine import LiveEngine
@@ -142,7 +142,9 @@ class SmallRun:
             resumed_step=self.resumed_step,
             tokenizer=TOKENIZER,
         )
-        evaluators = [] if self.imitates else [PromptEvaluator(PROMPTS[:3], episodes, engine, self.reward, strategy)]
+        evaluators = (
+            [] if self.imitates else [PromptEvaluator({"": PROMPTS[:3]}, episodes, engine, self.reward, strategy)]
+        )
         start = context.metrics_log.begin_iteration
         data = RLDataModule(source, stream, make, evaluators=evaluators, engine=engine, start=start)
         trainable = Trainable("policy", objective, AdamW(lr=1e-2, warmup_steps=0), run_steps=8)

@@ -30,7 +30,7 @@ def test_a_line_shows_what_was_ever_seen_and_nothing_else():
     state.take(record)
     line = state.iteration_line(record).rsplit("  ", 1)[0]
     assert line == "iteration  3/10  step 12  reward 0.500  length 5.2  1,234 tokens/s  2.0 s"
-    state.take(Record("validation", 12, 3, {"val/accuracy": 0.75}))
+    state.take(Record("validation", 12, 3, {"val/reward/mean": 0.75}))
     assert "val 0.750" in state.iteration_line(record)
 
 
@@ -55,7 +55,7 @@ def test_time_left_is_known_after_an_iteration_and_counts_those_before_a_resume_
 @pytest.mark.parametrize(
     ("said", "shown"),
     [
-        (ITERATION | {"val/accuracy": 0.75}, "reward 0.500 val 0.750"),
+        (ITERATION | {"val/reward/mean": 0.75}, "reward 0.500 val 0.750"),
         ({"reward_model/loss": 0.5, "val/pair_accuracy": 0.9}, "loss 0.5000 pairs 0.900"),
     ],
 )

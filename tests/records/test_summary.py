@@ -6,7 +6,6 @@ import pytest
 
 from rlmodule.experience.iteration_metrics import (
     RunTotals,
-    answer_metrics,
     iteration_metrics,
     length_metrics,
     reward_metrics,
@@ -101,24 +100,18 @@ def test_progress_counts_samples_and_tokens_of_every_iteration():
     assert [metrics[f"progress/{name}"] for name in ("iteration", "samples", "tokens")] == [2.0, 4.0, 24.0]
 
 
-def test_accuracy_is_the_mean_reward_of_the_scored_answers():
-    metrics = answer_metrics([info(0, 1.0), info(1, 0.0, response_len=6), info(2, None)])
-    assert (metrics["val/accuracy"], metrics["val/unscored"]) == (0.5, 1.0)
-    assert metrics["val/response_length"] == pytest.approx(10 / 3)
-
-
 def history() -> list[Record]:
     validation = {"timing_s/validation": 0.5, "cpu_s/validation": 0.25}
     first = {"timing_s/iteration": 3.0, "timing_s/rollout": 1.0, "cpu_s/collect": 1.0}
     second = {"timing_s/iteration": 2.0, "timing_s/rollout": 0.5, "cpu_s/collect": 0.5}
     progress = {"progress/iteration": 2.0, "progress/samples": 8.0, "progress/tokens": 48.0}
     return [
-        Record("validation", 0, 0, {"val/accuracy": 0.25, **validation}),
+        Record("validation", 0, 0, {"val/accuracy": 0.25, "val/reward/mean": 0.25, **validation}),
         Record("step", 1, 1, {"actor/entropy": 2.0}),
         Record("iteration", 1, 1, {"reward/mean": math.nan, **first}),
         Record("step", 2, 2, {"actor/entropy": 1.0}),
         Record("iteration", 2, 2, {"reward/mean": 0.5, **second, **progress}),
-        Record("validation", 2, 2, {"val/accuracy": 0.75, **validation}),
+        Record("validation", 2, 2, {"val/accuracy": 0.75, "val/reward/mean": 0.75, **validation}),
     ]
 
 
@@ -132,7 +125,7 @@ def test_a_running_mean_looks_back_only():
 
 def test_the_table_shows_first_and_last_and_leaves_out_what_was_never_seen():
     assert changes(history()) == [
-        Change("held-out accuracy", "0.250", "0.750"),
+        Change("held-out accuracy", "0.250", "0.750", best="0.750"),
         Change("mean reward", "0.500", "0.500"),
         Change("entropy, nats per token", "2.000", "1.000"),
         Change("seconds per iteration", "3.00", "2.00"),

@@ -20,7 +20,7 @@ from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import StepTotals, TrainingSample
 from rlmodule.data.preferences import Pair
 from rlmodule.data.stream import PromptStream
-from rlmodule.evaluation import PairEvaluator
+from rlmodule.evaluation.offline import PairEvaluator
 from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
@@ -59,10 +59,10 @@ def examine(rank, budget, *, agg="prompt-mean"):
     draw = RowSampler(PromptStream(len(PAIRS), seed=0), len(PAIRS), lambda: strategy.layout)
     source = OfflineSource([pair.samples for pair in PAIRS], (1.0, -1.0), draw)
     evaluator = PairEvaluator(source, make, "policy")
-    first = evaluator()
+    first = evaluator().metrics
     for parameter in inner["reference"].parameters():
         parameter.zero_()
-    second = evaluator()
+    second = evaluator().metrics
     return first, second, any(p.grad is not None for p in inner["policy"].parameters())
 
 
@@ -166,7 +166,7 @@ def test_held_out_rows_are_checked_before_a_model_is_loaded(tmp_path):
 def test_an_environment_holds_out_a_pair_for_each_of_its_test_prompts(tmp_path):
     dataset = small_run(tmp_path, "algorithm=dpo", "warm_start.steps=0").dataset
     held_out = [pair.chosen.prompt.text for pair in dataset.val_pairs]
-    assert held_out == [prompt.text for prompt in dataset.val_prompts]
+    assert held_out == [prompt.text for prompt in dataset.val_prompts[""]]
     assert not set(held_out) & {pair.chosen.prompt.text for pair in dataset.pairs}
     assert dataset.describe_held_out() == "4 prompts, 4 pairs"
 
