@@ -12,13 +12,14 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import QuotedString
@@ -28,6 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlmodule.commands.parts.arguments import with_command, with_open_mappings
+from rlmodule.commands.parts.saved_settings import read_saved_config, with_settings
 from rlmodule.commands.parts.sweep import JobResult, read_jobs, show_jobs
 from rlmodule.core.errors import ConfigError, Preempted, RLModuleError, TrainingError, did_you_mean, nearest
 from rlmodule.core.preemption import PreemptionHandler
@@ -84,7 +86,7 @@ def _main() -> int:
 
         WarmStart(load_run(rest)).fit()
     else:
-        sys.argv[1:] = with_open_mappings(with_command(sys.argv[1:], menu("command")))
+        sys.argv[1:] = with_open_mappings(with_command(sys.argv[1:], menu("command"), keys_of_command))
         check_choices(sys.argv[1:])
         from_command_line()
     return end_of_sweep()
@@ -195,18 +197,43 @@ def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
     if deferred_errors:
         raise deferred_errors[0]
     command: Command = component(COMMANDS, config.command)
-    run = build(config, run_dir)
+    config = with_settings_of_its_run(config)
     to_save, secrets = mask(without_environment(config))
     to_environment(secrets)
-    return command(
-        Invocation(
-            run,
-            OmegaConf.to_yaml(to_save),
-            run_directory.provenance(command_of_this_run()),
-            start_ranks=partial(launch.supervise, PROGRAM, timeout=run.config.trainer.timeout * 60),
-            make_starting_weights=partial(launch.run_alone, PROGRAM),
-        )
+
+    def start_ranks(root: Path, num_processes: int) -> int:
+        timeout = invocation.run.config.trainer.timeout * 60
+        return launch.supervise(PROGRAM, root, num_processes, timeout=timeout)
+
+    invocation = Invocation(
+        partial(build, config, run_dir),
+        OmegaConf.to_yaml(to_save),
+        run_directory.provenance(command_of_this_run()),
+        start_ranks,
+        make_starting_weights=partial(launch.run_alone, PROGRAM),
     )
+    return command(invocation)
+
+
+def with_settings_of_its_run(config: DictConfig) -> DictConfig:
+    """The configuration with the settings of the run that the command is about, where it is about one.
+
+    Raises:
+        ConfigError: no run has written there.
+    """
+    folder = config.command.get("run")
+    if folder is None:
+        return config
+    words = list(HydraConfig.get().overrides.task)
+    saved = read_saved_config(Path(str(folder)))
+    return with_settings(config, composed([f"command={config.command.name}"]), saved, words)
+
+
+def composed(words: Sequence[str]) -> DictConfig:
+    """The configuration of ``train.py WORDS``; inside a job as well as outside of one."""
+    is_in_job = GlobalHydra.instance().is_initialized()
+    with nullcontext() if is_in_job else hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra.compose("train", list(words))
 
 
 def without_environment(config: DictConfig) -> dict[str, Any]:
@@ -374,6 +401,11 @@ def menu(group: str) -> list[str]:
     return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
 
+def keys_of_command(name: str) -> set[str]:
+    """Keys of a command, as its file in the menu has them."""
+    return set(map(str, OmegaConf.load(CONF / "command" / f"{name}.yaml")))
+
+
 def check_choices(arguments: Sequence[str]) -> None:
     """Refuse a choice that is on no menu; in a sweep before its first job, not in the middle.
 
@@ -393,8 +425,7 @@ def check_choices(arguments: Sequence[str]) -> None:
 
 def known_keys(choices: Sequence[str] = ()) -> list[str]:
     """Every dotted key of the default configuration, or of the one with these ``GROUP=NAME`` choices."""
-    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        config = OmegaConf.to_container(hydra.compose("train", list(choices)), resolve=False)
+    config = OmegaConf.to_container(composed(choices), resolve=False)
 
     def walk(node: Any, prefix: str) -> list[str]:
         if not isinstance(node, dict) or not node:
@@ -410,11 +441,15 @@ def known_keys(choices: Sequence[str] = ()) -> list[str]:
 # ---- where a run writes, as Hydra's configuration asks for it
 
 
-def run_dir_of(run_dir: object, output_root: object, resume: object) -> str:
+def run_dir_of(run_dir: object, output_root: object, resume: object, command: object) -> str:
     """Resolver of ``hydra.run.dir``; a rank that torchrun or srun started learns the directory from rank 0 later on."""
+    from rlmodule.commands import COMMANDS
+
     if launch.outside_rank():
         return "."
     try:
+        if not COMMANDS.get(str(command)).has_run_dir:
+            return "."
         chosen = run_directory.choose(run_dir, output_root, resume)
     except RLModuleError as error:
         deferred_errors.append(error)

@@ -1,33 +1,27 @@
-"""Writes the trained models as Hugging Face folders, from the strategy's stream of full weights."""
+"""Writes the trained models as Hugging Face folders at the end of a run.
+
+Leaves out how a model is made ready and written (``models/export.py``).
+"""
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import lightning as L
-import torch
-from torch import Tensor
 
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.core.config import one_of
-from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import TrainingError
-from rlmodule.core.parameters import Cast, fp32_names
 from rlmodule.core.types import POLICY
-from rlmodule.models.building import save_pretrained
-from rlmodule.models.lora import adapter_only, merged, save_adapter
+from rlmodule.models.export import ADAPTER, MERGED, ExportForm, WholeModel, in_place_of
+from rlmodule.models.export import DTYPES as ALL_DTYPES
 from rlmodule.models.policy import PolicyModel
-from rlmodule.models.value import save_head, without_head
+from rlmodule.models.value import ValueModel
 from rlmodule.models.weights import disk_errors
 
-MERGED, ADAPTER = "merged", "adapter"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {name: ALL_DTYPES[name] for name in ("float32", "bfloat16")}
 
 
 @CALLBACKS.register
@@ -43,7 +37,7 @@ class ExportConfig:
         one_of("lora", self.lora, (MERGED, ADAPTER))
 
     def connect(self, context: RunContext) -> ExportPolicy:
-        return ExportPolicy(context, DTYPES[self.dtype], self.lora)
+        return ExportPolicy(context, ExportForm(DTYPES[self.dtype], self.lora))
 
 
 class ExportPolicy(L.Callback):
@@ -55,88 +49,34 @@ class ExportPolicy(L.Callback):
 
     Args:
         context: names the directory, and gives the tokenizer.
-        dtype: of the weights on disk.
-        lora: ``merged`` or ``adapter``.
+        form: how they are written.
     """
 
-    def __init__(self, context: RunContext, dtype: torch.dtype, lora: str = MERGED) -> None:
+    def __init__(self, context: RunContext, form: ExportForm) -> None:
         self.context = context
-        self.dtype = dtype
-        self.lora = lora
+        self.form = form
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         run_state = RunState.of(trainer)
         if run_state.data.next_iteration < self.context.max_iterations:
             return
-        save: dict[str, Callable[[Path], None]] = {}
-        if (policy := run_state.policy) is not None:
-            weights, head = self._weights(run_state.strategy, policy)
-            check_finite(POLICY, weights | head)
-            save[POLICY] = partial(self._save_policy, policy=policy, weights=weights, head=head)
-        for name, model in run_state.value_models.items():
-            of_model = dict(run_state.strategy.full_weights(name, self.dtype))
-            check_finite(name, of_model)
-            save[name] = partial(save_pretrained, lm=model.lm, tokenizer=self.context.tokenizer, weights=of_model)
-        failures = (self._write(name, into) for name, into in save.items() if trainer.is_global_zero)
+        models: dict[str, PolicyModel | ValueModel] = dict(run_state.value_models)
+        if run_state.policy is not None:
+            models = {POLICY: run_state.policy, **models}
+        whole = {name: self.form.take(name, run_state.strategy, model) for name, model in models.items()}
+        failures = (self._write(name, model) for name, model in whole.items() if trainer.is_global_zero)
         problem = run_state.strategy.gather_first_error(
             next((failure for failure in failures if failure is not None), None)
         )
         if problem is not None:
             raise TrainingError(f"{problem}. Free some space, then go on with resume=auto")
 
-    def _write(self, name: str, save: Callable[[Path], None]) -> str | None:
+    def _write(self, name: str, model: WholeModel) -> str | None:
         """Write one folder; returns what went wrong, or None. A failed write leaves nothing behind."""
-        folder = self.context.run_dir / name
+        folder: Path = self.context.run_dir / name
         try:
-            with disk_errors(), _in_place_of(folder) as aside:
-                save(aside)
+            with disk_errors(), in_place_of(folder) as aside:
+                model.save(aside, self.context.tokenizer)
         except OSError as error:
             return f"{folder}: the {name} could not be exported ({error})"
         return None
-
-    def _save_policy(
-        self, folder: Path, policy: PolicyModel, weights: Mapping[str, Tensor], head: Mapping[str, Tensor]
-    ) -> None:
-        if policy.lora is not None and self.lora == ADAPTER:
-            save_adapter(folder, policy.lm, weights.items())
-            self.context.tokenizer.save_pretrained(folder)
-        else:
-            save_pretrained(folder, policy.lm, self.context.tokenizer, weights)
-        save_head(folder, head)
-
-    def _weights(self, strategy: Strategy, policy: PolicyModel) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(the policy's weights, its value head's), as they go to disk."""
-        head: dict[str, Tensor] = {}
-        if policy.lora is None:
-            return dict(without_head(strategy.full_weights(POLICY, self.dtype), head)), head
-        whole = without_head(strategy.full_weights(POLICY), head)  # merged in full precision, rounded once
-        stream = merged(whole, policy.adapted) if self.lora == MERGED else adapter_only(whole)
-        cast = Cast(self.dtype, fp32_names(policy))
-        return {name: cast(name, tensor) for name, tensor in stream}, head
-
-
-def check_finite(name: str, weights: Mapping[str, Tensor]) -> None:
-    """Refuse to export weights that are NaN or infinite; every process has the same ones.
-
-    Raises:
-        TrainingError: names the first such tensor.
-    """
-    bad = next((key for key, tensor in weights.items() if not bool(tensor.isfinite().all())), None)
-    if bad is not None:
-        raise TrainingError(
-            f"the {name} is not exported: {bad} is not finite. Go on from an earlier checkpoint with a lower "
-            "optimizer.lr"
-        )
-
-
-@contextmanager
-def _in_place_of(folder: Path) -> Iterator[Path]:
-    """Yields a folder to fill, which replaces ``folder`` when the block ends without an error."""
-    aside = folder.with_name(f"{folder.name}.writing")
-    shutil.rmtree(aside, ignore_errors=True)
-    try:
-        yield aside
-        shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from rlmodule.core.registry import Registry
 
@@ -21,22 +22,40 @@ class Invocation:
     """How a command was called.
 
     Args:
-        run: the configured run; nothing of it is built yet.
+        read_run: converts the configuration into a run; nothing of it is built yet. A command that needs no run never
+            asks for one.
         config: the resolved configuration, YAML.
         provenance: command line and revision of the code, as text.
         start_ranks: starts a number of processes that each fit the run of a directory, and returns the exit code.
         make_starting_weights: makes the starting weights of the run of a directory in a process of its own.
     """
 
-    run: Run
+    read_run: Callable[[], Run]
     config: str
     provenance: str
     start_ranks: Callable[[Path, int], int]
     make_starting_weights: Callable[[Path], None]
 
+    @cached_property
+    def run(self) -> Run:
+        """The configured run.
+
+        Raises:
+            ConfigError: the first setting that is wrong, with its full key.
+        """
+        return self.read_run()
+
 
 class Command(Protocol):
-    """A command: a frozen dataclass whose fields are its config keys, ``command.*``."""
+    """A command: a frozen dataclass whose fields are its config keys, ``command.*``.
+
+    One with the key ``run`` takes the settings of the run in that directory, where there is one; words behind its name
+    that are no KEY=VALUE are that key, or the key ``runs`` of a command that has it.
+
+    ``has_run_dir``: whether it writes into a run directory of its own. Without one nothing is made below output_root.
+    """
+
+    has_run_dir: ClassVar[bool] = True
 
     def __call__(self, invocation: Invocation) -> int:
         """Carry it out; returns the exit code.

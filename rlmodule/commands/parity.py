@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlmodule.commands import COMMANDS, Invocation
+from rlmodule.commands import COMMANDS, Command, Invocation
 from rlmodule.core.errors import ConfigError
 from rlmodule.parity.config import ParityConfig
 from rlmodule.parity.report import check_parity
@@ -13,7 +13,7 @@ from rlmodule.run.launchers.local import DIFFERENT_NUMBERS, launched_from_outsid
 
 @COMMANDS.register
 @dataclass(frozen=True)
-class Parity(ParityConfig):
+class Parity(ParityConfig, Command):
     """Show on this machine, for this model, that every layout gives the same numbers."""
 
     def __call__(self, invocation: Invocation) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from rlmodule.commands import COMMANDS, Invocation
+from rlmodule.commands import COMMANDS, Command, Invocation
 from rlmodule.run.build.distributed import on_rank_zero
 from rlmodule.run.launchers.local import launched_from_outside
 from rlmodule.run.run import Run
@@ -16,7 +16,7 @@ from rlmodule.run.warm_start import WarmStart
 
 @COMMANDS.register
 @dataclass(frozen=True)
-class Train:
+class Train(Command):
     """Train the models of a run; without a name the command is this one."""
 
     def __call__(self, invocation: Invocation) -> int:

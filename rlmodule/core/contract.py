@@ -201,6 +201,9 @@ class Strategy(Protocol):
     def shard(self, models: Mapping[str, nn.Module]) -> None:
         """Take over the models: read the weights that are still on disk, move to the device, wrap and cut."""
 
+    def load_model(self, name: str, folder: Path) -> None:
+        """Read the weights of model ``name`` from a checkpoint, whichever strategy saved it; for one process."""
+
     def named_parameters(self, name: str) -> Iterator[tuple[str, nn.Parameter]]:
         """(name before sharding, this process's part of it) of model ``name``, tied parameters once."""
 

@@ -8,7 +8,7 @@ drawn (``rollout/``) and rewards by a function of the run (``sources.py``).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -75,11 +75,23 @@ class EpisodeRunner:
         Raises:
             DataError: a prompt or an observation cannot be put into tokens, or a prompt is too long.
         """
+        finished = {episode.sample.sample_id: episode for episode in self.stream(engine, requests)}
+        assert len(finished) == len(requests), f"{len(requests)} episodes were asked for, {len(finished)} have ended"
+        return [finished[request.sample_id] for request in requests]
+
+    def stream(self, engine: RolloutEngine, requests: Iterable[EpisodeRequest]) -> Iterator[FinishedEpisode]:
+        """The same, each episode as soon as it ends.
+
+        Raises:
+            DataError: as ``run``.
+        """
         batch = EpisodeBatch(self, requests, engine.version)
         with closing(engine.generate(batch.requests())) as completions:
             for completion in completions:
-                batch.receive(completion)
-        return batch.finished()
+                finished = batch.receive(completion)
+                if finished is not None:
+                    yield finished
+        batch.check_all_ended()
 
 
 @dataclass(eq=False)
@@ -93,11 +105,10 @@ class EpisodeBatch:
     """
 
     runner: EpisodeRunner
-    to_run: Sequence[EpisodeRequest]
+    to_run: Iterable[EpisodeRequest]
     version: int
     _running: dict[int, RunningEpisode] = field(default_factory=dict, init=False)  # by sample id
     _next_turns: deque[GenerationRequest] = field(default_factory=deque, init=False)
-    _finished: dict[int, FinishedEpisode] = field(default_factory=dict, init=False)  # by sample id
 
     def requests(self) -> Iterator[GenerationRequest | None]:
         """What an engine reads: next turns before new episodes, None while all episodes wait for a response."""
@@ -110,20 +121,19 @@ class EpisodeBatch:
         while self._running:
             yield self._next_turns.popleft() if self._next_turns else None
 
-    def receive(self, completion: Completion) -> None:
-        """Hand a response to its episode, which ends or has another turn."""
+    def receive(self, completion: Completion) -> FinishedEpisode | None:
+        """Hand a response to its episode, which ends, and is returned, or has another turn."""
         episode = self._running[completion.sample_id]
         finished = episode.receive(completion)
         if finished is None:
             self._next_turns.append(episode.next_turn(self.version))
         else:
-            self._finished[completion.sample_id] = finished
             del self._running[completion.sample_id]
+        return finished
 
-    def finished(self) -> list[FinishedEpisode]:
-        """All episodes, in the order they were asked for."""
+    def check_all_ended(self) -> None:
+        """The engine has answered every request."""
         assert not self._running, f"the engine left {len(self._running)} requests without a response"
-        return [self._finished[request.sample_id] for request in self.to_run]
 
 
 @dataclass(eq=False)

@@ -7,10 +7,13 @@ made (``pretrained.py``) and how weights that stay on disk are read (``weights.p
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -35,6 +38,8 @@ from rlmodule.models.pretrained import (
 )
 from rlmodule.models.recompute import recompute_activations
 from rlmodule.models.weights import NotByNameError, build_on_meta, meta_parameters
+
+SHARD_SIZE = "50GB"  # of a file of weights at most; transformers' own default
 
 
 def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> PolicyModel:
@@ -181,8 +186,34 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def save_pretrained(
-    folder: Path, lm: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, weights: Mapping[str, Tensor] | None = None
+    folder: Path,
+    lm: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    weights: Mapping[str, Tensor] | None = None,
+    *,
+    shard_size: str = SHARD_SIZE,
 ) -> None:
-    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads; ``weights`` replace the module's own."""
-    lm.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
+    """Write a folder that ``AutoModelForCausalLM.from_pretrained`` loads.
+
+    Args:
+        folder: where to.
+        lm: gives the configuration.
+        tokenizer: is written beside it.
+        weights: replace the module's own.
+        shard_size: of one file of weights at most.
+    """
+    lm.save_pretrained(folder, state_dict=None if weights is None else dict(weights), max_shard_size=shard_size)
+    if weights is not None:
+        _state_dtype(folder / "config.json", weights)
     tokenizer.save_pretrained(folder)
+
+
+def _state_dtype(path: Path, weights: Mapping[str, Tensor]) -> None:
+    """Let a written configuration name the type that most weights have: transformers writes that of the module."""
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in weights.values():
+        if tensor.is_floating_point():
+            sizes[tensor.dtype] += tensor.numel()
+    described = json.loads(path.read_text(encoding="utf-8"))
+    described["dtype"] = str(sizes.most_common(1)[0][0]).removeprefix("torch.")
+    path.write_text(json.dumps(described, indent=2, sort_keys=True) + "\n", encoding="utf-8")

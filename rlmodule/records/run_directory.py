@@ -182,7 +182,12 @@ def _unused(path: Path) -> Path:
 
 
 def remove_if_unused(run_dir: RunDirectory) -> None:
-    """Take away the directory of a run that was refused before it wrote anything of its own."""
+    """Take away the directory of a run that was refused before it wrote anything of its own.
+
+    The working directory stays: it stands for a run that has no directory of its own, or does not know it yet.
+    """
+    if run_dir.root.absolute() == Path.cwd():
+        return
     if run_dir.root.is_dir() and {path.name for path in run_dir.root.iterdir()} <= {"run.lock"}:
         shutil.rmtree(run_dir.root)
 

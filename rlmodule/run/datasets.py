@@ -97,9 +97,9 @@ class TrainingDataset(ABC):
                 for name, files in config.data.val_sets.items()
             }
         )
-        tables = {name: of_set._load_prompts("test") for name, of_set in sets.items()}
+        tables = {name: of_set.load_split("test") for name, of_set in sets.items()}
         for table in tables.values():
-            self._check_prompts(table)
+            self.check_prompts(table)
         return tables
 
     @cached_property
@@ -146,8 +146,8 @@ class TrainingDataset(ABC):
     def source(self, draw: RowSampler, engine: Callable[[], RolloutEngine]) -> Source:
         """What gives the samples of each iteration."""
 
-    def _load_prompts(self, split: str) -> PromptTable:
-        """Rows of ``train`` or ``test`` as prompts.
+    def load_split(self, split: str) -> PromptTable:
+        """Rows of ``train`` or ``test`` as prompts; read anew at every call.
 
         Raises:
             RLModuleError: a row cannot be used.
@@ -157,7 +157,7 @@ class TrainingDataset(ABC):
             table = MemoryTable(f"environment {self.config.environment_name} ({split})", environment.rows(split))
         return load_prompts(self.config.data, self.tokenizer, split, table)
 
-    def _check_prompts(self, prompts: PromptTable) -> None:
+    def check_prompts(self, prompts: PromptTable) -> None:
         """Check that every row has what the reward function reads, and token ids that the model has.
 
         Raises:
@@ -182,7 +182,7 @@ class Prompts(TrainingDataset):
     @cached_property
     def table(self) -> PromptTable:
         """The prompts; reading them checks them."""
-        return self._load_prompts("train")
+        return self.load_split("train")
 
     def __len__(self) -> int:
         return len(self.table)
@@ -207,7 +207,7 @@ class Prompts(TrainingDataset):
 
     def check(self, layout: Layout) -> None:
         """Read every prompt, and find what ends responses; their lengths follow from the configuration."""
-        self._check_prompts(self.table)
+        self.check_prompts(self.table)
         _ = self.end_tokens
 
     def examples(self) -> Sequence[Prompt | Sample]:

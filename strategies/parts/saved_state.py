@@ -9,7 +9,7 @@ files (``shards.py``, ``snapshot.py``) and how a folder is written safely (``che
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -99,7 +99,7 @@ class SavedState:
         with self.all_on_device(changes=True):
             for name, optimizer in self.models_and_optimizers():
                 wanted = self.state_dict_to_load(name, optimizer)
-                found = on_all_or_none(partial(_read_parts, folder, wanted))
+                found = on_all_or_none(partial(read_parts, folder, wanted))
                 self.load_state_dict(name, optimizer, found)
                 if len(found) < len(wanted):  # saved before the first optimizer step
                     optimizer.state.clear()
@@ -152,11 +152,17 @@ class SavedState:
         on_all_or_none(partial(snapshot.write, Path(filepath)))
 
 
-def _read_parts(folder: Path, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Fill those of ``wanted`` that the checkpoint has, and return them."""
+def read_parts(
+    folder: Path, wanted: Mapping[str, Tensor], *, may_lack: Collection[str] = frozenset()
+) -> dict[str, Tensor]:
+    """Fill those of ``wanted`` that the checkpoint has, and return them.
+
+    Raises:
+        CheckpointError: it lacks a weight that is not among ``may_lack``, is of another model, or cannot be read.
+    """
     try:
         index = read_index(folder / SHARDS)
-        check_same_model(index, wanted)
+        check_same_model(index, {key: tensor for key, tensor in wanted.items() if key in index or key not in may_lack})
         found = {key: tensor for key, tensor in wanted.items() if key in index}
         read_shards(folder / SHARDS, index, found)
         bad = first_not_finite(found)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from rlmodule.core.types import MicroBatch, StepTotals, TokenOutputs
 from strategies.parts.collectives import LocalCollectives
 from strategies.parts.loading import load
 from strategies.parts.offload import OffloadConfig, Offloaded
-from strategies.parts.saved_state import SavedState
+from strategies.parts.saved_state import SavedState, read_parts
 
 HF_PREFIX = "lm."  # the transformers model sits at ``lm``; what comes after it is the Hugging Face name
 
@@ -268,6 +269,20 @@ class StrategyMixin(SavedState):
 
     def load_state_dict(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
         """Nothing: the tensors were filled in place."""
+
+    def load_model(self, name: str, folder: Path) -> None:
+        """Read the weights of one model from a checkpoint, whichever strategy saved it; for one process.
+
+        A frozen weight that it lacks stays as it is: some strategies save only what they train.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model, or cannot be read.
+        """
+        assert self.layout.world_size == 1, "a model is read without its optimizer on one process"
+        with self.parameters_on_device(name, changes=True):
+            parameters = {f"{name}.{key}": parameter for key, parameter in self.named_parameters(name)}
+            frozen = {key for key, parameter in parameters.items() if not parameter.requires_grad}
+            read_parts(folder, {key: p.detach() for key, p in parameters.items()}, may_lack=frozen)
 
     def models_and_optimizers(self) -> list[tuple[str, Optimizer]]:
         """Name and optimizer of each model that trains, in the order of ``models``."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import rlmodule.callbacks.checkpoint
-import rlmodule.callbacks.export
+import rlmodule.models.export
 from rlmodule.checkpoint import state
 from rlmodule.checkpoint.state import newest_whole
 from rlmodule.experience.sources import RolloutSource
@@ -40,7 +40,7 @@ WRITING: dict[str, tuple[Any, str, int]] = {
     "flush": (state, "_flush", 7),  # of every file and folder, before the whole gets its name
     "rename": (Path, "rename", 1),
 }
-ENDING: dict[str, tuple[Any, str, int]] = {"export": (rlmodule.callbacks.export, "save_pretrained", 1)}
+ENDING: dict[str, tuple[Any, str, int]] = {"export": (rlmodule.models.export, "save_pretrained", 1)}
 PLACES = TRAINING | WRITING | ENDING
 ON_EVERY_RANK = ("shard", "step")
 

@@ -5,19 +5,33 @@ Leaves out reading KEY=VALUE, which is Hydra's (``cli.py``).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 from rlmodule.core.errors import ConfigError, did_you_mean
 
 # Mappings whose keys are the user's: the chat template's, the model family's, the reward function's.
 OPEN_MAPPINGS = ("data.chat_template_args", "model.architecture", "critic.architecture", "reward.arguments")
+# A key that makes no sense without a choice, and the choice; for commands about a policy that need no training set-up.
+IMPLIED = {"model.path": "model=local", "data.train_files": "data=files"}
+ONE, SEVERAL = "run", "runs"  # keys of a command that take words which are no KEY=VALUE
 
 
-def with_command(arguments: Sequence[str], commands: Collection[str]) -> list[str]:
-    """``parity seed=1`` -> ``command=parity seed=1``; a line without a command's name stays as it is.
+def with_command(
+    arguments: Sequence[str], commands: Collection[str], keys_of: Callable[[str], Collection[str]]
+) -> list[str]:
+    """``parity seed=1`` -> ``command=parity seed=1``; ``compare a b`` -> ``command=compare command.runs=["a","b"]``.
+
+    A line without a command's name stays as it is.
+
+    Args:
+        arguments: of the program.
+        commands: names there are.
+        keys_of: command -> its keys.
 
     Raises:
-        ConfigError: the first word is neither a command, an option nor KEY=VALUE.
+        ConfigError: the first word is neither a command, an option nor KEY=VALUE; or the command takes no such words.
     """
     first, *rest = [*arguments] or [""]
     if not first.replace("_", "").replace("-", "").isalpha() or first.startswith("-"):
@@ -29,7 +43,13 @@ def with_command(arguments: Sequence[str], commands: Collection[str]) -> list[st
             because="no command has that name, and a setting is written KEY=VALUE",
             fix=did_you_mean(first, commands),
         )
-    return [f"command={first}", *rest]
+    words, keys = [word for word in rest if _is_bare(word)], keys_of(first)
+    settings = [word for word in rest if word not in words]
+    if words:
+        settings.append(_as_setting(first, words, keys))
+    if ONE in keys:
+        settings = _with_implied(settings)
+    return [f"command={first}", *settings]
 
 
 # Keys that hold a list by default and may hold a mapping.
@@ -47,6 +67,35 @@ def with_open_mappings(arguments: Sequence[str]) -> list[str]:
         words += [f"{key}=null"] if key in LISTS_OR_MAPPINGS and value.startswith("{") else []
         words.append(f"++{word}" if _reaches_into_open_mapping(word) else word)
     return words
+
+
+def _is_bare(word: str) -> bool:
+    """Whether a word is no option and no setting; a path may hold an equals sign."""
+    return not word.startswith(("-", "~", "+")) and ("=" not in word or Path(word).exists())
+
+
+def _as_setting(command: str, words: Sequence[str], keys: Collection[str]) -> str:
+    """The setting that words behind a command's name stand for."""
+    quoted = [json.dumps(word, ensure_ascii=False) for word in words]
+    if SEVERAL in keys:
+        return f"command.{SEVERAL}=[{','.join(quoted)}]"
+    if ONE in keys and len(words) == 1:
+        return f"command.{ONE}={quoted[0]}"
+    raise ConfigError(
+        key="command",
+        got=f"{command} {' '.join(words)}",
+        because=f"{command} takes {'one run' if ONE in keys else 'no words'}, and a setting is written KEY=VALUE",
+        fix="Leave them out, or write KEY=VALUE",
+    )
+
+
+def _with_implied(words: Sequence[str]) -> list[str]:
+    """The settings, with the choices that they imply where none is made and no run gives them."""
+    keys = {word.partition("=")[0].lstrip("+") for word in words}
+    if keys & {f"command.{ONE}", "experiment"}:
+        return list(words)
+    implied = [choice for key, choice in IMPLIED.items() if key in keys and choice.partition("=")[0] not in keys]
+    return [*implied, *words]
 
 
 def _reaches_into_open_mapping(word: str) -> bool:

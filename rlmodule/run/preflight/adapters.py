@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from rlmodule.callbacks.export import ADAPTER, ExportConfig
+from rlmodule.callbacks.export import ExportConfig
 from rlmodule.core.errors import ConfigError
+from rlmodule.models.export import ADAPTER
 from rlmodule.models.lora import check_installed, is_adapter
 from rlmodule.run.config import RunConfig
 

@@ -1,0 +1,179 @@
+"""A file of JSON lines that grows by whole lines and can be killed at any moment; the next start goes on with it.
+
+Beside it lies ``FILE.settings.json``: what its lines depend on, so that no file is gone on with under other settings.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlmodule.core.errors import ConfigError, TrainingError
+from rlmodule.records.metrics_log import atomic_write
+
+KEY = "command.out"
+ID = "sample_id"  # names a line
+
+
+@dataclass(eq=False)
+class RowFile:
+    """The file, open for this process alone.
+
+    Args:
+        path: of the file.
+        descriptor: of the lock beside it, which the process holds.
+        done: ids of the lines that are there.
+    """
+
+    path: Path
+    descriptor: int
+    done: set[int] = field(default_factory=set)
+    _file: int = field(default=-1, init=False)
+
+    @classmethod
+    def open(cls, path: Path, settings: Mapping[str, Any]) -> RowFile:
+        """Begin the file, or go on with it.
+
+        Raises:
+            ConfigError: it is another command's, has other settings, or another process writes it.
+            TrainingError: it cannot be written.
+        """
+        path = path.absolute()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _check_same(path, settings)
+            made = cls(path, _locked(path))
+            made._keep_whole_lines()
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+        return made
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add a line; it is whole in the file, or not there at all but for a rest that the next start cuts off.
+
+        Raises:
+            TrainingError: it cannot be written.
+        """
+        line = json.dumps(row, ensure_ascii=False, default=str) + "\n"
+        try:
+            # A lone surrogate has no UTF-8 form; its backslash escape is what JSON writes for it.
+            rest = memoryview(line.encode("utf-8", errors="backslashreplace"))
+            while rest:  # a disk that fills up takes a part
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+        self.done.add(int(row[ID]))
+
+    def finish(self) -> None:
+        """Put the lines into the order of their ids.
+
+        Raises:
+            TrainingError: it cannot be written.
+        """
+        places = sorted((row_id, start, length) for row_id, start, length in _lines(self.path))
+        try:
+            with atomic_write(self.path) as aside, self.path.open("rb") as source, aside.open("wb") as target:
+                for _, start, length in places:
+                    source.seek(start)
+                    target.write(source.read(length))
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
+
+    def close(self) -> None:
+        """Let other processes have the file."""
+        os.close(self._file)
+        os.close(self.descriptor)
+
+    def _keep_whole_lines(self) -> None:
+        """Take away what a dying process has left half written."""
+        found = {row_id: (start, length) for row_id, start, length in _lines(self.path)}
+        whole = sum(length for _, length in found.values())
+        if self.path.exists() and self.path.stat().st_size != whole:
+            with atomic_write(self.path) as aside, self.path.open("rb") as source, aside.open("wb") as target:
+                for start, length in found.values():
+                    source.seek(start)
+                    target.write(source.read(length))
+        self.done = set(found)
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, int, int]]:
+    """(id, first byte, bytes) of every whole line."""
+    if not path.exists():
+        return
+    start = 0
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                row_id = int(json.loads(line)[ID]) if line.endswith(b"\n") else None
+            except (ValueError, KeyError, TypeError):
+                row_id = None
+            if row_id is not None:
+                yield row_id, start, len(line)
+            start += len(line)
+
+
+def _check_same(path: Path, settings: Mapping[str, Any]) -> None:
+    """Write the settings of a new file, or compare with those of one that is there.
+
+    Raises:
+        ConfigError: they differ, or the file was made by something else.
+    """
+    beside = path.with_name(f"{path.name}.settings.json")
+    now = json.loads(json.dumps(dict(settings), default=str))
+    if not path.exists() or path.stat().st_size == 0:
+        with atomic_write(beside) as aside:
+            aside.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
+        return
+    try:
+        before = json.loads(beside.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = None
+    if not isinstance(before, dict):
+        raise ConfigError(
+            key=KEY,
+            got=path,
+            because=f"something is there that cannot be gone on with, as {beside.name} is missing or damaged",
+            fix="Use another file",
+        )
+    changed = [name for name in sorted(now | before) if now.get(name) != before.get(name)]
+    if changed:
+        shown = [n if len(str(now.get(n))) > 40 else f"{n} was {before.get(n)}, is {now.get(n)}" for n in changed]
+        raise ConfigError(
+            key=KEY,
+            got=path,
+            because=f"it was begun with other settings ({'; '.join(shown)})",
+            fix="Give the settings that it was begun with, or another file",
+        )
+
+
+def _locked(path: Path) -> int:
+    """A lock on the file's settings, which stay where they are; freed when the process dies.
+
+    Raises:
+        ConfigError: another process holds it.
+    """
+    descriptor = os.open(path.with_name(f"{path.name}.settings.json"), os.O_RDWR)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        raise ConfigError(
+            key=KEY, got=path, because="another process is writing it", fix="Wait for it, or use another file"
+        ) from None
+    return descriptor
+
+
+def _cannot_write(path: Path, error: OSError) -> TrainingError:
+    return TrainingError(
+        f"{path}: it cannot be written ({error.strerror or error}). Free some space, or give another command.out; the "
+        "same command goes on where this one stopped"
+    )
