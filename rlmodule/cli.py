@@ -40,6 +40,7 @@ from rlmodule.records.secrets import from_environment, mask, to_environment
 from rlmodule.run.launchers import local as launch
 
 if TYPE_CHECKING:
+    from rlmodule.commands import RankCommand
     from rlmodule.run.run import Run
 
 # Threads that wait for work by spinning make a shared machine ten times slower; read when torch is first imported.
@@ -76,15 +77,14 @@ def main() -> int:
 def _main() -> int:
     flag, *rest = sys.argv[1:] or [""]
     if flag == launch.WORKER_FLAG:
-        from rlmodule.commands.train import fit
-
         PreemptionHandler().install()
         on_phase = launch.end_with_supervisor()
-        fit(replace(load_run(rest), on_phase=on_phase))
+        run, command = load_run(rest)
+        command.on_rank(replace(run, on_phase=on_phase))
     elif flag == launch.WARM_START_FLAG:
         from rlmodule.run.warm_start import WarmStart
 
-        WarmStart(load_run(rest)).fit()
+        WarmStart(load_run(rest)[0]).fit()
     else:
         sys.argv[1:] = with_open_mappings(with_command(sys.argv[1:], menu("command"), keys_of_command))
         check_choices(sys.argv[1:])
@@ -267,12 +267,15 @@ def command_of_this_run() -> list[str]:
     return sys.argv if job.mode == RunMode.RUN else [sys.argv[0], *job.overrides.task]
 
 
-def load_run(arguments: Sequence[str]) -> Run:
-    """The run whose configuration the supervisor has saved; for its ranks.
+def load_run(arguments: Sequence[str]) -> tuple[Run, RankCommand]:
+    """The run whose configuration the supervisor has saved, and what is done with it; for its ranks.
 
     Raises:
         ConfigError: no run was prepared there; these options are for the supervisor.
     """
+    from rlmodule.commands import COMMANDS
+    from rlmodule.run.config import component
+
     run_dir = RunDirectory(Path(*arguments[:1]))
     if not run_dir.config.is_file():
         raise ConfigError(
@@ -285,7 +288,7 @@ def load_run(arguments: Sequence[str]) -> Run:
     assert isinstance(config, DictConfig)
     for key, secret in from_environment().items():
         OmegaConf.update(config, key, secret)
-    return build(config, run_dir)
+    return build(config, run_dir), component(COMMANDS, config.command)
 
 
 def build(config: DictConfig, run_dir: RunDirectory) -> Run:

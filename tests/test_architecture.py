@@ -86,6 +86,7 @@ LIBRARIES = {
     "rlmodule/parity/report.py": {"rich"},
     "rlmodule/commands": TORCH,
     "rlmodule/commands/parts/sweep.py": {"rich"},
+    "rlmodule/commands/evaluate.py": {"rich"},
     "rlmodule/cli.py": {"hydra", "omegaconf"},
     "strategies": TORCH | {"lightning"},
     "strategies/deepspeed.py": {"deepspeed"},
@@ -97,7 +98,6 @@ LIBRARIES = {
 # Imports inside a function: a chosen component's optional dependency, and these, each for the reason beside it.
 DEFERRED = {
     ("rlmodule/cli.py", "rlmodule.commands"),  # --help and tab completion must not wait for torch
-    ("rlmodule/cli.py", "rlmodule.commands.train"),  # likewise
     ("rlmodule/cli.py", "rlmodule.run.config"),  # likewise
     ("rlmodule/cli.py", "rlmodule.run.run"),  # likewise
     ("rlmodule/cli.py", "rlmodule.run.warm_start"),  # likewise

@@ -26,7 +26,8 @@ class Invocation:
             asks for one.
         config: the resolved configuration, YAML.
         provenance: command line and revision of the code, as text.
-        start_ranks: starts a number of processes that each fit the run of a directory, and returns the exit code.
+        start_ranks: starts a number of processes that each do their part (``RankCommand.on_rank``) of the command whose
+            configuration lies in a run directory, and returns the exit code.
         make_starting_weights: makes the starting weights of the run of a directory in a process of its own.
     """
 
@@ -59,6 +60,17 @@ class Command(Protocol):
 
     def __call__(self, invocation: Invocation) -> int:
         """Carry it out; returns the exit code.
+
+        Raises:
+            RLModuleError: what is wrong and what to do about it.
+        """
+
+
+class RankCommand(Command, Protocol):
+    """A command that is carried out by several processes: ``Invocation.start_ranks`` starts them."""
+
+    def on_rank(self, run: Run) -> None:
+        """The part of one rank; ``run`` is the one whose configuration lies in the run directory.
 
         Raises:
             RLModuleError: what is wrong and what to do about it.

@@ -201,8 +201,17 @@ class Strategy(Protocol):
     def shard(self, models: Mapping[str, nn.Module]) -> None:
         """Take over the models: read the weights that are still on disk, move to the device, wrap and cut."""
 
-    def load_model(self, name: str, folder: Path) -> None:
-        """Read the weights of model ``name`` from a checkpoint, whichever strategy saved it; for one process."""
+    def load_model(self, name: str, folder: Path, trained: frozenset[str] | None = None) -> None:
+        """Read the weights of model ``name`` from a checkpoint, whichever strategy saved it; every process calls it.
+
+        Args:
+            name: of the model.
+            folder: of the checkpoint.
+            trained: parameters that the checkpoint must have; None for those that train here. It may lack others.
+
+        Raises:
+            CheckpointError: on every process, when the checkpoint is of another model or one cannot read its part.
+        """
 
     def named_parameters(self, name: str) -> Iterator[tuple[str, nn.Parameter]]:
         """(name before sharding, this process's part of it) of model ``name``, tied parameters once."""

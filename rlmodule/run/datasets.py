@@ -138,6 +138,21 @@ class TrainingDataset(ABC):
             RLModuleError: a row cannot be used.
         """
 
+    @property
+    def held_out_rows(self) -> Sequence[Sequence[Sample]]:
+        """The samples of each held-out row with given responses."""
+        return []
+
+    def check_held_out(self, layout: Layout) -> None:
+        """Read every held-out row; given responses fit into a micro-batch.
+
+        Raises:
+            RLModuleError: a row cannot be used.
+        """
+        _ = self.val_prompts  # reading them checks them
+        check_lengths(_lengths(self.held_out_rows, "held-out row"), self.config, layout)
+        check_samples((sample for samples in self.held_out_rows for sample in samples), self.hf_config)
+
     @abstractmethod
     def examples(self) -> Sequence[Prompt | Sample]:
         """Rows whose tokens parity runs borrow for synthetic samples."""
@@ -311,11 +326,10 @@ class Demonstrations(OfflineDataset):
         shown = [(prompt, right) for prompt, right, _ in self._demonstrated.held_out_preferences()]
         return environment_demonstrations(shown[: s.data.val_max_rows], s.environment_name, s.data, self.tokenizer)
 
-    def check(self, layout: Layout) -> None:
-        """Read every demonstration, held-out ones too; each fits into a micro-batch."""
-        super().check(layout)
-        check_lengths(_lengths([(s,) for s in self.val_demonstrations], "held-out row"), self.config, layout)
-        check_samples(self.val_demonstrations, self.hf_config)
+    @property
+    def held_out_rows(self) -> Sequence[Sequence[Sample]]:
+        """One row per held-out demonstration."""
+        return [(sample,) for sample in self.val_demonstrations]
 
 
 class Preferences(OfflineDataset):
@@ -370,12 +384,10 @@ class Preferences(OfflineDataset):
         """Both samples of each pair."""
         return [pair.samples for pair in self.pairs]
 
-    def check(self, layout: Layout) -> None:
-        """Read every pair, held-out ones too; each fits into a micro-batch."""
-        super().check(layout)
-        held_out = [pair.samples for pair in self.val_pairs]
-        check_lengths(_lengths(held_out, "held-out row"), self.config, layout)
-        check_samples((sample for samples in held_out for sample in samples), self.hf_config)
+    @property
+    def held_out_rows(self) -> Sequence[Sequence[Sample]]:
+        """Both samples of each held-out pair."""
+        return [pair.samples for pair in self.val_pairs]
 
 
 class StoredRollouts(TrainingDataset):

@@ -164,7 +164,7 @@ class Run:
         self.dataset.check(layout)
         if config.needs_warm_start and config.environment is None:
             Demonstrations(config.for_warm_start(), self.tokenizer, self.hf_config).check(Layout())
-        _ = self.dataset.val_prompts  # reading them checks them
+        self.dataset.check_held_out(layout)
         self.resume_from(say=lambda line: print(line) if self.is_rank_zero else None)
         if self.config.general.resume:
             changed = check_unchanged(self.run_dir.root, self.digests, allowed=self.config.general.resume_changed)

@@ -42,7 +42,9 @@ def test_a_run_exports_what_it_exported_itself(finished_run: Path, tmp_path: Pat
     assert_same(weights(tmp_path / "out"), weights(finished_run / "policy"))
     ours, theirs = (AutoModelForCausalLM.from_pretrained(f) for f in (tmp_path / "out", finished_run / "policy"))
     assert torch.equal(logits(ours), logits(theirs))
-    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("7") == AutoTokenizer.from_pretrained(finished_run / "policy").encode("7")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").encode("7") == AutoTokenizer.from_pretrained(
+        finished_run / "policy"
+    ).encode("7")
     assert {path.name for path in tmp_path.iterdir()} == {"out", "output.txt"}, "no run directory is made"
 
 
@@ -58,7 +60,12 @@ def test_the_form_on_disk(finished_run: Path, tmp_path: Path) -> None:
     generation = GenerationConfig.from_pretrained(folder)
     assert (generation.temperature, generation.eos_token_id, generation.pad_token_id) == (0.5, [257], 256)
     card = (folder / "README.md").read_text()
-    for words_of_card in ("iteration_000001", "| mean reward |", "| `rollout.temperature` | 0.5 |", "After 1 iterations"):
+    for words_of_card in (
+        "iteration_000001",
+        "| mean reward |",
+        "| `rollout.temperature` | 0.5 |",
+        "After 1 iterations",
+    ):
         assert words_of_card in card
     assert str(finished_run) not in card, "places on one machine stay out"
 

@@ -11,7 +11,13 @@ import pytest
 from tests.commands.conftest import SMALL
 from tests.end_to_end.commands import Command, forked, wait_until
 
-WORDS = ("command.out=out.jsonl", "rollout.n=3", "rollout.max_response_length=8", "command.batch_size=2", "trainer.num_threads=1")
+WORDS = (
+    "command.out=out.jsonl",
+    "rollout.n=3",
+    "rollout.max_response_length=8",
+    "command.batch_size=2",
+    "trainer.num_threads=1",
+)
 
 
 def prompts(folder: Path, count: int) -> str:
@@ -35,7 +41,12 @@ def test_every_prompt_is_answered_n_times(finished_run: Path, tmp_path: Path) ->
     assert len({row["response"] for row in found}) > 5
     assert "reward" not in found[0]
     assert "logprobs" not in found[0]
-    assert {path.name for path in tmp_path.iterdir()} == {"prompts.jsonl", "out.jsonl", "out.jsonl.settings.json", "output.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "prompts.jsonl",
+        "out.jsonl",
+        "out.jsonl.settings.json",
+        "output.txt",
+    }
     done = forked("generate", f"model.path={finished_run / 'policy'}", prompts(tmp_path, 5), *WORDS, cwd=tmp_path)
     assert "15 of 15 responses are there already" in done.text
     assert rows(tmp_path / "out.jsonl") == found
@@ -75,7 +86,15 @@ def test_a_run_gives_settings_weights_and_held_out_rows(finished_run: Path, tmp_
     assert {row["sampling"]["temperature"] for row in found} == {0.5}
     assert all(row["reward"] == float(row["finish_reason"] == "length") for row in found), "reward.truncated=1"
     training = [word for word in SMALL if not word.startswith("environment.")]
-    done = forked(*training, "data=rollouts", "data.rollouts=out.jsonl", "data.max_prompt_length=32", "algorithm.train_batch_size=4", "run_dir=again", cwd=tmp_path)
+    done = forked(
+        *training,
+        "data=rollouts",
+        "data.rollouts=out.jsonl",
+        "data.max_prompt_length=32",
+        "algorithm.train_batch_size=4",
+        "run_dir=again",
+        cwd=tmp_path,
+    )
     assert done.code == 0, done.text
 
 

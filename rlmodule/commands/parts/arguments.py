@@ -14,7 +14,8 @@ from rlmodule.core.errors import ConfigError, did_you_mean
 # Mappings whose keys are the user's: the chat template's, the model family's, the reward function's.
 OPEN_MAPPINGS = ("data.chat_template_args", "model.architecture", "critic.architecture", "reward.arguments")
 # A key that makes no sense without a choice, and the choice; for commands about a policy that need no training set-up.
-IMPLIED = {"model.path": "model=local", "data.train_files": "data=files"}
+IMPLIED = {"model.path": "model=local", "data.train_files": "data=files", "data.val_files": "data=files"}
+WITHOUT_TRAINING_ROWS = "data.train_files=[]"  # what data=files asks for where only held-out rows are named
 ONE, SEVERAL = "run", "runs"  # keys of a command that take words which are no KEY=VALUE
 
 
@@ -95,7 +96,9 @@ def _with_implied(words: Sequence[str]) -> list[str]:
     if keys & {f"command.{ONE}", "experiment"}:
         return list(words)
     implied = [choice for key, choice in IMPLIED.items() if key in keys and choice.partition("=")[0] not in keys]
-    return [*implied, *words]
+    if "data.val_files" in keys and not keys & {"data.train_files", "environment"}:
+        implied.append(WITHOUT_TRAINING_ROWS)
+    return [*dict.fromkeys(implied), *words]
 
 
 def _reaches_into_open_mapping(word: str) -> bool:

@@ -87,10 +87,10 @@ def build_evaluators(
         prompts = PromptEvaluator(dataset.val_prompts, dataset.episodes, engine, s.reward, strategy, s.val, answer_of)
         made.append(prompts)
     offline = partial(_offline, config=s, dataset=dataset, objective=objective, strategy=strategy)
-    if pairs := dataset.val_pairs:
-        made.append(PairEvaluator(*offline([pair.samples for pair in pairs], Preferences.rewards)))
-    if samples := dataset.val_demonstrations:
-        made.append(DemonstrationEvaluator(*offline([(sample,) for sample in samples], Demonstrations.rewards)))
+    if dataset.val_pairs:
+        made.append(PairEvaluator(*offline(dataset.held_out_rows, Preferences.rewards)))
+    if dataset.val_demonstrations:
+        made.append(DemonstrationEvaluator(*offline(dataset.held_out_rows, Demonstrations.rewards)))
     return made
 
 
