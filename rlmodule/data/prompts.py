@@ -32,7 +32,7 @@ class DataConfig:
     """Where prompts come from, and what is refused."""
 
     train_files: list[str] = field(default_factory=list)  # local .jsonl, .json, .parquet files, or folders of them
-    val_files: Any = field(default_factory=list)  # likewise, or a mapping of set names to them; none: no validation
+    val_files: Any = None  # likewise, or a mapping of set names to such lists; None: no validation
     rollouts: str | None = (
         None  # file or folder of stored responses to train from; prompts are then for validation only
     )

@@ -1,4 +1,4 @@
-"""Validation sets: ``data.val_files`` is a list of files, or several such lists by name."""
+"""Validation sets: ``data.val_files`` is a list of files, several such lists by name, or None."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlmodule.core.errors import ConfigError
 
 def sets_of(val_files: Any) -> dict[str, list[str]]:
     """Name of each validation set -> its files, without sets that have none; a plain list is a set without a name."""
-    sets = val_files if isinstance(val_files, dict) else {"": val_files}
+    sets = val_files if isinstance(val_files, dict) else {"": val_files or []}
     found = {str(name): [files] if isinstance(files, str) else list(files) for name, files in sets.items()}
     return {name: files for name, files in found.items() if files}
 
@@ -22,7 +22,7 @@ def check_val_files(val_files: Any) -> None:
         ConfigError: it is something else, or a name cannot be part of the name of a metric.
     """
     is_mapping = isinstance(val_files, dict)
-    for name, given in (val_files if is_mapping else {"list": val_files}).items():
+    for name, given in (val_files if is_mapping else {"list": val_files or []}).items():
         files = [given] if is_mapping and isinstance(given, str) else given
         if not isinstance(files, list) or not all(isinstance(file, str) and file for file in files):
             raise ConfigError(

@@ -247,7 +247,7 @@ class RunConfig:
             data=replace(
                 self.data,
                 rollouts=None,
-                val_files=[],
+                val_files=None,
                 completion_key=self.data.completion_key or self._preferred_key,
             ),
             algorithm=AlgorithmConfig(

@@ -53,21 +53,9 @@ def with_command(
     return [f"command={first}", *settings]
 
 
-# Keys that hold a list by default and may hold a mapping.
-LISTS_OR_MAPPINGS = ("data.val_files",)
-
-
 def with_open_mappings(arguments: Sequence[str]) -> list[str]:
-    """Let keys of open mappings be set as any other: Hydra itself wants ``++`` before a key it does not know.
-
-    It also merges a mapping into a list that stands there, which cannot be done: the list goes first.
-    """
-    words: list[str] = []
-    for word in arguments:
-        key, _, value = word.partition("=")
-        words += [f"{key}=null"] if key in LISTS_OR_MAPPINGS and value.startswith("{") else []
-        words.append(f"++{word}" if _reaches_into_open_mapping(word) else word)
-    return words
+    """Let keys of open mappings be set as any other: Hydra itself wants ``++`` before a key it does not know."""
+    return [f"++{word}" if _reaches_into_open_mapping(word) else word for word in arguments]
 
 
 def _is_bare(word: str) -> bool:

@@ -98,7 +98,7 @@ def _section(name: str, given: Any, default: Any, before: Any, said: set[str]) -
 
 
 def _base(before: Any, given: Any, default: Any) -> Any:
-    """What a setting is put into: the run's, unless a mapping takes the place of a list, or a list that of a mapping."""
+    """What a setting is put into: the run's, unless a mapping takes a list's place, or a list a mapping's."""
     is_other_kind = isinstance(before, Mapping) != isinstance(given, Mapping)
     return given if is_other_kind and given != default else before
 
