@@ -49,7 +49,13 @@ def test_all_loggers_name_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_run_without_a_name_is_named_by_what_it_overrides_and_so_are_jobs_of_a_sweep(tmp_path: Path) -> None:
-    done = forked("-m", "optimizer.lr=1e-2,1e-3", *[w for w in QUIET if "optimizer.lr" not in w], "trainer.max_epochs=1", cwd=tmp_path)
+    done = forked(
+        "-m",
+        "optimizer.lr=1e-2,1e-3",
+        *[w for w in QUIET if "optimizer.lr" not in w],
+        "trainer.max_epochs=1",
+        cwd=tmp_path,
+    )
     assert done.code == 0, done.text
     jobs = sorted((tmp_path / "outputs").glob("sweeps/*/*/*/summary.json"))
     names = [json.loads(path.read_text())["name"] for path in jobs]
