@@ -36,7 +36,7 @@ from rlmodule.core.preemption import PreemptionHandler
 from rlmodule.core.renamed import instead_of
 from rlmodule.records import run_directory
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.records.secrets import from_environment, mask, to_environment
+from rlmodule.records.secrets import from_environment, mask, to_environment, without_values
 from rlmodule.run.launchers import local as launch
 
 if TYPE_CHECKING:
@@ -198,8 +198,12 @@ def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
         raise deferred_errors[0]
     command: Command = component(COMMANDS, config.command)
     config = with_settings_of_its_run(config)
-    to_save, secrets = mask(without_environment(config))
-    to_environment(secrets)
+    config.overrides = without_values(HydraConfig.get().overrides.task)
+
+    def read_config() -> str:
+        to_save, secrets = mask(without_environment(config))
+        to_environment(secrets)
+        return OmegaConf.to_yaml(to_save)
 
     def start_ranks(root: Path, num_processes: int) -> int:
         timeout = invocation.run.config.trainer.timeout * 60
@@ -207,7 +211,7 @@ def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
 
     invocation = Invocation(
         partial(build, config, run_dir),
-        OmegaConf.to_yaml(to_save),
+        read_config,
         run_directory.provenance(command_of_this_run()),
         start_ranks,
         make_starting_weights=partial(launch.run_alone, PROGRAM),
@@ -444,7 +448,7 @@ def known_keys(choices: Sequence[str] = ()) -> list[str]:
 # ---- where a run writes, as Hydra's configuration asks for it
 
 
-def run_dir_of(run_dir: object, output_root: object, resume: object, command: object) -> str:
+def run_dir_of(run_dir: object, output_root: object, resume: object, command: object, name: object) -> str:
     """Resolver of ``hydra.run.dir``; a rank that torchrun or srun started learns the directory from rank 0 later on."""
     from rlmodule.commands import COMMANDS
 
@@ -453,7 +457,7 @@ def run_dir_of(run_dir: object, output_root: object, resume: object, command: ob
     try:
         if not COMMANDS.get(str(command)).has_run_dir:
             return "."
-        chosen = run_directory.choose(run_dir, output_root, resume)
+        chosen = run_directory.choose(run_dir, output_root, resume, name)
     except RLModuleError as error:
         deferred_errors.append(error)
         return "."

@@ -76,6 +76,8 @@ LIBRARIES = {
     "rlmodule/module.py": TORCH | {"lightning"},
     "rlmodule/datamodule.py": TORCH | {"lightning"},
     "rlmodule/loggers": TORCH | {"lightning"},
+    "rlmodule/loggers/mlflow.py": {"mlflow"},
+    "rlmodule/loggers/wandb.py": {"wandb"},
     "rlmodule/callbacks": TORCH | {"lightning", "transformers"},
     "rlmodule/callbacks/progress.py": {"rich"},
     "rlmodule/callbacks/report.py": {"rich", "matplotlib"},
@@ -84,7 +86,13 @@ LIBRARIES = {
     "rlmodule/run/build": {"lightning"},
     "rlmodule/parity": TORCH | {"lightning"},
     "rlmodule/parity/report.py": {"rich"},
-    "rlmodule/commands": TORCH,
+    "rlmodule/commands": TORCH | {"transformers"},
+    "rlmodule/commands/parts/comparison.py": {"omegaconf"},
+    "rlmodule/commands/parts/comparison_chart.py": {"matplotlib"},
+    "rlmodule/commands/parts/comparison_tables.py": {"rich"},
+    "rlmodule/commands/parts/hub.py": {"huggingface_hub"},
+    "rlmodule/commands/parts/model_card.py": {"omegaconf"},
+    "rlmodule/commands/parts/saved_settings.py": {"omegaconf"},
     "rlmodule/commands/parts/sweep.py": {"rich"},
     "rlmodule/commands/evaluate.py": {"rich"},
     "rlmodule/cli.py": {"hydra", "omegaconf"},
@@ -103,6 +111,8 @@ DEFERRED = {
     ("rlmodule/cli.py", "rlmodule.run.warm_start"),  # likewise
     ("rlmodule/cli.py", "strategies.registry"),  # likewise
     ("strategies/deepspeed.py", ""),  # the device must be named before it is imported
+    ("rlmodule/loggers/mlflow.py", ""),  # optional: for those who log there
+    ("rlmodule/loggers/wandb.py", ""),  # likewise
     ("rlmodule/models/lora.py", ""),  # peft, optional: for those who train adapters
 }
 

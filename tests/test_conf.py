@@ -316,7 +316,7 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["algorithm=dpo", "algorithm.old_logprob=rollout"], "algorithm.old_logprob", "rollout", "preferences were not sampled"),
         (["algorithm=dpo", "loss.nll_coef=-1"], "loss.nll_coef", -1.0, "at least 0"),
         (["algorithm=dpo", "loss.label_smoothing=0.9"], "loss.label_smoothing", 0.9, "0.5"),
-        (["logger=wandb"], "logger", "wandb", "Known: csv, "),
+        (["logger=neptune"], "logger", "neptune", "Known: csv, "),
         (["model=tiny", "model.path=folder"], "model.path", "folder", "exactly one must be given"),
         (["model=local", "model.path=/nowhere"], "model.path", "/nowhere", "Give a folder that holds config.json"),
         (["model.architecture.model_type=qwen33"], "model.architecture.model_type", "qwen33", "Did you mean qwen3"),

@@ -101,7 +101,13 @@ class WriteReport(L.Callback):
         if self.config.curves:
             with self.context.metrics_log.warn_on_write_error(CURVES), atomic_write(curves) as aside:
                 draw_curves(records, aside, self.config.dpi)
-        summary = {"finished": finished, **run_totals(records), **self._run_summary(RunState.of(trainer), directory)}
+        named = {"name": self.context.name, "tags": list(self.context.tags)}
+        summary = {
+            "finished": finished,
+            **named,
+            **run_totals(records),
+            **self._run_summary(RunState.of(trainer), directory),
+        }
         with (
             self.context.metrics_log.warn_on_write_error(directory.summary.name),
             atomic_write(directory.summary) as aside,

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
-from lightning.pytorch.loggers import Logger
-
-from rlmodule.loggers import LOGGERS
+from rlmodule.loggers import LOGGERS, LoggedRun
+from rlmodule.loggers.parts.records_only import RecordsOnly
 from rlmodule.records.metrics_log import Record, atomic_write
-from rlmodule.records.run_logger import RunLogger
 
 FILE_NAME = "metrics.csv"
 FIRST_COLUMNS = ("kind", "step", "iteration")
@@ -26,12 +24,12 @@ FIRST_COLUMNS = ("kind", "step", "iteration")
 class CSVConfig:
     """The numbers of ``metrics.jsonl`` as a table, ``<run_dir>/metrics.csv``."""
 
-    def connect(self, run_dir: Path, *, hparams: Mapping[str, object], resumed_step: int | None) -> CSVLogger:
+    def connect(self, run: LoggedRun) -> CSVLogger:
         """Build the logger of one run."""
-        return CSVLogger(run_dir / FILE_NAME)
+        return CSVLogger(run.run_dir / FILE_NAME)
 
 
-class CSVLogger(RunLogger, Logger):
+class CSVLogger(RecordsOnly):
     """Appends lines; a metric that was never seen before adds a column, and the file is then written anew.
 
     A metric that a record does not have is an empty cell; NaN and infinity are written as ``nan`` and ``inf``.
@@ -79,24 +77,6 @@ class CSVLogger(RunLogger, Logger):
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    # ---- what Lightning asks of a logger
-
-    @property
-    def name(self) -> str:
-        """Lightning's name of the logger."""
-        return "csv"
-
-    @property
-    def version(self) -> str:
-        """There is one version: the run directory belongs to one run."""
-        return ""
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Nothing: metrics come as records."""
-
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Nothing: a table of numbers has no place for settings."""
 
     def finalize(self, status: str) -> None:
         self._close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +12,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams as hparams_summaries
 
-from rlmodule.loggers import LOGGERS
+from rlmodule.loggers import LOGGERS, LoggedRun
 from rlmodule.records.metrics_log import Record
 from rlmodule.records.run_logger import RunLogger
 
@@ -38,14 +37,12 @@ _IN_A_CELL = str.maketrans({sign: f"&#{ord(sign)};" for sign in "&<>|`*_~\\[]"} 
 class TensorBoardConfig:
     """Event files in ``<run_dir>/tensorboard``."""
 
-    def connect(
-        self, run_dir: Path, *, hparams: Mapping[str, object], resumed_step: int | None
-    ) -> TolerantTensorBoardLogger:
+    def connect(self, run: LoggedRun) -> TolerantTensorBoardLogger:
         """Build the logger of one run; the settings also go into TensorBoard's ``hparams.yaml``."""
         logger = TolerantTensorBoardLogger(
-            run_dir, name=FOLDER, version="", default_hp_metric=False, purge_step=purge_step(resumed_step)
+            run.run_dir, name=FOLDER, version="", default_hp_metric=False, purge_step=purge_step(run.resumed_step)
         )
-        logger.hparams = dict(hparams)
+        logger.hparams = {"name": run.name, "tags": ", ".join(run.tags), **run.hparams}
         return logger
 
 

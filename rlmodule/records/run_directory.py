@@ -13,6 +13,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -28,6 +29,7 @@ from rlmodule.core.errors import CheckpointError, ConfigError
 from rlmodule.records.secrets import mask_arguments
 
 AUTO = "auto"
+LONGEST_NAME = 80  # characters of a run's name in that of its directory
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,11 @@ def locked(run_dir: RunDirectory) -> Iterator[None]:
             file.truncate(0)
 
 
-def choose(run_dir: object, output_root: object, resume: object) -> Path:
-    """The directory of this run: as told, that of the run to resume, or a new one named by date and time.
+def choose(run_dir: object, output_root: object, resume: object, name: object = None) -> Path:
+    """The directory of this run: as told, that of the run to resume, or a new one of date, time and the run's name.
 
     Raises:
-        ConfigError: one of the three is no path, the directory holds a run already, or there is nothing to resume.
+        ConfigError: one of the first three is no path, the directory holds a run, or there is nothing to resume.
         CheckpointError: resume=PATH, and no run has written there.
     """
     for key, value in (("run_dir", run_dir), ("output_root", output_root), ("resume", resume)):
@@ -123,7 +125,8 @@ def choose(run_dir: object, output_root: object, resume: object) -> Path:
         return path if resume == AUTO else _without_a_run(path)
     if resume == AUTO:
         return _newest_unfinished(root)
-    return _unused(root / datetime.now().strftime("%Y-%m-%d/%H-%M-%S"))
+    behind = "" if name is None else "_" + re.sub(r"[^\w.=,+-]+", "-", str(name))[:LONGEST_NAME]
+    return _unused(root / (datetime.now().strftime("%Y-%m-%d/%H-%M-%S") + behind))
 
 
 def _without_a_run(path: Path) -> Path:

@@ -100,6 +100,19 @@ class HFEngine:
             while batch := self._take(waiting):
                 yield from self._run(batch)
 
+    @torch.no_grad()
+    def stream(self, request: GenerationRequest) -> Generator[int, None, None]:
+        """The tokens of one response, each as soon as it is drawn."""
+        with self.generation_mode():
+            batch = DecodingBatch.start([request], self.truncation, self.end_tokens, self.tokenizer, self.device)
+            logits, cache = self._prefill([request])
+            while True:
+                goes_on = bool(batch.draw(logits))
+                yield int(batch.last)
+                if not goes_on:
+                    return
+                logits = self.policy()(DecodeBatch(batch.last, cache))
+
     def _take(self, waiting: Iterator[GenerationRequest | None]) -> list[GenerationRequest]:
         """Requests of the next batch; none when there are no more."""
         there = takewhile(lambda request: request is not None, waiting)

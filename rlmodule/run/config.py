@@ -129,6 +129,9 @@ class GeneralConfig:
     resume_changed: bool = False  # go on although rows, model, environment or reward are others than before
     run_dir: str | None = None  # where this run writes
     output_root: str = "outputs"  # where runs are kept
+    name: str | None = None  # shown for the run, and part of its directory's name; None: what the command line sets
+    tags: list[str] = field(default_factory=list)  # your words for it, for loggers
+    overrides: list[str] = field(default_factory=list)  # KEY=VALUE of the command line, secrets masked; filled in
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from rlmodule.callbacks.metrics import MetricsConfig
 from rlmodule.callbacks.parts.context import RunContext, RunState
@@ -47,7 +47,7 @@ class NoRows(RLDataModule):
     """The data module of an evaluation: evaluators, and one batch that is never asked for."""
 
     def train_dataloader(self) -> Any:
-        return DataLoader([0])
+        return DataLoader(TensorDataset(torch.zeros(1)))
 
 
 class StopAtStart(L.Callback):

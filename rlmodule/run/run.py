@@ -26,6 +26,7 @@ from rlmodule.checkpoint.state import STATE_FILE, newest_whole, read_manifest, v
 from rlmodule.core.errors import CheckpointError, ConfigError
 from rlmodule.core.layout import Layout
 from rlmodule.datamodule import RLDataModule
+from rlmodule.loggers import LoggedRun
 from rlmodule.models.building import parameter_count
 from rlmodule.models.compiled import check_compiler
 from rlmodule.models.description import SEPARATE, load_model_config, load_tokenizer
@@ -36,7 +37,7 @@ from rlmodule.run.build.data import build_datamodule
 from rlmodule.run.build.distributed import init_distributed, meet
 from rlmodule.run.build.machine import Machine
 from rlmodule.run.build.models import build_module, critic_model
-from rlmodule.run.build.provenance import flat, save_config
+from rlmodule.run.build.provenance import flat, led_by, name_of_overrides, save_config
 from rlmodule.run.build.strategy import StrategyChoice, StrategyRegistry
 from rlmodule.run.build.trainer import build_trainer, reraise_keyboard_interrupt, silence_warnings
 from rlmodule.run.config import RunConfig
@@ -248,9 +249,8 @@ class Run:
         context.metrics_log.subscribe(on_phase=self.on_phase)
         callbacks = [made.connect(context) for made in config.callbacks.values()]
         datamodule = build_datamodule(config, self.dataset, objective, strategy, context.metrics_log.begin_iteration)
-        trainer = build_trainer(
-            config, self.machine, self.run_dir, strategy, callbacks, resumed_step=step, hparams=context.hparams
-        )
+        logged = LoggedRun(self.run_dir.root, context.name, context.tags, context.hparams, step)
+        trainer = build_trainer(config, self.machine, self.run_dir, strategy, callbacks, logged=logged)
         return RunParts(trainer, module, datamodule, context, checkpoint)
 
     def fit(self) -> None:
@@ -283,15 +283,20 @@ class Run:
             is_rank_zero=self.is_rank_zero,
             max_iterations=s.trainer.max_epochs,
             describe=self._plan(models).lines(),
-            hparams=flat(
-                {
-                    "optimizer": asdict(s.optimizer),
-                    "algorithm": asdict(s.algorithm),
-                    "batching": asdict(s.batching),
-                    "rollout": asdict(s.sampling) | vars(s.rollout) | asdict(s.replay),
-                    "seed": s.general.seed,
-                }
+            hparams=led_by(
+                s.general.overrides,
+                flat(
+                    {
+                        "optimizer": asdict(s.optimizer),
+                        "algorithm": asdict(s.algorithm),
+                        "batching": asdict(s.batching),
+                        "rollout": asdict(s.sampling) | vars(s.rollout) | asdict(s.replay),
+                        "seed": s.general.seed,
+                    }
+                ),
             ),
+            name=s.general.name or name_of_overrides(s.general.overrides) or self.run_dir.root.name,
+            tags=tuple(s.general.tags),
             resumed_step=resumed_step,
             branch=len(self.run_dir.branches) - 1,
             tokenizer=self.tokenizer,

@@ -30,7 +30,7 @@ from rlmodule.experience.live_engine import LiveEngine
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.sources import OfflineSource, RolloutSource, RowSampler, Source
-from rlmodule.loggers import LOGGERS
+from rlmodule.loggers import LOGGERS, LoggedRun
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
 from rlmodule.models.building import build_policy
@@ -151,7 +151,7 @@ class SmallRun:
         module = RLModule({"policy": policy}, [trainable], max_skipped_in_a_row=3)
         callbacks = [CALLBACKS.get(name)(**kwargs).connect(context) for name, kwargs in self.config.items()]
         loggers = [
-            LOGGERS.get(one)().connect(self.run_dir, hparams=context.hparams, resumed_step=self.resumed_step)
+            LOGGERS.get(one)().connect(LoggedRun(self.run_dir, hparams=context.hparams, resumed_step=self.resumed_step))
             if isinstance(one, str)
             else one
             for one in self.loggers

@@ -58,15 +58,22 @@ class Command:
         arguments: of ``train.py``.
         cwd: where it is started; its output goes to ``output.txt`` in there, behind that of earlier commands.
         file_size: bytes past which no file may grow, as if the disk were full.
+        typed_in: what comes through the pipe that is its input; no more than a pipe holds.
     """
 
-    def __init__(self, arguments: Sequence[str], cwd: Path, file_size: int = resource.RLIM_INFINITY) -> None:
+    def __init__(
+        self, arguments: Sequence[str], cwd: Path, file_size: int = resource.RLIM_INFINITY, typed_in: str = ""
+    ) -> None:
         self.log = cwd / "output.txt"
         self.log.touch()
         self._start = self.log.stat().st_size
         context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=_main, args=(list(arguments), cwd, self.log, file_size))
+        stdin, write = os.pipe()
+        os.write(write, typed_in.encode())
+        os.close(write)
+        self.process = context.Process(target=_main, args=(list(arguments), cwd, self.log, file_size, stdin))
         self.process.start()
+        os.close(stdin)
 
     @property
     def pid(self) -> int:
@@ -104,13 +111,15 @@ class Command:
         self.process.join()
 
 
-def forked(*arguments: str, cwd: Path, file_size: int = resource.RLIM_INFINITY) -> Finished:
+def forked(*arguments: str, cwd: Path, file_size: int = resource.RLIM_INFINITY, typed_in: str = "") -> Finished:
     """``python train.py ARGUMENTS`` to its end, in a fork."""
-    return Command(arguments, cwd, file_size).wait()
+    return Command(arguments, cwd, file_size, typed_in).wait()
 
 
-def _main(arguments: list[str], cwd: Path, log: Path, file_size: int) -> None:
+def _main(arguments: list[str], cwd: Path, log: Path, file_size: int, stdin: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
+    os.dup2(stdin, 0)
+    sys.stdin = open(0, closefd=False)
     with log.open("ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

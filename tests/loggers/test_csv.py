@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 
+from rlmodule.loggers import LoggedRun
 from rlmodule.loggers.csv import CSVConfig
 from rlmodule.records.metrics_log import Record
 
@@ -19,7 +20,7 @@ def lines_of(run_dir):
 
 
 def logger_in(run_dir, history=()):
-    logger = CSVConfig().connect(run_dir, hparams={}, resumed_step=None)
+    logger = CSVConfig().connect(LoggedRun(run_dir))
     logger.begin({}, history)
     return logger
 

@@ -9,6 +9,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from rlmodule.loggers import LoggedRun
 from rlmodule.loggers.tensorboard import TensorBoardConfig, markdown_table, purge_step
 from rlmodule.records.metrics_log import Record
 
@@ -17,7 +18,7 @@ HPARAMS = {"seed": 0, "optimizer.lr": 1e-4, "data.files": ["a", "b"], "resume": 
 
 @contextmanager
 def logger_in(run_dir):
-    logger = TensorBoardConfig().connect(run_dir, hparams=HPARAMS, resumed_step=None)
+    logger = TensorBoardConfig().connect(LoggedRun(run_dir, hparams=HPARAMS))
     yield logger
     logger.finalize("success")
 

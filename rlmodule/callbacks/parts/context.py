@@ -5,7 +5,7 @@ Leaves out what callbacks do with them (``callbacks/``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -37,6 +37,8 @@ class RunContext:
         tokenizer: of the policy.
         sampling: how responses are drawn: ``temperature``, ``top_k`` and ``top_p``.
         metrics_log: takes all metrics; pass ``metrics_log.begin_iteration`` as ``RLDataModule(start=...)``.
+        name: shown for the run.
+        tags: the user's words for it.
         branch: times that the run was resumed before; checkpoints carry it.
         started: reading of ``perf_counter`` when the run began.
     """
@@ -50,6 +52,8 @@ class RunContext:
     tokenizer: PreTrainedTokenizerBase
     sampling: Mapping[str, float] = field(default_factory=dict)
     metrics_log: MetricsLog = field(default_factory=MetricsLog)
+    name: str = ""
+    tags: Sequence[str] = ()
     branch: int = 0
     started: float = field(default_factory=perf_counter)
 

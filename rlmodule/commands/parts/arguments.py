@@ -13,9 +13,15 @@ from rlmodule.core.errors import ConfigError, did_you_mean
 
 # Mappings whose keys are the user's: the chat template's, the model family's, the reward function's.
 OPEN_MAPPINGS = ("data.chat_template_args", "model.architecture", "critic.architecture", "reward.arguments")
-# A key that makes no sense without a choice, and the choice; for commands about a policy that need no training set-up.
-IMPLIED = {"model.path": "model=local", "data.train_files": "data=files", "data.val_files": "data=files"}
-WITHOUT_TRAINING_ROWS = "data.train_files=[]"  # what data=files asks for where only held-out rows are named
+# A key and what is chosen where it is set; for commands about a policy, which need no training set-up. The sizes of a
+# built-in environment fit no model but the built-in one.
+IMPLIED = (
+    ("model.path", "model=local", {"model"}),
+    ("data.train_files", "data=files", {"data"}),
+    ("data.val_files", "data=files", {"data", "environment", "data.train_files"}),
+    ("data.val_files", "data.train_files=[]", {"data", "environment", "data.train_files"}),  # which data=files asks for
+    ("model.path", "environment=none", {"data", "environment"}),
+)
 ONE, SEVERAL = "run", "runs"  # keys of a command that take words which are no KEY=VALUE
 
 
@@ -83,10 +89,7 @@ def _with_implied(words: Sequence[str]) -> list[str]:
     keys = {word.partition("=")[0].lstrip("+") for word in words}
     if keys & {f"command.{ONE}", "experiment"}:
         return list(words)
-    implied = [choice for key, choice in IMPLIED.items() if key in keys and choice.partition("=")[0] not in keys]
-    if "data.val_files" in keys and not keys & {"data.train_files", "environment"}:
-        implied.append(WITHOUT_TRAINING_ROWS)
-    return [*dict.fromkeys(implied), *words]
+    return [*(choice for key, choice, chosen in IMPLIED if key in keys and not keys & chosen), *words]
 
 
 def _reaches_into_open_mapping(word: str) -> bool:

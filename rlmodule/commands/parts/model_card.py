@@ -14,13 +14,14 @@ from omegaconf import DictConfig, OmegaConf
 import rlmodule
 from rlmodule.checkpoint.state import read_manifest
 from rlmodule.commands.parts.policy_source import Place
+from rlmodule.commands.parts.saved_settings import read_saved_config
 from rlmodule.core.types import POLICY
 from rlmodule.models.export import WholeModel
 from rlmodule.records.metrics_log import Record, read_records
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.records.secrets import MASK, looks_secret
 from rlmodule.records.summary import changes
-from rlmodule.run.build.provenance import flat
+from rlmodule.run.build.provenance import flat, name_of_overrides
 
 CARD = "README.md"
 # Sections of the configuration that say how the numbers came about; keys that name places on one machine stay out.
@@ -34,7 +35,7 @@ def write_card(folder: Path, name: str, whole: WholeModel, place: Place, *, dtyp
     if place.root is not None:
         run_dir = RunDirectory(place.root)
         lines += _numbers(_up_to(read_records(run_dir.root / "metrics.jsonl"), place), run_dir)
-        lines += _settings(OmegaConf.load(run_dir.config))
+        lines += _settings(read_saved_config(place.root))
     lines += _how_to_load(name, whole)
     (folder / CARD).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -55,12 +56,20 @@ def _origin(name: str, place: Place, dtype: str) -> Iterator[str]:
     model = place.run.config.model
     start = Path(model.path).name if model.path else f"random weights ({model.architecture.get('model_type')})"
     made = ", ".join(f"{package} {version(package)}" for package in ("torch", "transformers"))
-    yield from (f"# {place.root.name if place.root else start}", "")
+    yield from (f"# {_title(place, start)}", "")
     yield from (f"The {name.replace('_', ' ')} of a run of rlmodule {rlmodule.__version__} ({made}).", "")
     yield from ("| | |", "|---|---|", f"| began as | {start} |")
     if place.folder is not None:
         yield f"| weights | {place.folder.name} |"
     yield from (f"| dtype on disk | {dtype} |", "")
+
+
+def _title(place: Place, start: str) -> str:
+    """The run's name, or else what it began as."""
+    if place.root is None:
+        return start
+    saved = read_saved_config(place.root)
+    return str(saved.get("name") or name_of_overrides(saved.get("overrides") or []) or place.root.name)
 
 
 def _up_to(records: list[Record] | Any, place: Place) -> list[Record]:
@@ -88,17 +97,23 @@ def _numbers(records: list[Record], run_dir: RunDirectory) -> Iterator[str]:
     yield ""
 
 
-def _settings(saved: Any) -> Iterator[str]:
-    assert isinstance(saved, DictConfig), "a run saves its settings as a mapping"
+def _settings(saved: DictConfig) -> Iterator[str]:
     settings: Mapping[str, Any] = {name: saved[name] for name in SHOWN if saved.get(name) is not None}
     plain = OmegaConf.to_container(OmegaConf.create(dict(settings)), resolve=False)
     assert isinstance(plain, dict)
-    yield from ("## Settings", "", "<details><summary>Every key</summary>", "", "| key | value |", "|---|---|")
+    said = [f"- `{word}`" for word in saved.get("overrides") or [] if _is_shown(word)]
+    yield from ("## Settings", "", *said, *([""] if said else []))
+    yield from ("<details><summary>Every key</summary>", "", "| key | value |", "|---|---|")
     for key, value in flat({str(name): tree for name, tree in plain.items()}).items():
-        if not any(word in key.rpartition(".")[2] for word in _PLACES):
+        if _is_shown(key):
             shown = MASK if looks_secret(key) and value not in ("None", "") else value
             yield f"| `{key}` | {str(shown).replace('|', '&#124;') or '(empty)'} |"
     yield from (f"| `seed` | {saved.get('seed')} |", "", "</details>", "")
+
+
+def _is_shown(word: str) -> bool:
+    """Whether a key, or KEY=VALUE, names no place on one machine."""
+    return not any(place in word.partition("=")[0].rpartition(".")[2] for place in (*_PLACES, "output_root"))
 
 
 def _how_to_load(name: str, whole: WholeModel) -> Iterator[str]:

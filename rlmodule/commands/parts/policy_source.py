@@ -185,7 +185,8 @@ class Place:
             run = replace(run, config=replace(run.config, model=replace(run.config.model, lora=LoraConfig())))
         plain = replace(run.config.model, compile=False, activation_checkpointing=NONE, activation_offload=False)
         run = replace(run, config=replace(run.config, model=plain))
-        check_tokenizer(run.config.model, run.tokenizer, run.hf_config)
+        hf_config = run.hf_config  # read before the tokenizer: its errors say more of a folder that is no model
+        check_tokenizer(run.config.model, run.tokenizer, hf_config)
         return run
 
     def load(self, *names: str) -> LoadedModels:

@@ -29,6 +29,13 @@ def root_of_run(path: Path) -> Path:
         ConfigError: no run has written there.
     """
     path = path.absolute()
+    if not path.exists():
+        raise ConfigError(
+            key="command.run",
+            got=path,
+            because="there is nothing there",
+            fix="Give a run directory or one of its checkpoints",
+        )
     candidates = [path, path.parents[1]] if path.parent.name == CHECKPOINTS else [path, path.parent]
     for root in candidates:
         if RunDirectory(root).config.is_file():
@@ -37,7 +44,7 @@ def root_of_run(path: Path) -> Path:
     raise ConfigError(
         key="command.run",
         got=path,
-        because="no run has written there" if path.exists() else "there is nothing there",
+        because="no run has written there",
         fix=f"For a Hugging Face folder write model.path={path}"
         if is_model
         else "Give a run directory or one of its checkpoints",

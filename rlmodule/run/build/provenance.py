@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from rlmodule.records.run_directory import RunDirectory
+
+# What belongs to one start of a run, not to what it does.
+OF_A_START = ("resume", "run_dir", "name", "tags", "overrides")
+# What a run is not named by: where and how it runs, what it shows.
+UNNAMED = ("callbacks", "logger", "trainer", "strategy", "command", "debug", "output_root", "resume_changed")
+LONGEST_NAME = 80  # characters
 
 
 def save_config(run_dir: RunDirectory, config: str, provenance: str, *, is_resumed: bool) -> None:
@@ -26,7 +32,32 @@ def changes(before: str, after: str) -> list[str]:
     old, new = (flat({"": OmegaConf.to_container(OmegaConf.create(text))}) for text in (before, after))
     names = sorted(name for name in old | new if old.get(name) != new.get(name))
     shown = {name.removeprefix("."): name for name in names}
-    return [f"{k}={new.get(n)}, it was {old.get(n)}" for k, n in shown.items() if k not in ("resume", "run_dir")]
+    return [f"{k}={new.get(n)}, it was {old.get(n)}" for k, n in shown.items() if k not in OF_A_START]
+
+
+def led_by(overrides: Sequence[str], hparams: Mapping[str, str | int | float | bool]) -> dict[str, object]:
+    """The settings with those of the command line in front, which also name what is no number (``algorithm=ppo``).
+
+    Args:
+        overrides: KEY=VALUE as on the command line, secrets masked.
+        hparams: dotted key -> value.
+    """
+    said = dict(_pairs(overrides))
+    return {**{key: hparams.get(key, value) for key, value in said.items()}, **hparams}
+
+
+def name_of_overrides(overrides: Sequence[str]) -> str:
+    """A short name made of what the command line sets: ``lr=0.001 seed=1``; empty where it sets nothing of interest."""
+    pairs = [(key, value) for key, value in _pairs(overrides) if key.partition(".")[0] not in (*UNNAMED, *OF_A_START)]
+    name = " ".join(f"{key.rpartition('.')[2]}={value}" for key, value in pairs)
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 3]}..."
+
+
+def _pairs(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for word in overrides:
+        key, equals, value = word.lstrip("+").partition("=")
+        if equals and not key.startswith("~"):
+            yield key, value
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 
 import lightning as L
 import torch
@@ -15,6 +14,7 @@ from lightning.pytorch.strategies import Strategy as LightningStrategy
 from transformers.utils import logging as transformers_logging
 
 from rlmodule.core.contract import Strategy
+from rlmodule.loggers import LoggedRun
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.build.machine import Machine
 from rlmodule.run.config import RunConfig
@@ -27,14 +27,11 @@ def build_trainer(
     strategy: Strategy,
     callbacks: list[L.Callback],
     *,
-    resumed_step: int | None = None,
-    hparams: Mapping[str, object] = MappingProxyType({}),
+    logged: LoggedRun | None = None,
 ) -> L.Trainer:
-    """Build Lightning's trainer for this run; ``hparams`` are shown by the loggers."""
+    """Build Lightning's trainer for this run; ``logged`` is what loggers are told, None where there are none."""
     assert isinstance(strategy, LightningStrategy), "a strategy stands on one of Lightning's"
-    loggers = [
-        logger.connect(run_dir.root, hparams=hparams, resumed_step=resumed_step) for logger in config.loggers.values()
-    ]
+    loggers = [logger.connect(logged or LoggedRun(run_dir.root)) for logger in config.loggers.values()]
     trainer = L.Trainer(
         accelerator="gpu" if machine.device == "cuda" else machine.device,
         devices=machine.num_processes,

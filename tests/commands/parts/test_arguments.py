@@ -9,7 +9,7 @@ import pytest
 from rlmodule.commands.parts.arguments import with_command, with_open_mappings
 from rlmodule.core.errors import ConfigError
 
-COMMANDS = ("parity", "train")
+COMMANDS = {"parity": {"name", "steps"}, "train": {"name"}, "compare": {"name", "runs"}, "chat": {"name", "run"}}
 
 
 @pytest.mark.parametrize(
@@ -20,15 +20,34 @@ COMMANDS = ("parity", "train")
         (["-m", "seed=1,2"], ["-m", "seed=1,2"]),
         (["--help"], ["--help"]),
         ([], []),
+        (["compare", "a b", "seed=1", "c,d"], ["command=compare", "seed=1", 'command.runs=["a b","c,d"]']),
+        (["chat", "a"], ["command=chat", 'command.run="a"']),
+        (["chat", "model.path=m"], ["command=chat", "model=local", "environment=none", "model.path=m"]),
+        (
+            ["chat", "model=qwen7b", "model.path=m"],
+            ["command=chat", "environment=none", "model=qwen7b", "model.path=m"],
+        ),
+        (
+            ["chat", "model.path=m", "data.train_files=[p]"],
+            ["command=chat", "model=local", "data=files", "environment=none", "model.path=m", "data.train_files=[p]"],
+        ),
+        (["chat", "a", "model.path=m"], ["command=chat", "model.path=m", 'command.run="a"']),
+        (["train", "model.path=m"], ["command=train", "model.path=m"]),
     ],
 )
 def test_the_first_word_can_name_the_command(line: list[str], read: list[str]) -> None:
-    assert with_command(line, COMMANDS) == read
+    assert with_command(line, COMMANDS, COMMANDS.__getitem__) == read
+
+
+@pytest.mark.parametrize("line", [["parity", "a"], ["train", "a"], ["chat", "a", "b"]])
+def test_words_that_a_command_does_not_take_are_refused(line: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"takes (no words|one run), and a setting is written KEY=VALUE"):
+        with_command(line, COMMANDS, COMMANDS.__getitem__)
 
 
 def test_a_word_that_is_no_command_is_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"command=party: no command has that name.*Did you mean parity"):
-        with_command(["party"], COMMANDS)
+        with_command(["party"], COMMANDS, COMMANDS.__getitem__)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""What loggers share; no component."""
