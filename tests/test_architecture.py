@@ -83,6 +83,7 @@ LIBRARIES = {
     "rlmodule/callbacks/report.py": {"rich", "matplotlib"},
     "rlmodule/run": TORCH | {"transformers", "omegaconf"},
     "rlmodule/run/run.py": {"lightning"},
+    "rlmodule/run/evaluation_run.py": {"lightning"},
     "rlmodule/run/build": {"lightning"},
     "rlmodule/parity": TORCH | {"lightning"},
     "rlmodule/parity/report.py": {"rich"},

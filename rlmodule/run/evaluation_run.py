@@ -27,6 +27,7 @@ from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.experience.live_engine import LiveEngine
 from rlmodule.experience.sources import OfflineSource, RowSampler
+from rlmodule.loggers import LoggedRun
 from rlmodule.models.description import NO_VALUE
 from rlmodule.module import RLModule
 from rlmodule.records.metrics_log import Record
@@ -141,7 +142,8 @@ class EvaluationRun:
         callbacks = [made.connect(context) for made in config.callbacks.values()]
         data = self._data(self.dataset, strategy)
         callbacks.append(StopAtStart(self.checkpoint, trained))
-        trainer = build_trainer(config, self.run.machine, self.run_dir, strategy, callbacks, hparams=context.hparams)
+        logged = LoggedRun(self.run_dir.root, self.run_dir.root.name, (), context.hparams)
+        trainer = build_trainer(config, self.run.machine, self.run_dir, strategy, callbacks, logged=logged)
         with reraise_keyboard_interrupt(), closing(data):
             trainer.fit(module, datamodule=data)
         return context.metrics_log.records[-1]
