@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rlmodule.commands.parts.sweep import JOB_FILE
 
 DOCS = HERE.parent / "docs"
-ACCURACY = "val/accuracy"
+ACCURACY = "val/reward/mean"  # of environments whose rewards are 0 or 1
 Final = dict[str, dict[str, list[float]]]  # algorithm -> environment -> accuracy at the end, by seed
 
 

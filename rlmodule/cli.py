@@ -37,10 +37,11 @@ from rlmodule.core.preemption import PreemptionHandler
 from rlmodule.core.renamed import instead_of
 from rlmodule.records import run_directory
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.records.secrets import from_environment, mask, mask_arguments, to_environment
+from rlmodule.records.secrets import from_environment, mask, to_environment, without_values
 from rlmodule.run.launchers import local as launch
 
 if TYPE_CHECKING:
+    from rlmodule.commands import RankCommand
     from rlmodule.run.run import Run
 
 # Threads that wait for work by spinning make a shared machine ten times slower; read when torch is first imported.
@@ -78,15 +79,14 @@ def main() -> int:
 def _main() -> int:
     flag, *rest = sys.argv[1:] or [""]
     if flag == launch.WORKER_FLAG:
-        from rlmodule.commands.train import fit
-
         PreemptionHandler().install()
         on_phase = launch.end_with_supervisor()
-        fit(replace(load_run(rest), on_phase=on_phase))
+        run, command = load_run(rest)
+        command.on_rank(replace(run, on_phase=on_phase))
     elif flag == launch.WARM_START_FLAG:
         from rlmodule.run.warm_start import WarmStart
 
-        WarmStart(load_run(rest)).fit()
+        WarmStart(load_run(rest)[0]).fit()
     else:
         sys.argv[1:] = with_sums(with_open_mappings(with_command(sys.argv[1:], menu("command"), keys_of_command)))
         check_choices(sys.argv[1:])
@@ -200,11 +200,12 @@ def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
         raise deferred_errors[0]
     command: Command = component(COMMANDS, config.command)
     config = with_settings_of_its_run(config)
-    config.overrides = [
-        word.replace("${", "$(") for word in mask_arguments(overrides_as_typed())
-    ]  # nothing resolves these
-    to_save, secrets = mask(without_environment(config))
-    to_environment(secrets)
+    config.overrides = without_values(overrides_as_typed())
+
+    def read_config() -> str:
+        to_save, secrets = mask(without_environment(config))
+        to_environment(secrets)
+        return OmegaConf.to_yaml(to_save)
 
     def start_ranks(root: Path, num_processes: int) -> int:
         timeout = invocation.run.config.trainer.timeout * 60
@@ -212,7 +213,7 @@ def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
 
     invocation = Invocation(
         partial(build, config, run_dir),
-        OmegaConf.to_yaml(to_save),
+        read_config,
         run_directory.provenance(command_of_this_run()),
         start_ranks,
         make_starting_weights=partial(launch.run_alone, PROGRAM),
@@ -280,12 +281,15 @@ def overrides_as_typed() -> list[str]:
     return words
 
 
-def load_run(arguments: Sequence[str]) -> Run:
-    """The run whose configuration the supervisor has saved; for its ranks.
+def load_run(arguments: Sequence[str]) -> tuple[Run, RankCommand]:
+    """The run whose configuration the supervisor has saved, and what is done with it; for its ranks.
 
     Raises:
         ConfigError: no run was prepared there; these options are for the supervisor.
     """
+    from rlmodule.commands import COMMANDS
+    from rlmodule.run.config import component
+
     run_dir = RunDirectory(Path(*arguments[:1]))
     if not run_dir.config.is_file():
         raise ConfigError(
@@ -298,7 +302,7 @@ def load_run(arguments: Sequence[str]) -> Run:
     assert isinstance(config, DictConfig)
     for key, secret in from_environment().items():
         OmegaConf.update(config, key, secret)
-    return build(config, run_dir)
+    return build(config, run_dir), component(COMMANDS, config.command)
 
 
 def build(config: DictConfig, run_dir: RunDirectory) -> Run:

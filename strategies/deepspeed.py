@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlmodule.core.config import at_least, one_of
-from rlmodule.core.errors import ConfigError
+from rlmodule.core.errors import CheckpointError, ConfigError
 from rlmodule.core.parameters import fp32_names, tied
 from strategies.parts.blocks import DTYPES, blocks_of, check_no_fp32_weights, lm_of
 from strategies.parts.distributed import ParallelConfig
@@ -313,6 +313,23 @@ class DeepSpeedStrategy(ShardedStrategy):
             if steps:
                 for m in MOMENTS:
                     self._put_whole(parameter, parts[f"{name}.{key}{MOMENT}{m}"].to(self.root_device), m)
+
+    def weights_to_load(self, name: str) -> dict[str, Tensor]:
+        """Whole tensors in host memory, all of them on every rank."""
+        return {f"{name}.{names[0]}": tensor.cpu().clone() for names, tensor in self.full_parameters(name)}
+
+    def load_weights(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        """Copy whole tensors into frozen parameters.
+
+        Raises:
+            CheckpointError: the model trains, and its masters lie with its optimizer.
+        """
+        for key, parameter in self.named_parameters(name):
+            if parameter.requires_grad:
+                raise CheckpointError(f"strategy=deepspeed reads {name} together with its optimizer only")
+            if f"{name}.{key}" in parts:
+                with self._on_device(parameter, written_by=0):
+                    parameter.data.copy_(parts[f"{name}.{key}"])
 
     def _put_whole(self, parameter: nn.Parameter, value: Tensor, *moment: str) -> None:
         """Copy this rank's part of a whole tensor into the fp32 master, or into the moment of that name."""

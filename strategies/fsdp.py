@@ -165,18 +165,31 @@ class FSDPStrategy(ShardedStrategy):
         """Load through FSDP1's own sharded state dicts."""
         wrapper: Any = self._wrapped[name]
         loaded = {key.removeprefix(f"{name}."): tensor for key, tensor in parts.items()}
-        model = {alias: loaded[names[0]] for names in self._aliases[name] for alias in names}
+        self._load_shards(name, loaded)
         state: dict[str, dict[str, Tensor]] = {}
         for key, tensor in loaded.items():
             if MOMENT in key:
                 parameter, _, moment = key.partition(MOMENT)
                 state.setdefault(parameter, {})[moment] = tensor
         with sharded_state(wrapper):
-            wrapper.load_state_dict({**dict(persistent_buffers(self._models[name])), **model})
             if state:
                 now = FullyShardedDataParallel.optim_state_dict(wrapper, optimizer)
                 now["state"] = state
                 optimizer.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(wrapper, optimizer, now))
+
+    def weights_to_load(self, name: str) -> dict[str, Tensor]:
+        """FSDP1's own sharded state dict."""
+        return {f"{name}.{key}": piece for key, piece in self._local_shards(name).items()}
+
+    def load_weights(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        """Load through FSDP1's own sharded state dict."""
+        whole = {**self._local_shards(name), **{key.removeprefix(f"{name}."): piece for key, piece in parts.items()}}
+        self._load_shards(name, whole)
+
+    def _load_shards(self, name: str, shards: Mapping[str, Tensor]) -> None:
+        model = {alias: shards[names[0]] for names in self._aliases[name] for alias in names}
+        with sharded_state(self._wrapped[name]):
+            self._wrapped[name].load_state_dict({**dict(persistent_buffers(self._models[name])), **model})
 
 
 def _check_adapters(places: Mapping[nn.Module, str]) -> None:

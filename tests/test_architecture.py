@@ -79,6 +79,7 @@ LIBRARIES = {
     "rlmodule/algorithm": TORCH,
     "rlmodule/training": TORCH,
     "rlmodule/experience": TORCH,
+    "rlmodule/evaluation": {"numpy"},
     "rlmodule/module.py": TORCH | {"lightning"},
     "rlmodule/datamodule.py": TORCH | {"lightning"},
     "rlmodule/loggers": TORCH | {"lightning"},
@@ -90,6 +91,7 @@ LIBRARIES = {
     "rlmodule/run": TORCH | {"transformers", "omegaconf"},
     "rlmodule/run/preflight/tokens.py": {"numpy"},
     "rlmodule/run/run.py": {"lightning"},
+    "rlmodule/run/evaluation_run.py": {"lightning"},
     "rlmodule/run/build": {"lightning"},
     "rlmodule/parity": TORCH | {"lightning"},
     "rlmodule/parity/report.py": {"rich"},
@@ -101,6 +103,7 @@ LIBRARIES = {
     "rlmodule/commands/parts/model_card.py": {"omegaconf"},
     "rlmodule/commands/parts/saved_settings.py": {"omegaconf"},
     "rlmodule/commands/parts/sweep.py": {"rich"},
+    "rlmodule/commands/evaluate.py": {"rich"},
     "rlmodule/cli.py": {"hydra", "omegaconf"},
     "strategies": TORCH | {"lightning"},
     "strategies/deepspeed.py": {"deepspeed"},
@@ -112,7 +115,6 @@ LIBRARIES = {
 # Imports inside a function: a chosen component's optional dependency, and these, each for the reason beside it.
 DEFERRED = {
     ("rlmodule/cli.py", "rlmodule.commands"),  # --help and tab completion must not wait for torch
-    ("rlmodule/cli.py", "rlmodule.commands.train"),  # likewise
     ("rlmodule/cli.py", "rlmodule.run.config"),  # likewise
     ("rlmodule/cli.py", "rlmodule.run.run"),  # likewise
     ("rlmodule/cli.py", "rlmodule.run.warm_start"),  # likewise

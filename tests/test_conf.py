@@ -24,6 +24,7 @@ from rlmodule.commands import COMMANDS
 from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.data.config import DataConfig
 from rlmodule.environments import ENVIRONMENTS
+from rlmodule.evaluation.config import ValConfig
 from rlmodule.experience.replay import ReplayConfig
 from rlmodule.loggers import LOGGERS
 from rlmodule.losses import LOSSES
@@ -47,6 +48,7 @@ SECTIONS = {
     "critic": CriticConfig,
     "warm_start": WarmStartConfig,
     "trainer": TrainerConfig,
+    "val": ValConfig,
 }
 COMPONENTS = {
     "loss": LOSSES,

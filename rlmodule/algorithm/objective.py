@@ -14,7 +14,7 @@ from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.core.contract import Loss, SelectingLoss, SequenceRanks, TopTokensLoss
 from rlmodule.core.metrics import Metric, merge, ratio, total
 from rlmodule.core.types import LossInputs, MicroBatch, StepTotals, identity
-from rlmodule.ops.aggregate import PROMPT_MEAN, aggregate, share_of
+from rlmodule.ops.aggregate import aggregate, share_of
 from rlmodule.ops.kl import kl_per_token
 
 
@@ -65,9 +65,9 @@ class Objective:
         is_loss_alone = config.entropy_coeff == 0 and not config.use_kl_loss and not config.use_kl_in_reward
         return is_loss_alone and self.loss.zero_at_zero_advantage
 
-    def alone(self, label: str) -> Objective:
-        """The loss with nothing added to it, as a mean over pairs; its metrics are logged under ``label``."""
-        config = replace(self.config, loss_agg_mode=PROMPT_MEAN, entropy_coeff=0.0, log_entropy=False)
+    def alone(self, label: str, loss_agg_mode: str) -> Objective:
+        """The loss with nothing added to it, averaged by ``loss_agg_mode``; its metrics are logged under ``label``."""
+        config = replace(self.config, loss_agg_mode=loss_agg_mode, entropy_coeff=0.0, log_entropy=False)
         return replace(self, config=config, label=label)
 
     def needs(self, name: str) -> bool:

@@ -34,6 +34,7 @@ from rlmodule.checkpoint.state import (
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.contract import SaveLater, Snapshot
 from rlmodule.core.errors import CheckpointError, TrainingError, did_you_mean, in_one_line
+from rlmodule.core.renamed import EARLIER_METRICS
 
 # In the state of a run: what all ranks know of an unfinished iteration, and what each rank holds of its own.
 UNFINISHED, RANKS = "unfinished", "ranks"
@@ -49,7 +50,7 @@ class CheckpointConfig:
     every_n_iterations: int = 1  # the last iteration is always saved
     keep: int = 2  # newest checkpoints that stay on disk
     best_metric: str | None = AUTO  # as in metrics.jsonl, or auto; the best one by it stays too; null for none
-    best_mode: str = "max"  # max or min: which values of best_metric are good
+    best_mode: str = "max"  # max or min: which values of best_metric are good; auto knows
     async_save: bool = False  # train on while it is written, from a copy in host memory; one write at a time
     compare_copies: bool = True  # end the run when processes that hold the same weight differ in it
 
@@ -226,15 +227,16 @@ class SaveCheckpoints(Checkpoint):
 
     def _quality(self, run_state: RunState) -> dict[str, Any] | None:
         """What ranks this checkpoint among the others, see ``best_of``; None where nothing does."""
-        metric = self.config.best_metric
+        metric, mode = self.config.best_metric, self.config.best_mode
         if metric == AUTO:
-            metric = next((evaluator.accuracy for evaluator in run_state.data.evaluators), None)
+            first = next(iter(run_state.data.evaluators), None)
+            metric, mode = (None, mode) if first is None else (first.best_metric, first.best_mode)
         if metric is None:
             return None
         value = self.context.metrics_log.value_at(run_state.step, metric)
         if value is None and self.context.is_rank_zero:
             self._warn_unknown_metric(metric)
-        return asdict(Quality(metric, self.config.best_mode, value))
+        return asdict(Quality(metric, mode, value))
 
     def _warn_unknown_metric(self, metric: str) -> None:
         """Warn once of a metric that should have been logged by now, and was not."""
@@ -245,7 +247,7 @@ class SaveCheckpoints(Checkpoint):
             self._warned_of_metric = True
             warnings.warn(
                 f"callbacks.checkpoint.best_metric={metric}: no such metric is logged, so no checkpoint is the best. "
-                + did_you_mean(metric, known),
+                + (f"Use {EARLIER_METRICS[metric]}" if metric in EARLIER_METRICS else did_you_mean(metric, known)),
                 stacklevel=2,
             )
 

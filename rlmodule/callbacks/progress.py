@@ -5,6 +5,7 @@ Replaces Lightning's progress bar. Only shows: every number comes from the metri
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from rlmodule.callbacks import CALLBACKS
 from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.core.config import more_than
 from rlmodule.records.metrics_log import Record
+from rlmodule.records.summary import ACCURACY, PAIR_ACCURACY, REWARD
 
 LOG_NAME = "train.log"
 LABEL_WIDTH = 12  # characters of the label in a line of the plan
@@ -30,7 +32,7 @@ BAR_WIDTH = 16  # characters; the numbers beside it need the rest of 80 columns
 # (metric, format). Demonstrations and pairs have no reward, so their loss is shown.
 REWARDS = (("reward/mean", "reward {:.3f}"),)
 LOSSES = (("actor/loss", "loss {:.4f}"), ("reward_model/loss", "loss {:.4f}"))
-HELD_OUT = (("val/accuracy", "val {:.3f}"), ("val/pair_accuracy", "pairs {:.3f}"))
+HELD_OUT = ((REWARD, "val {:.3f}"), (PAIR_ACCURACY, "pairs {:.3f}"))
 ON_THE_BAR = (*HELD_OUT, ("perf/tokens_per_s", "{:,.0f} tokens/s"))
 IN_A_LINE = (
     *HELD_OUT,
@@ -40,13 +42,16 @@ IN_A_LINE = (
     ("timing_s/iteration", "{:.1f} s"),
 )
 OF_A_VALIDATION = (
-    ("val/accuracy", "accuracy {:.3f}"),
+    (ACCURACY, "accuracy {:.3f}"),
+    (REWARD, "reward {:.3f}"),  # where it is no accuracy
     ("val/response_length", "length {:.1f}"),
-    ("val/pair_accuracy", "pair accuracy {:.3f}"),
+    (PAIR_ACCURACY, "pair accuracy {:.3f}"),
     ("val/margin", "margin {:.3f}"),
     ("val/loss", "loss {:.4f}"),
+    ("val/perplexity", "perplexity {:.3f}"),
     ("timing_s/validation", "{:.1f} s"),
 )
+OF_SEVERAL_ANSWERS = re.compile(r"val/((?:best|pass|maj)@\d+)")  # per prompt
 
 
 @CALLBACKS.register
@@ -222,7 +227,13 @@ def finest_phase(finished: Mapping[str, float]) -> str:
 
 def validation_line(record: Record) -> str:
     """One line for a validation."""
-    return "  ".join(["validation", f"step {record.step}", *format_metrics(record.metrics, OF_A_VALIDATION)])
+    metrics = dict(record.metrics)
+    if ACCURACY in metrics:
+        metrics.pop(REWARD, None)  # the same number
+    shown = format_metrics(metrics, OF_A_VALIDATION[:-1])
+    several = [(found[1], value) for name, value in metrics.items() if (found := OF_SEVERAL_ANSWERS.fullmatch(name))]
+    shown += [f"{name} {value:.3f}" for name, value in several]
+    return "  ".join(["validation", f"step {record.step}", *shown, *format_metrics(metrics, OF_A_VALIDATION[-1:])])
 
 
 def format_metrics(metrics: Mapping[str, float], wanted: Iterable[tuple[str, str]]) -> list[str]:

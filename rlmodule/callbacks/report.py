@@ -6,10 +6,9 @@ Leaves out how the numbers are computed from the metrics log (``records/summary.
 from __future__ import annotations
 
 import json
-import math
 import platform
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,18 +21,32 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+from rich.box import HEAVY
 from rich.console import Console
+from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
 import rlmodule
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.callbacks.parts.context import RunContext, RunState
-from rlmodule.checkpoint.state import best_of, oldest_first
+from rlmodule.callbacks.parts.rows import without_nan
+from rlmodule.checkpoint.state import best_of, oldest_first, quality_of
 from rlmodule.core.config import at_least, at_most
 from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.records.metrics_log import Record, atomic_write
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.records.summary import Change, changes, run_totals, running_mean, series
+from rlmodule.records.summary import (
+    ACCURACY,
+    COLLAPSED,
+    Change,
+    HeldOut,
+    changes,
+    held_out,
+    run_totals,
+    running_mean,
+    series,
+)
 
 CURVES = "curves.png"
 
@@ -102,7 +115,10 @@ class WriteReport(L.Callback):
         ):
             aside.write_text(json.dumps(without_nan(summary), indent=2) + "\n", encoding="utf-8")
         self.console.print(table(changes(records), "run finished" if finished else "run stopped before its end"))
-        for label, place in output_paths(directory).items():
+        result = held_out(records)
+        if result is not None and result.loss:
+            self.console.print(warning(result, self.context, best_checkpoint(directory, records)))
+        for label, place in output_paths(directory, records).items():
             words = f"tensorboard --logdir {directory.root}" if label == "tensorboard" else place
             self.console.print(f"{label:<12} {words}", soft_wrap=True, highlight=False, markup=False)
 
@@ -119,15 +135,42 @@ class WriteReport(L.Callback):
             "layout": layout.sizes,
             "plan": dict(self.context.describe),
             "versions": versions(),
-            "paths": output_paths(directory),
+            "paths": output_paths(directory, self.context.metrics_log.records),
         }
 
 
-def output_paths(directory: RunDirectory) -> dict[str, str]:
+def best_checkpoint(directory: RunDirectory, records: Sequence[Record]) -> Path | None:
+    """The best checkpoint; None where none is as good as the policy that the run started from, or none is ranked."""
+    best, result = best_of(oldest_first(directory.checkpoints)), held_out(records)
+    quality = None if best is None else quality_of(best)
+    if result is None or quality is None or quality.value is None or quality.metric not in (result.metric, ACCURACY):
+        return best
+    return best if result.is_as_good_as_start(quality.value) else None
+
+
+def warning(result: HeldOut, context: RunContext, best: Path | None) -> Panel:
+    """What is said of a run that ends worse than it began, in a box that cannot be overlooked."""
+    what = "NOTHING IS LEFT OF THE HELD-OUT REWARD" if result.loss == COLLAPSED else "THE RUN ENDS WORSE THAN IT BEGAN"
+    when = f"after iteration {result.best_iteration}" if result.best_iteration else "before the first update"
+    if best is not None:
+        kept = f"The best state is kept in {best}"
+    elif result.best_iteration:
+        kept = "The best state was not saved: set callbacks.checkpoint.every_n_iterations=1"
+    else:
+        kept = "No state that was saved is as good as the policy that the run started from: use that one"
+    text = (
+        f"{result.name}: {result.start:.3f} at the start, {result.best:.3f} at best ({when}), {result.end:.3f} at the "
+        f"end.\n{kept}.\nThe learning rate is the first thing to lower: optimizer.lr is "
+        f"{context.hparams.get('optimizer.lr')}."
+    )
+    return Panel(Text(text), title=what, title_align="left", border_style="bold red", box=HEAVY)
+
+
+def output_paths(directory: RunDirectory, records: Sequence[Record] = ()) -> dict[str, str]:
     """Label -> path of everything that the run has left behind."""
     root = directory.root
     checkpoints = oldest_first(directory.checkpoints)
-    best = best_of(checkpoints)
+    best = best_checkpoint(directory, records)
     found = {
         "run": root,
         "metrics": root / "metrics.jsonl",
@@ -135,6 +178,7 @@ def output_paths(directory: RunDirectory) -> dict[str, str]:
         "curves": root / CURVES,
         "log": root / "train.log",
         "rollouts": root / "rollouts",
+        "validation": root / "validation",
         "checkpoint": checkpoints[-1] if checkpoints else directory.checkpoints,
         **({"best": best} if best is not None else {}),
         POLICY: directory.policy,
@@ -156,21 +200,18 @@ def versions() -> dict[str, str]:
     }
 
 
-def without_nan(value: object) -> object:
-    """``value`` with None for numbers that JSON cannot write, at any depth."""
-    if isinstance(value, dict):
-        return {key: without_nan(inner) for key, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def table(lines: Sequence[Change], title: str) -> Table:
+    """The table that is printed at the end: main metrics at the start, at their best on held-out rows, and at the end.
 
-
-def table(lines: Iterable[Change], title: str) -> Table:
-    """The table that is printed at the end: main metrics at the start and at the end of the run."""
+    Without held-out rows there is no best.
+    """
+    names = ("start", "best", "end") if any(line.best for line in lines) else ("start", "end")
     grid = Table(title=title, title_justify="left", title_style="bold")
     grid.add_column("")
-    for name in ("start", "end"):
+    for name in names:
         grid.add_column(name, justify="right")
     for line in lines:
-        grid.add_row(line.label, line.start, line.end)
+        grid.add_row(line.label, *(str(getattr(line, name)) for name in names))
     return grid
 
 
@@ -185,7 +226,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Panel:
+class Plot:
     """One of the four plots; ``left`` and ``right`` label its axes, with the unit."""
 
     title: str
@@ -198,27 +239,28 @@ class Panel:
 BLUE, ORANGE, GREEN = "#0072B2", "#D55E00", "#009E73"
 
 PANELS = (
-    Panel(
+    Plot(
         "Reward",
         "mean reward",
         (
             Curve("reward/mean", "training samples", BLUE),
-            Curve("val/accuracy", "held-out prompts, greedy", ORANGE),
+            Curve("val/reward/mean", "held-out prompts", ORANGE),
             Curve("val/pair_accuracy", "held-out pairs, accuracy", GREEN),
         ),
     ),
-    Panel(
+    Plot(
         "Loss and distance from the sampling policy",
         "loss; KL in nats per token",
         (
             Curve("actor/pg_loss", "policy loss", BLUE),
+            Curve("val/loss", "held-out loss", GREEN),
             Curve("reward_model/loss", "loss", BLUE),
             Curve("actor/ppo_kl", "KL", ORANGE),
             Curve("actor/clip_frac", "clipped tokens (right)", GREEN, on_right=True),
         ),
         right="share of loss tokens clipped",
     ),
-    Panel(
+    Plot(
         "Entropy and gradient",
         "entropy, nats per token",
         (
@@ -228,7 +270,7 @@ PANELS = (
         ),
         right="gradient norm before clipping",
     ),
-    Panel(
+    Plot(
         "Length and time",
         "response length, tokens",
         (
@@ -254,7 +296,7 @@ def draw_curves(records: Sequence[Record], path: Path, dpi: int) -> None:
     figure.savefig(path, dpi=dpi)
 
 
-def draw_panel(axes: Axes, panel: Panel, records: Sequence[Record]) -> None:
+def draw_panel(axes: Axes, panel: Plot, records: Sequence[Record]) -> None:
     """Draw one panel: title, legend, curves, labels of the axes."""
     axes.set_title(panel.title, loc="left", fontweight="bold", pad=26)  # points; the legend goes between
     axes.set_xlabel("optimizer steps")

@@ -5,11 +5,9 @@ The file is the same on any number of ranks. Leaves out scores made for training
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -17,15 +15,13 @@ from transformers import PreTrainedTokenizerBase
 
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.callbacks.parts.context import RunContext, RunState
+from rlmodule.callbacks.parts.rows import Row, evenly_spaced, write_rows
 from rlmodule.core.config import at_least
 from rlmodule.core.types import ScoredSample
-from rlmodule.records.metrics_log import atomic_write
 
 FOLDER = "rollouts"
 PANEL = "samples/train"
 PANEL_COLUMNS = ("prompt", "response", "answer", "reward", "finish_reason")
-
-Row = Mapping[str, Any]
 
 
 @CALLBACKS.register
@@ -117,19 +113,6 @@ def to_row(
 def sort_by_sample_id(parts: Iterable[Iterable[Row]]) -> list[Row]:
     """All ranks' rows sorted by sample id, so the file does not depend on the number of ranks."""
     return sorted((row for part in parts for row in part), key=lambda row: int(row["sample_id"]))
-
-
-def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    """Write one JSON object per line; a reader sees the whole file or none."""
-    # A lone surrogate has no UTF-8 form; its backslash escape is what JSON writes for it.
-    with atomic_write(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
-def evenly_spaced(rows: Sequence[Row], count: int) -> list[Row]:
-    """``count`` rows at equal distances, so that many groups are shown."""
-    count = min(count, len(rows))
-    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def _finite_or_none(value: float | None) -> float | None:

@@ -307,7 +307,7 @@ def best_of(folders: Sequence[Path]) -> Path | None:
 
     Read from the folders themselves, so a resumed run needs no memory of the runs before it.
     """
-    found = {folder: quality for folder in folders if (quality := _quality_of(folder)) is not None}
+    found = {folder: quality for folder in folders if (quality := quality_of(folder)) is not None}
     newest = found.get(folders[-1]) if folders else None
     if newest is None:
         return None
@@ -320,7 +320,8 @@ def best_of(folders: Sequence[Path]) -> Path | None:
     return max(reversed(values), key=values.__getitem__, default=None)
 
 
-def _quality_of(folder: Path) -> Quality | None:
+def quality_of(folder: Path) -> Quality | None:
+    """What ranks a checkpoint, None where nothing does."""
     try:
         return Quality(**read_manifest(folder).entries["best"])
     except (CheckpointError, KeyError, TypeError):  # it was never finished, or is not ranked

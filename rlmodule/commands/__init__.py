@@ -24,14 +24,15 @@ class Invocation:
     Args:
         read_run: converts the configuration into a run; nothing of it is built yet. A command that needs no run never
             asks for one.
-        config: the resolved configuration, YAML.
+        read_config: resolves the configuration, and hands its secrets to the processes that this one starts.
         provenance: command line and revision of the code, as text.
-        start_ranks: starts a number of processes that each fit the run of a directory, and returns the exit code.
+        start_ranks: starts a number of processes that each do their part (``RankCommand.on_rank``) of the command whose
+            configuration lies in a run directory, and returns the exit code.
         make_starting_weights: makes the starting weights of the run of a directory in a process of its own.
     """
 
     read_run: Callable[[], Run]
-    config: str
+    read_config: Callable[[], str]
     provenance: str
     start_ranks: Callable[[Path, int], int]
     make_starting_weights: Callable[[Path], None]
@@ -44,6 +45,11 @@ class Invocation:
             ConfigError: the first setting that is wrong, with its full key.
         """
         return self.read_run()
+
+    @cached_property
+    def config(self) -> str:
+        """The resolved configuration, YAML, secrets masked."""
+        return self.read_config()
 
 
 class Command(Protocol):
@@ -59,6 +65,17 @@ class Command(Protocol):
 
     def __call__(self, invocation: Invocation) -> int:
         """Carry it out; returns the exit code.
+
+        Raises:
+            RLModuleError: what is wrong and what to do about it.
+        """
+
+
+class RankCommand(Command, Protocol):
+    """A command that is carried out by several processes: ``Invocation.start_ranks`` starts them."""
+
+    def on_rank(self, run: Run) -> None:
+        """The part of one rank; ``run`` is the one whose configuration lies in the run directory.
 
         Raises:
             RLModuleError: what is wrong and what to do about it.

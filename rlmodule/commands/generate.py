@@ -143,7 +143,8 @@ class Generate(PolicySource, Command):
     def _settings(self, run: Run, place: Place) -> dict[str, Any]:
         """Everything that the responses depend on, for a file that is gone on with."""
         config = run.config
-        data = config.data if self.split == "train" else replace(config.data, train_files=config.data.val_files)
+        files, _, _ = config.data.files_of(self.split)
+        data = replace(config.data, train_files=files)
         of_rows: RunConfig = replace(config, data=data)
         sampling = {f"rollout.{name}": value for name, value in vars(config.sampling).items()}
         found = digests(of_rows, run.hf_config)

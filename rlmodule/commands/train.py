@@ -33,6 +33,10 @@ class Train(Command):
             fit(run)
         return 0
 
+    def on_rank(self, run: Run) -> None:
+        """Train one rank's part."""
+        fit(run)
+
 
 def make_starting_weights(run: Run, invocation: Invocation) -> None:
     """Make the starting weights that the run needs and does not have; every rank calls it."""

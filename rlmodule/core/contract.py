@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlmodule.core.episodes import Completion, Done, GenerationRequest, Observation
+from rlmodule.core.evaluations import Evaluation
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metric, Metrics
 from rlmodule.core.types import (
@@ -211,8 +212,17 @@ class Strategy(Protocol):
     def shard(self, models: Mapping[str, nn.Module]) -> None:
         """Take over the models: read the weights that are still on disk, move to the device, wrap and cut."""
 
-    def load_model(self, name: str, folder: Path) -> None:
-        """Read the weights of model ``name`` from a checkpoint, whichever strategy saved it; for one process."""
+    def load_model(self, name: str, folder: Path, trained: frozenset[str] | None = None) -> None:
+        """Read the weights of model ``name`` from a checkpoint, whichever strategy saved it; every process calls it.
+
+        Args:
+            name: of the model.
+            folder: of the checkpoint.
+            trained: parameters that the checkpoint must have; None for those that train here. It may lack others.
+
+        Raises:
+            CheckpointError: on every process, when the checkpoint is of another model or one cannot read its part.
+        """
 
     def named_parameters(self, name: str) -> Iterator[tuple[str, nn.Parameter]]:
         """(name before sharding, this process's part of it) of model ``name``, tied parameters once."""
@@ -455,6 +465,14 @@ class Reward(Protocol):
         """What a row with this answer and these columns lacks to be scored; None where it has everything."""
 
 
+@runtime_checkable
+class AnswerReward(Reward, Protocol):
+    """A reward function that reads an answer in a response, so that the answers to a prompt can be voted on."""
+
+    def answer_of(self, sample: Sample) -> str | None:
+        """The answer, in a form that is equal for equal answers; None where the response has none."""
+
+
 class Episode(Protocol):
     """One row being played. Its state is its own: an environment may have many episodes at different turns."""
 
@@ -546,10 +564,11 @@ class RolloutEngine(Protocol):
 class Evaluator(Protocol):
     """Evaluates the models between updates, on rows that are never trained on.
 
-    ``accuracy`` names the metric that checkpoints are compared by.
+    ``best_metric`` names the metric that checkpoints and runs are compared by; ``best_mode`` is ``max`` or ``min``.
     """
 
-    accuracy: ClassVar[str]
+    best_metric: ClassVar[str]
+    best_mode: ClassVar[str]
 
-    def __call__(self) -> Mapping[str, float]:
-        """``val/*``, the same on every rank; every rank takes part."""
+    def __call__(self) -> Evaluation:
+        """``val/*`` and the answers, the same on every rank; every rank takes part."""

@@ -20,6 +20,19 @@ Message = Mapping[str, Any]  # role, content, and what else the chat template kn
 
 
 @dataclass(frozen=True)
+class Drawing:
+    """How tokens are drawn where it is not as the run's rollouts are.
+
+    Args:
+        temperature: divides the logits; more than 0.
+        top_p: draw from the smallest set of tokens with this mass.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """One response to sample.
 
@@ -34,6 +47,8 @@ class GenerationRequest:
             has this position, so a second turn draws other random numbers than the first.
         greedy: take the likeliest token instead of drawing.
         version: weights that may draw the response, and any newer ones; see ``Completion.version``.
+        drawing: how tokens are drawn; None for the run's own temperature, top-k and top-p. The same for all requests of
+            one call of ``generate``.
     """
 
     prompt_ids: tuple[int, ...]
@@ -44,6 +59,7 @@ class GenerationRequest:
     first_position: int = 0
     greedy: bool = False
     version: int = 0
+    drawing: Drawing | None = None
 
 
 @dataclass(frozen=True, eq=False)

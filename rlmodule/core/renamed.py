@@ -27,6 +27,11 @@ EARLIER_VALUES: Mapping[str, Mapping[str, str]] = {
     "value": {"only": "model.kind=reward_model"},
 }
 
+# Metric of an earlier version, where a run logs none of that name -> today's.
+EARLIER_METRICS: Mapping[str, str] = {
+    "val/accuracy": "val/reward/mean, which is logged whatever rewards are; accuracy is where all are 0 or 1",
+}
+
 # What a value of the wrong type is most likely meant to be.
 HINTS: Mapping[str, str] = {
     "trainer.devices": "It is the number of processes on this machine: trainer.devices=1",
@@ -101,6 +106,9 @@ FOREIGN_KEYS: Mapping[str, str] = {
     "train_files": "data.train_files",
     "val_files": "data.val_files",
     "eval_dataset": "data.val_files",
+    "val_kwargs": "val",
+    "eval_n_samples_per_prompt": "val.n",
+    "n_val": "val.n",
     "devices": "trainer.devices",
     "n_gpus_per_node": "trainer.devices",
     "num_gpus": "trainer.devices",

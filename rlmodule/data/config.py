@@ -12,6 +12,7 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.data.chat import ChatFormat
 from rlmodule.data.files import Origin
 from rlmodule.data.formats import FORMATS, ColumnKeys
+from rlmodule.data.val_sets import check_val_files, sets_of
 
 SPLITS = ("train", "test")
 ROLES = ("system", "user", "assistant", "tool")
@@ -22,7 +23,7 @@ class DataConfig:
     """Where prompts come from, and what is refused."""
 
     train_files: list[str] = field(default_factory=list)  # files, folders, patterns, or data sets of the hub
-    val_files: list[str] = field(default_factory=list)  # likewise; none: no evaluation
+    val_files: Any = None  # likewise, or a mapping of set names to such lists; None: no validation
     split: str = "train"  # of data sets in train_files that name none in [brackets]
     val_split: str = "test"  # of those in val_files
     revision: str = ""  # branch, tag or commit of hub data sets that name none; empty: the newest
@@ -59,10 +60,11 @@ class DataConfig:
     overlong_prompt: str = "error"  # what becomes of longer ones: error, filter, truncate_left
     overlong_demonstration: str = "error"  # what becomes of longer ones: error, filter, truncate (their end)
     bad_demonstration: str = "error"  # what becomes of rows without a usable given response: error, filter
-    val_max_rows: int | None = None  # rows of the validation set to use, the first ones; None: all
+    val_max_rows: int | None = None  # rows of each validation set to use, the first ones; None: all
     shuffle: bool = True  # a new order in every pass; False: the order of the files
 
     def __post_init__(self) -> None:
+        check_val_files(self.val_files)
         one_of("format", self.format, ["auto", *FORMATS])
         one_of("overlong_prompt", self.overlong_prompt, ["error", "filter", "truncate_left"])
         one_of("overlong_demonstration", self.overlong_demonstration, ["error", "filter", "truncate"])
@@ -118,7 +120,13 @@ class DataConfig:
         assert split in SPLITS, f"no split is called {split}"
         if split == "train":
             return self.train_files, Origin("data.train_files", self.split, self.revision), None
-        return self.val_files, Origin("data.val_files", self.val_split, self.revision), self.val_max_rows
+        entries = [entry for of_set in self.val_sets.values() for entry in of_set]
+        return entries, Origin("data.val_files", self.val_split, self.revision), self.val_max_rows
+
+    @property
+    def val_sets(self) -> dict[str, list[str]]:
+        """Name of each validation set -> its files; a list of files is one set, whose name is empty."""
+        return sets_of(self.val_files)
 
     @property
     def column_keys(self) -> ColumnKeys:

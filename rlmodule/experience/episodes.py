@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlmodule.core.contract import Episode, RolloutEngine
-from rlmodule.core.episodes import LENGTH, Completion, Done, GenerationRequest, Message, Observation
+from rlmodule.core.episodes import LENGTH, Completion, Done, Drawing, GenerationRequest, Message, Observation
 from rlmodule.core.errors import DataError
 from rlmodule.core.types import Prompt, RewardResult, Sample
 from rlmodule.data.chat import ChatError, ChatFormat
@@ -29,7 +29,7 @@ class EpisodeRequest:
     Args:
         row: what it is about.
         sample_id: of the sample it becomes; unique among the requests that run together.
-        group_id, seed, greedy: as in GenerationRequest.
+        group_id, seed, greedy, drawing: as in GenerationRequest.
     """
 
     row: Prompt
@@ -37,6 +37,7 @@ class EpisodeRequest:
     group_id: int
     seed: int = 0
     greedy: bool = False
+    drawing: Drawing | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +191,7 @@ class RunningEpisode:
             first_position=self.length,
             greedy=request.greedy,
             version=version,
+            drawing=request.drawing,
         )
 
     def receive(self, completion: Completion) -> FinishedEpisode | None:

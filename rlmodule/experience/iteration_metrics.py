@@ -142,16 +142,6 @@ def time_metrics(seconds: Mapping[str, float], elapsed: Mapping[str, Elapsed], t
     }
 
 
-def answer_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
-    """``val/*`` of greedy answers to held-out prompts; ``val/accuracy`` is the mean reward of those scored."""
-    scored = [_reward(f) for f in sample_info if is_scored(f)]
-    return {
-        "val/accuracy": mean(scored),
-        "val/response_length": mean([float(f.meta.response_len) for f in sample_info]),
-        "val/unscored": float(len(sample_info) - len(scored)),
-    }
-
-
 def is_scored(info: SampleInfo) -> bool:
     """Whether the reward says anything about this response."""
     return info.reward is not None and math.isfinite(info.reward)

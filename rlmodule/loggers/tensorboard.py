@@ -19,11 +19,11 @@ from rlmodule.records.run_logger import RunLogger
 FOLDER = "tensorboard"
 
 # Columns of the HPARAMS tab; it shows the last value of each curve.
-FINAL_METRICS = ("val/accuracy", "val/pair_accuracy", "reward/mean")
+FINAL_METRICS = ("val/reward/mean", "val/pair_accuracy", "val/loss", "reward/mean")
 
 # One card each in the CUSTOM SCALARS tab. Tags are regular expressions.
 CHARTS = {
-    "reward": [r"reward/mean", r"val/accuracy", r"val/pair_accuracy"],
+    "reward": [r"^reward/mean", r"^val/reward/mean$", r"^val/pair_accuracy"],
     "policy health": [r"actor/entropy", r"actor/ppo_kl", r"actor/clip_frac$", r"actor/grad_norm"],
     "time": [r"timing_s/.*"],
 }

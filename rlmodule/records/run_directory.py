@@ -196,11 +196,14 @@ def remove_if_unused(run_dir: RunDirectory) -> None:
 
 
 def result(run_dir: RunDirectory) -> float | None:
-    """Result on held-out prompts, or else pairs, at the end, for sweeps; None where none was measured."""
+    """The number that runs are compared by, at the end, for sweeps; None where nothing was measured on held-out rows.
+
+    Mean reward on prompts, or else pair accuracy, or else the loss on demonstrations (of which less is better).
+    """
     if not run_dir.summary.exists():
         return None
     summary = json.loads(run_dir.summary.read_text())
-    values = (summary.get(name) for name in ("val_accuracy_end", "val_pair_accuracy_end"))
+    values = (summary.get(name) for name in ("val_reward_end", "val_pair_accuracy_end", "val_loss_end"))
     return next((float(value) for value in values if value is not None), None)
 
 

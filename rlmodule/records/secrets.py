@@ -54,6 +54,12 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
     return [_masked_word(word) for word in arguments]
 
 
+def without_values(arguments: Sequence[str]) -> list[str]:
+    """As ``mask_arguments``, with references masked as well: what they stand for may come from the environment."""
+    masked = mask_arguments(arguments)
+    return [f"{word.partition('=')[0]}={MASK}" if "${" in word else word for word in masked]
+
+
 def _masked_word(word: str) -> str:
     key, equals, value = word.partition("=")
     hide = equals and looks_secret(key.lstrip("+~")) and "${oc.env:" not in value

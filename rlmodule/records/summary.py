@@ -7,9 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rlmodule.records.metrics_log import Record
+
+CI_LOW, CI_HIGH = "/ci95_low", "/ci95_high"  # what the ends of a metric's 95 % interval are called beside it
+REWARD, ACCURACY = "val/reward/mean", "val/accuracy"  # one number: accuracy where every reward is 0 or 1
+PAIR_ACCURACY, LOSS = "val/pair_accuracy", "val/loss"
+# What runs are compared by, the first that was measured -> whether more is better.
+HELD_OUT: Mapping[str, bool] = {REWARD: True, PAIR_ACCURACY: True, LOSS: False}
+COLLAPSED, WORSE = "collapsed", "worse"  # see HeldOut.loss
+ENDS = ("start", "end")
+NOTHING = 0.1  # share of the best held-out reward below which nothing is left of it
 
 
 def mean(values: Sequence[float]) -> float:
@@ -42,17 +51,22 @@ def total(records: Iterable[Record], name: str) -> float:
 
 @dataclass(frozen=True)
 class Change:
-    """One line of the table at the end: a metric at the start and at the end of the run, formatted."""
+    """One line of the table at the end, formatted: a metric at the start and at the end of the run.
+
+    ``best`` is the best value of a number that is measured on held-out rows; empty for others.
+    """
 
     label: str
     start: str
     end: str
+    best: str = ""
 
 
 # metric -> (label, format), in the order of the table. The size of a policy loss means nothing, so it is left out.
 CHANGES: Mapping[str, tuple[str, str]] = {
-    "val/accuracy": ("held-out accuracy", ".3f"),
-    "val/pair_accuracy": ("held-out pair accuracy", ".3f"),
+    ACCURACY: ("held-out accuracy", ".3f"),
+    REWARD: ("held-out reward", ".3f"),
+    PAIR_ACCURACY: ("held-out pair accuracy", ".3f"),
     "reward/mean": ("mean reward", ".3f"),
     "response_length/mean": ("response length, tokens", ".1f"),
     "actor/entropy": ("entropy, nats per token", ".3f"),
@@ -60,6 +74,7 @@ CHANGES: Mapping[str, tuple[str, str]] = {
     "timing_s/iteration": ("seconds per iteration", ".2f"),
 }
 CHANGES_WITHOUT_REWARD = {
+    LOSS: ("held-out loss", ".4f"),
     "actor/loss": ("loss", ".4f"),
     "reward_model/loss": ("loss", ".4f"),
     "actor/pair_accuracy": ("pair accuracy", ".3f"),
@@ -69,14 +84,84 @@ CHANGES_WITHOUT_REWARD = {
 
 
 def changes(records: Sequence[Record]) -> list[Change]:
-    """First and last value of the main metrics; those that were never logged are left out."""
+    """First, best and last value of the main metrics; those that were never logged are left out.
+
+    The held-out reward is shown as accuracy where every validation of the run was one.
+    """
     shown = CHANGES if names(records, "reward/") else CHANGES_WITHOUT_REWARD
-    found = [(label, form, *first_and_last(records, metric)) for metric, (label, form) in shown.items()]
-    return [
-        Change(label, format(start, form), format(end, form))
-        for label, form, start, end in found
-        if start is not None and end is not None
-    ]
+    twice = REWARD if len(series(records, ACCURACY)[0]) == len(series(records, REWARD)[0]) else ACCURACY
+    lines = []
+    for metric, (label, form) in shown.items():
+        values = series(records, metric)[1]
+        if values and metric != twice:
+            best = format(max(values), form) if metric.startswith("val/") else ""
+            best = format(min(values), form) if metric == LOSS else best
+            lines.append(Change(label, format(values[0], form), format(values[-1], form), best))
+    return lines
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What a run came to on held-out rows, by the number that runs are compared by.
+
+    Args:
+        metric: its name.
+        higher_is_better: whether more of it is better.
+        start, best, end: its first, best and last value.
+        best_iteration: iterations trained when it was best, the first of equals; 0 for the policy that a run starts
+            from.
+        loss: how the end compares with the start and the best: ``""`` (no worse, as far as can be told), ``worse``
+            (clearly worse than the start) or ``collapsed`` (nothing is left).
+    """
+
+    metric: str
+    higher_is_better: bool
+    start: float
+    best: float
+    end: float
+    best_iteration: int
+    loss: str
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        return {REWARD: "held-out reward", PAIR_ACCURACY: "held-out pair accuracy", LOSS: "held-out loss"}[self.metric]
+
+    def is_as_good_as_start(self, value: float) -> bool:
+        """Whether a value of this number is no worse than that of the start."""
+        return value >= self.start if self.higher_is_better else value <= self.start
+
+
+def held_out(records: Sequence[Record]) -> HeldOut | None:
+    """What the run came to on held-out rows; None where nothing was measured."""
+    for metric, higher_is_better in HELD_OUT.items():
+        found = [r for r in records if math.isfinite(r.metrics.get(metric, math.nan))]
+        if found:
+            sign = 1.0 if higher_is_better else -1.0
+            best = max(found, key=lambda record: sign * record.metrics[metric])
+            return HeldOut(
+                metric=metric,
+                higher_is_better=higher_is_better,
+                start=found[0].metrics[metric],
+                best=best.metrics[metric],
+                end=found[-1].metrics[metric],
+                best_iteration=best.iteration,
+                loss=_what_was_lost(metric, found[0], best, found[-1]),
+            )
+    return None
+
+
+def _what_was_lost(metric: str, start: Record, best: Record, end: Record) -> str:
+    """See ``HeldOut.loss``; where the number has intervals, they have to lie apart."""
+
+    if not HELD_OUT[metric]:
+        return WORSE if end.metrics[metric] > start.metrics[metric] else ""
+    if metric + CI_LOW not in end.metrics or metric + CI_LOW not in start.metrics:
+        return ""
+    most, high = best.metrics[metric], end.metrics[metric + CI_HIGH]
+    if most > 0 and end.metrics[metric] < NOTHING * most and high < best.metrics.get(metric + CI_LOW, most):
+        return COLLAPSED
+    return WORSE if high < start.metrics[metric + CI_LOW] else ""
 
 
 def first_and_last(records: Iterable[Record], name: str) -> tuple[float | None, float | None]:
@@ -91,14 +176,13 @@ def run_totals(records: Sequence[Record]) -> dict[str, object]:
     Seconds are those of the first process and include the time before a resume; ``other`` is waiting and work between
     the phases.
     """
-    accuracy, reward = first_and_last(records, "val/accuracy"), first_and_last(records, "reward/mean")
-    of_pairs = first_and_last(records, "val/pair_accuracy")
+    reward, result = first_and_last(records, "reward/mean"), held_out(records)
+    measured = {"reward": REWARD, "accuracy": ACCURACY, "pair_accuracy": PAIR_ACCURACY, "loss": LOSS}
+    ends = {name: first_and_last(records, metric) for name, metric in measured.items()}
     iterations = [r for r in records if r.kind == "iteration"]
     return {
-        "val_accuracy_start": accuracy[0],
-        "val_accuracy_end": accuracy[1],
-        "val_pair_accuracy_start": of_pairs[0],
-        "val_pair_accuracy_end": of_pairs[1],
+        "held_out": None if result is None else asdict(result),
+        **{f"val_{name}_{end}": value for name, of in ends.items() for end, value in zip(ENDS, of, strict=True)},
         "reward_mean_first": reward[0],
         "reward_mean_last": reward[1],
         "iterations": int(last(iterations, "progress/iteration")),

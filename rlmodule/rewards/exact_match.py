@@ -30,6 +30,10 @@ class ExactMatch:
         """What a row lacks: an answer to compare with."""
         return "it has no answer, and reward=exact_match compares with one" if answer is None else None
 
+    def answer_of(self, sample: Sample) -> str | None:
+        """The whole response; None where it was cut."""
+        return None if sample.finish_reason == "length" else self._normal(sample.text)
+
     def _score(self, sample: Sample) -> RewardResult:
         if sample.finish_reason == "length":
             return RewardResult(self.truncated)

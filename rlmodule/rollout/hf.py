@@ -50,6 +50,7 @@ class HFRolloutConfig:
             context.end_tokens,
             context.sampling.truncation,
             self.max_batch_size,
+            temperature=context.sampling.temperature,
         )
 
 
@@ -63,9 +64,10 @@ class HFEngine:
         tokenizer: decodes responses.
         device: of the policy.
         end_tokens: where responses end.
-        truncation: which tokens may be drawn.
+        truncation: which tokens may be drawn, where a request does not say otherwise.
         max_batch_size: responses decoded side by side.
         version: iterations that the policy has been trained.
+        temperature: that the policy divides its logits by.
     """
 
     takes_weights: ClassVar[bool] = False
@@ -78,6 +80,7 @@ class HFEngine:
     truncation: Truncation
     max_batch_size: int
     version: int = 0
+    temperature: float = 1.0
 
     def start(self) -> None:
         """The module is there already."""
@@ -118,10 +121,13 @@ class HFEngine:
         return batch
 
     def _run(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
-        batch = DecodingBatch.start(requests, self.truncation, self.end_tokens, self.tokenizer, self.device)
+        [drawing] = {request.drawing for request in requests}
+        truncation = self.truncation if drawing is None else Truncation(top_p=drawing.top_p)
+        scale = 1.0 if drawing is None else self.temperature / drawing.temperature
+        batch = DecodingBatch.start(requests, truncation, self.end_tokens, self.tokenizer, self.device)
         logits, cache = self._prefill(requests)
         while True:
-            going = batch.draw(logits)
+            going = batch.draw(logits * scale if scale != 1.0 else logits)
             ended = batch.live[~going].tolist()
             yield from (self._completion(requests[row], *batch.response(row)) for row in ended)
             if len(ended) == len(going):

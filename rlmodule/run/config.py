@@ -18,7 +18,7 @@ from rlmodule.algorithm.critic import CriticConfig
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
-from rlmodule.core.config import at_least, convert, convert_parts
+from rlmodule.core.config import at_least, at_most, convert, convert_parts
 from rlmodule.core.contract import Advantage, Environment, Loss, Reward
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.registry import Registry, name_of
@@ -26,6 +26,7 @@ from rlmodule.core.renamed import instead_of
 from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.data.config import DataConfig
 from rlmodule.environments import ENVIRONMENTS
+from rlmodule.evaluation.config import ValConfig
 from rlmodule.experience.replay import ReplayConfig
 from rlmodule.loggers import LOGGERS, LoggerConfig
 from rlmodule.losses import LOSSES
@@ -58,6 +59,7 @@ SECTIONS = (
         "batching",
         "optimizer",
         "critic",
+        "val",
     ),
     *("warm_start", "trainer", "strategy", "callbacks", "command"),
 )
@@ -119,6 +121,7 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: EngineConfig = field(default_factory=HFRolloutConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
+    val: ValConfig = field(default_factory=ValConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     loss: Loss = field(default_factory=PPOClip)
     advantage: Advantage | None = None  # None where the loss reads none
@@ -155,6 +158,7 @@ class RunConfig:
             sampling=sampling,
             rollout=rollout,
             replay=replay,
+            val=convert(ValConfig, node.val, "val"),
             algorithm=algorithm if data.rollouts is None else algorithm.for_stored_rollouts(),
             loss=loss,
             batching=convert(BatchingConfig, node.batching, "batching"),
@@ -192,7 +196,7 @@ class RunConfig:
     @property
     def has_validation(self) -> bool:
         """Whether there are held-out rows."""
-        return self.environment is not None or bool(self.data.val_files)
+        return self.environment is not None or bool(self.data.val_sets)
 
     @property
     def needs_warm_start(self) -> bool:
@@ -220,7 +224,12 @@ class RunConfig:
             self,
             general=replace(self.general, resume=None),
             model=replace(self.model, lora=LoraConfig(), compile=False, value=NO_VALUE),
-            data=replace(self.data, rollouts=None, completion_key=self.data.completion_key or self._preferred_key),
+            data=replace(
+                self.data,
+                rollouts=None,
+                val_files=None,
+                completion_key=self.data.completion_key or self._preferred_key,
+            ),
             algorithm=AlgorithmConfig(
                 source=DEMONSTRATIONS, train_batch_size=warm.batch_size * steps_per_iteration, log_entropy=False
             ),

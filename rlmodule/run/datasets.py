@@ -8,8 +8,8 @@ one a run has is in ``dataset_kinds.py``. Leaves out what rows look like (``data
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -85,27 +85,48 @@ class TrainingDataset(ABC):
         )
 
     @cached_property
-    def val_prompts(self) -> Sequence[Prompt]:
-        """Held-out prompts to respond to; none without validation rows, or without a reward function."""
-        if not self.config.has_validation or self.config.reward is None:
-            return []
-        prompts = self.load_split("test")
-        self.check_prompts(prompts)
-        return prompts
+    def val_prompts(self) -> Mapping[str, PromptTable]:
+        """Held-out prompts to respond to, by validation set; none without such rows, or without a reward function."""
+        config = self.config
+        if not config.has_validation or config.reward is None:
+            return {}
+        sets = (
+            {"": self}
+            if config.environment is not None
+            else {
+                name: replace(self, config=replace(config, data=replace(config.data, val_files=files)))
+                for name, files in config.data.val_sets.items()
+            }
+        )
+        tables = {name: of_set.load_split("test") for name, of_set in sets.items()}
+        for table in tables.values():
+            self.check_prompts(table)
+        return tables
 
     @cached_property
     def val_pairs(self) -> Sequence[Pair]:
         """Held-out preference pairs to rank."""
         return []
 
+    @cached_property
+    def val_demonstrations(self) -> Sequence[Sequence[Sample]]:
+        """Held-out demonstrations to predict, one in each row."""
+        return []
+
     def describe_held_out(self) -> str:
         """Number and kind of the rows that are never trained on, for the run plan; empty where there are none."""
-        counts = {"prompts": len(self.val_prompts), "pairs": len(self.val_pairs)}
-        return ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+        counts = {
+            **{f"prompts{f' of {name}' if name else ''}": len(table) for name, table in self.val_prompts.items()},
+            "pairs": len(self.val_pairs),
+            "demonstrations": len(self.val_demonstrations),
+        }
+        n = self.config.val.n
+        times = f", {n} answers to each prompt" if n > 1 and self.val_prompts else ""
+        return ", ".join(f"{count} {what}" for what, count in counts.items() if count) + times
 
     def describe_sampling(self) -> str:
         """Length and end of responses, for the run plan; empty where none are sampled."""
-        if self.config.dataset != ROLLOUTS and not len(self.val_prompts):
+        if self.config.dataset != ROLLOUTS and not self.val_prompts:
             return ""
         length, ends = self.config.sampling.max_response_length, self.end_tokens.describe(self.tokenizer)
         return f"responses of {length} tokens at most, ended by {ends}"
@@ -117,6 +138,19 @@ class TrainingDataset(ABC):
         Raises:
             RLModuleError: a row cannot be used.
         """
+
+    @property
+    def held_out_rows(self) -> Sequence[Sequence[Sample]]:
+        """The samples of each held-out row with given responses."""
+        return []
+
+    def check_held_out(self, layout: Layout) -> None:
+        """Read every held-out row; given responses fit into a micro-batch.
+
+        Raises:
+            RLModuleError: a row cannot be used.
+        """
+        _ = self.val_prompts  # reading them checks them
 
     @abstractmethod
     def examples(self) -> Sequence[Prompt | Sample]:

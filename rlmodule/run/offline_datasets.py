@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ from rlmodule.data.demonstrations import DemonstrationSource, environment_demons
 from rlmodule.data.given_responses import ResponseTable
 from rlmodule.data.order import RowOrder, order_of
 from rlmodule.data.preferences import Pair, PairTable, PreferenceSource, environment_preferences
+from rlmodule.data.prompts import PromptTable
 from rlmodule.data.rows import TableRows
 from rlmodule.experience.sources import OfflineSource, RowSampler, Source
 from rlmodule.run.datasets import TrainingDataset
@@ -66,6 +67,12 @@ class OfflineDataset(TrainingDataset):
         self._check_rows(self.rows, "row", layout)
         _ = self.order
 
+    def check_held_out(self, layout: Layout) -> None:
+        """Read held-out prompts, and held-out rows, which fit into a micro-batch."""
+        super().check_held_out(layout)
+        if isinstance(self.held_out_rows, ResponseTable):
+            self._check_rows(self.held_out_rows, "held-out row", layout)
+
     def _check_rows(self, rows: ResponseTable, word: str, layout: Layout) -> None:
         check_lengths(_lengths(rows, word), self.config, layout)
         check_measured(rows.lengths.max(axis=1), rows.largest_ids, rows.location, self.hf_config)
@@ -102,6 +109,22 @@ class Demonstrations(OfflineDataset):
         """Those of ``data.train_files``."""
         return self._source.rows if self.config.environment is None else None
 
+    @cached_property
+    def val_demonstrations(self) -> Sequence[Sequence[Sample]]:
+        """Those of the validation files, all sets together; or right responses to the environment's test prompts."""
+        s = self.config
+        if not s.has_validation:
+            return []
+        if s.environment is None:
+            return DemonstrationSource(s.data, "test").samples(self.tokenizer)
+        shown = [(prompt, right) for prompt, right, _ in self._demonstrated.held_out_preferences()]
+        return environment_demonstrations(shown[: s.data.val_max_rows], s.environment_name, s.data, self.tokenizer)
+
+    @property
+    def held_out_rows(self) -> Sequence[Sequence[Sample]]:
+        """One held-out demonstration in each row."""
+        return self.val_demonstrations
+
     def describe_columns(self) -> str:
         """Columns of demonstrations, and turns that are not trained."""
         if self.config.environment is not None:
@@ -130,8 +153,12 @@ class Preferences(OfflineDataset):
     @cached_property
     def val_pairs(self) -> Sequence[Pair]:
         """Pairs of the validation files, or of the environment's test prompts; none if the loss compares no pairs."""
-        held_out = self._held_out
-        return [] if held_out is None else held_out
+        return [] if self._held_out is None else self._held_out
+
+    @property
+    def held_out_rows(self) -> Sequence[Sequence[Sample]]:
+        """Both samples of each held-out pair."""
+        return [] if self._held_out is None else self._held_out.rows
 
     @cached_property
     def _held_out(self) -> PairTable | None:
@@ -143,9 +170,9 @@ class Preferences(OfflineDataset):
         return self._made(self._demonstrated.held_out_preferences()[: s.data.val_max_rows])
 
     @cached_property
-    def val_prompts(self) -> Sequence[Prompt]:
+    def val_prompts(self) -> Mapping[str, PromptTable]:
         """Test prompts of the environment; rows of files are pairs, and have no answers to score responses by."""
-        return [] if self.config.environment is None else super().val_prompts
+        return {} if self.config.environment is None else super().val_prompts
 
     def _made(self, triples: Sequence[tuple[str, str, str]]) -> PairTable:
         """Pairs of (prompt, right response, wrong response) that the environment has made."""
@@ -166,12 +193,6 @@ class Preferences(OfflineDataset):
     def files(self) -> TableRows | None:
         """Those of ``data.train_files``."""
         return self._source.rows if self.config.environment is None else None
-
-    def check(self, layout: Layout) -> None:
-        """Read every pair, held-out ones too; each fits into a micro-batch."""
-        super().check(layout)
-        if self._held_out is not None:
-            self._check_rows(self._held_out.rows, "held-out row", layout)
 
 
 def _lengths(rows: ResponseTable, word: str) -> Iterator[tuple[str, list[int]]]:

@@ -173,7 +173,7 @@ class Run:
         self.dataset.check(layout)
         if config.needs_warm_start and config.environment is None:
             Demonstrations(config.for_warm_start(), self.tokenizer, self.hf_config).check(Layout())
-        _ = self.dataset.val_prompts  # reading them checks them
+        self.dataset.check_held_out(layout)
         self.resume_from(say=lambda line: print(line) if self.is_rank_zero else None)
         self._warn_of_unread()
         if self.config.general.resume:

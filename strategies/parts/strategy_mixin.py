@@ -25,6 +25,7 @@ from rlmodule.core.metrics import Metrics
 from rlmodule.core.parameters import Cast, empty_states, fp32_names, tied
 from rlmodule.core.types import MicroBatch, StepTotals, TokenOutputs
 from strategies.parts.collectives import LocalCollectives
+from strategies.parts.failures import on_all_or_none
 from strategies.parts.loading import drop_unread, load
 from strategies.parts.offload import OffloadConfig, Offloaded
 from strategies.parts.saved_state import SavedState, read_parts
@@ -273,19 +274,32 @@ class StrategyMixin(SavedState):
     def load_state_dict(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
         """Nothing: the tensors were filled in place."""
 
-    def load_model(self, name: str, folder: Path) -> None:
-        """Read the weights of one model from a checkpoint, whichever strategy saved it; for one process.
+    def load_model(self, name: str, folder: Path, trained: frozenset[str] | None = None) -> None:
+        """Read the weights of one model from a checkpoint, whichever strategy saved it; every process calls it.
 
         A frozen weight that it lacks stays as it is: some strategies save only what they train.
 
+        Args:
+            name: of the model.
+            folder: of the checkpoint.
+            trained: parameters that the checkpoint must have; None for those that train here.
+
         Raises:
-            CheckpointError: the checkpoint is of another model, or cannot be read.
+            CheckpointError: on every process, when the checkpoint is of another model or one cannot read its part.
         """
-        assert self.layout.world_size == 1, "a model is read without its optimizer on one process"
+        if trained is None:
+            trained = frozenset(key for key, p in self.named_parameters(name) if p.requires_grad)
         with self.parameters_on_device(name, changes=True):
-            parameters = {f"{name}.{key}": parameter for key, parameter in self.named_parameters(name)}
-            frozen = {key for key, parameter in parameters.items() if not parameter.requires_grad}
-            read_parts(folder, {key: p.detach() for key, p in parameters.items()}, may_lack=frozen)
+            wanted = self.weights_to_load(name)
+            may_lack = {key for key in wanted if key.removeprefix(f"{name}.") not in trained}
+            self.load_weights(name, on_all_or_none(partial(read_parts, folder, wanted, may_lack=may_lack)))
+
+    def weights_to_load(self, name: str) -> dict[str, Tensor]:
+        """This process's part of a model's weights, under the names of a checkpoint, to be filled in place."""
+        return {f"{name}.{key}": parameter.detach() for key, parameter in self.named_parameters(name)}
+
+    def load_weights(self, name: str, parts: Mapping[str, Tensor]) -> None:
+        """Nothing: the tensors were filled in place."""
 
     def models_and_optimizers(self) -> list[tuple[str, Optimizer]]:
         """Name and optimizer of each model that trains, in the order of ``models``."""

@@ -55,7 +55,9 @@ def test_rejections_by_hand(config, expected):
 def test_where_the_two_agree_everything_stays():
     for estimator in ("k1", "k2", "k3"):
         for reduce in ("sum", "mean", "max"):
-            assert all(kept([1.0, 1.0], token_estimator=estimator, sequence_estimator=estimator, sequence_reduce=reduce))
+            assert all(
+                kept([1.0, 1.0], token_estimator=estimator, sequence_estimator=estimator, sequence_reduce=reduce)
+            )
             assert kept([], token_estimator=estimator, sequence_estimator=estimator, sequence_reduce=reduce) == []
 
 

@@ -23,14 +23,14 @@ from rlmodule.data.end_tokens import EndTokens
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.environments.parts.single_turn import SingleTurnEpisode
-from rlmodule.evaluation import PromptEvaluator
+from rlmodule.evaluation.prompts import PromptEvaluator
 from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.episodes import EpisodeRunner
 from rlmodule.experience.live_engine import LiveEngine
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.sources import OfflineSource, RolloutSource, RowSampler, Source
-from rlmodule.loggers import LOGGERS
+from rlmodule.loggers import LOGGERS, LoggedRun
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
 from rlmodule.models.building import build_policy
@@ -142,14 +142,16 @@ class SmallRun:
             resumed_step=self.resumed_step,
             tokenizer=TOKENIZER,
         )
-        evaluators = [] if self.imitates else [PromptEvaluator(PROMPTS[:3], episodes, engine, self.reward, strategy)]
+        evaluators = (
+            [] if self.imitates else [PromptEvaluator({"": PROMPTS[:3]}, episodes, engine, self.reward, strategy)]
+        )
         start = context.metrics_log.begin_iteration
         data = RLDataModule(source, stream, make, evaluators=evaluators, engine=engine, start=start)
         trainable = Trainable("policy", objective, AdamW(lr=1e-2, warmup_steps=0), run_steps=8)
         module = RLModule({"policy": policy}, [trainable], max_skipped_in_a_row=3)
         callbacks = [CALLBACKS.get(name)(**kwargs).connect(context) for name, kwargs in self.config.items()]
         loggers = [
-            LOGGERS.get(one)().connect(self.run_dir, hparams=context.hparams, resumed_step=self.resumed_step)
+            LOGGERS.get(one)().connect(LoggedRun(self.run_dir, hparams=context.hparams, resumed_step=self.resumed_step))
             if isinstance(one, str)
             else one
             for one in self.loggers

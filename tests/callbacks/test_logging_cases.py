@@ -5,6 +5,7 @@ from __future__ import annotations
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rlmodule.experience.iteration_metrics import reward_metrics
+from rlmodule.loggers import LoggedRun
 from rlmodule.loggers.tensorboard import TensorBoardConfig, purge_step
 from rlmodule.records.metrics_log import Record, RecordFile, read_records, truncate_after
 from tests.callbacks.builders import info
@@ -18,7 +19,7 @@ def test_met_06_after_a_resume_every_step_is_there_once_and_in_order(tmp_path):
     def train(first: int, last: int, resumed_step: int | None) -> list[Record]:
         kept = truncate_after(path, resumed_step)
         file = RecordFile(path)
-        logger = TensorBoardConfig().connect(tmp_path, hparams={}, resumed_step=resumed_step)
+        logger = TensorBoardConfig().connect(LoggedRun(tmp_path, resumed_step=resumed_step))
         for step in range(first, last + 1):
             record = Record("step", step, 1, {"actor/pg_loss": float(step)})
             file.write(record)

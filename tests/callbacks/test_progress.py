@@ -30,7 +30,7 @@ def test_a_line_shows_what_was_ever_seen_and_nothing_else():
     state.take(record)
     line = state.iteration_line(record).rsplit("  ", 1)[0]
     assert line == "iteration  3/10  step 12  reward 0.500  length 5.2  1,234 tokens/s  2.0 s"
-    state.take(Record("validation", 12, 3, {"val/accuracy": 0.75}))
+    state.take(Record("validation", 12, 3, {"val/reward/mean": 0.75}))
     assert "val 0.750" in state.iteration_line(record)
 
 
@@ -55,7 +55,7 @@ def test_time_left_is_known_after_an_iteration_and_counts_those_before_a_resume_
 @pytest.mark.parametrize(
     ("said", "shown"),
     [
-        (ITERATION | {"val/accuracy": 0.75}, "reward 0.500 val 0.750"),
+        (ITERATION | {"val/reward/mean": 0.75}, "reward 0.500 val 0.750"),
         ({"reward_model/loss": 0.5, "val/pair_accuracy": 0.9}, "loss 0.5000 pairs 0.900"),
     ],
 )
@@ -80,6 +80,13 @@ def test_a_validation_line_says_what_was_examined_and_nothing_else():
         (answers, "accuracy 0.250  length 5.0"),
         (pairs, said),
         (answers | pairs, f"accuracy 0.250  length 5.0  {said}"),
+        (answers | {"val/reward/mean": 0.25}, "accuracy 0.250  length 5.0"),
+        ({"val/reward/mean": 0.5, "val/reward/format": 1.0}, "reward 0.500"),
+        (
+            {"val/reward/mean": 0.5, "val/best@4": 0.75, "val/pass@2": 0.6, "val/a/pass@2": 0.1, "val/maj@4": 0.5},
+            "reward 0.500  best@4 0.750  pass@2 0.600  maj@4 0.500",
+        ),
+        ({"val/loss": 1.0, "val/perplexity": 2.71828}, "loss 1.0000  perplexity 2.718"),
     ):
         record = Record("validation", 8, 2, {**metrics, "timing_s/validation": 0.5})
         assert validation_line(record) == f"validation  step 8  {words}  0.5 s"

@@ -6,10 +6,23 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from rlmodule.callbacks.report import NOISY_FROM, PANELS, draw_curves, draw_panel, output_paths, table, without_nan
+from rlmodule.callbacks.parts.context import RunContext
+from rlmodule.callbacks.parts.rows import without_nan
+from rlmodule.callbacks.report import (
+    NOISY_FROM,
+    PANELS,
+    best_checkpoint,
+    draw_curves,
+    draw_panel,
+    output_paths,
+    table,
+    warning,
+)
+from rlmodule.checkpoint.state import folder_of, write_folder
 from rlmodule.records.metrics_log import Record
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.records.summary import Change
+from rlmodule.records.summary import Change, held_out
+from tests.callbacks.builders import TOKENIZER
 
 
 def steps(count: int) -> list[Record]:
@@ -48,6 +61,58 @@ def test_the_table_reads_start_and_end():
     assert "run finished" in capture.get()
     assert "mean reward" in capture.get()
     assert capture.get().index("0.170") < capture.get().index("0.870")
+
+
+def test_the_best_stands_between_start_and_end_where_there_is_one():
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table([Change("held-out reward", "0.1", "0.2", "0.3"), Change("loss", "1", "2")], "run finished"))
+    assert "start" in capture.get()
+    assert "best" in capture.get()
+    assert capture.get().index("0.1") < capture.get().index("0.3") < capture.get().index("0.2")
+
+
+def validated(*rewards):
+    ends = ("/ci95_low", "/ci95_high")
+    return [
+        Record("validation", 2 * i, i, {"val/reward/mean": r, **{f"val/reward/mean{end}": r for end in ends}})
+        for i, r in enumerate(rewards)
+    ]
+
+
+def saved(run_dir, iteration, value):
+    entries = {"step": 2 * iteration, "best": {"metric": "val/reward/mean", "mode": "max", "value": value}}
+    assert write_folder(folder_of(run_dir / "checkpoints", iteration), lambda aside: None, entries) is None
+
+
+def test_a_dead_policy_is_never_the_best(tmp_path):
+    """From 0.438 to 0: no checkpoint is named the best; one that is as good as the start is."""
+    saved(tmp_path, 2, 0.0)
+    directory = RunDirectory(tmp_path)
+    assert "best" not in output_paths(directory, validated(0.438, 0.1, 0.0))
+    saved(tmp_path, 1, 0.5)
+    best = output_paths(directory, validated(0.438, 0.5, 0.0))["best"]
+    assert best == str(tmp_path / "checkpoints" / "iteration_000001")
+
+
+@pytest.mark.parametrize(
+    ("rewards", "says"),
+    [
+        ((0.438, 0.1, 0.0), ["NOTHING IS LEFT", "0.438 at the start", "0.000 at the end", "use that one"]),
+        ((0.2, 0.6, 0.0), ["NOTHING IS LEFT", "0.600 at best (after iteration 1)", "iteration_000001"]),
+        ((0.4, 0.3, 0.2), ["ENDS WORSE THAN IT BEGAN", "optimizer.lr is 0.01"]),
+    ],
+)
+def test_a_run_that_falls_says_so_in_large_words(tmp_path, rewards, says):
+    context = RunContext(tmp_path, True, 2, {}, {"optimizer.lr": 0.01}, None, TOKENIZER)
+    saved(tmp_path, 1, rewards[1])
+    saved(tmp_path, 2, rewards[2])
+    records = validated(*rewards)
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(warning(held_out(records), context, best_checkpoint(RunDirectory(tmp_path), records)))
+    for words in says:
+        assert words in capture.get()
 
 
 def test_only_what_is_there_is_pointed_at(tmp_path):

@@ -31,7 +31,7 @@ def compare(*places: Path, **keys: Any) -> int:
     def never(*_: object) -> Any:
         raise AssertionError("comparing needs no run, no model and no rank")
 
-    call = Invocation(never, "", "", never, never)
+    call = Invocation(never, never, "", never, never)
     return Compare(runs=[str(place) for place in places], **keys)(call)
 
 

@@ -22,13 +22,14 @@ REWARD = "def score(response, api_key='', **columns):\n    return float(len(resp
 
 
 def test_all_loggers_name_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("WANDB_MODE", "offline"), ("MLFLOW_ALLOW_FILE_STORE", "true")):
+    for name, value in (("WANDB_MODE", "offline"), ("MLFLOW_ALLOW_FILE_STORE", "true"), ("MY_OTHER", SECRET)):
         monkeypatch.setenv(name, value)
     (tmp_path / "judge.py").write_text(REWARD)
     words = [word for word in QUIET if not word.startswith("reward.")]
     done = forked(
         *words, "logger=[tensorboard,wandb,mlflow,csv]", "name=my first", "tags=[sorting,small]",
         "reward=function", "reward.path=judge.py:score", f"reward.arguments.api_key={SECRET}",
+        "reward.arguments.other=${oc.env:MY_OTHER}",
         "trainer.max_epochs=1", cwd=tmp_path,
     )  # fmt: skip
     assert done.code == 0, done.text

@@ -154,6 +154,9 @@ def test_imitation_runs_by_itself(tmp_path):
     assert len(losses) == 12
     assert losses[0] == pytest.approx(math.log(260), rel=0.05), "a random model over 260 tokens"
     assert losses[-1] < losses[0] - 1
-    assert not [name for r in records for name in r.metrics if name.startswith(("reward/", "val/"))]
+    held_out = [r.metrics["val/loss"] for r in records if r.kind == "validation"]
+    assert held_out[-1] < held_out[0] - 1
+    names = {name for r in records for name in r.metrics if name.startswith(("reward/", "val/"))}
+    assert names == {"val/loss", "val/perplexity"}, "nothing is rewarded"
     assert (tmp_path / "run" / "policy" / "model.safetensors").exists()
     assert not (tmp_path / "run" / "rollouts").exists()

@@ -19,7 +19,7 @@ from rlmodule.data.chat import ChatFormat
 from rlmodule.data.end_tokens import EndTokens
 from rlmodule.data.stream import PromptStream
 from rlmodule.environments.parts.single_turn import SingleTurnEpisode
-from rlmodule.evaluation import PromptEvaluator
+from rlmodule.evaluation.prompts import PromptEvaluator
 from rlmodule.experience.episodes import EpisodeRequest, EpisodeRunner
 from rlmodule.experience.sources import RolloutSource, RowSampler
 from rlmodule.experience.timer import Timer
@@ -239,11 +239,11 @@ def test_a_reward_function_is_asked_about_those_without_a_reward_of_their_own():
 def test_held_out_rows_are_episodes_too():
     strategy = single({"policy": policy()})
     made = engine(strategy)
-    evaluator = PromptEvaluator(ROWS, runner(), lambda: made, None, strategy)
+    evaluator = PromptEvaluator({"": ROWS}, runner(), lambda: made, None, strategy)
     expected = [
         f.reward.value for f in runner().run(made, [EpisodeRequest(r, r.row, r.row, greedy=True) for r in ROWS])
     ]
-    assert evaluator()["val/accuracy"] == pytest.approx(sum(expected) / len(ROWS))
+    assert evaluator().metrics["val/reward/mean"] == pytest.approx(sum(expected) / len(ROWS))
 
 
 # ---- what an environment may show

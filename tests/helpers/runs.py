@@ -69,7 +69,9 @@ def invocation(run_dir: Path, *overrides: str) -> Invocation:
 
     node = compose(*SMALL, f"run_dir={run_dir}", *overrides)
     run = Run.read(node, RunDirectory(run_dir), STRATEGIES)
-    return Invocation(lambda: run, OmegaConf.to_yaml(node, resolve=True), "command: a test\n", not_here, not_here)
+    return Invocation(
+        lambda: run, lambda: OmegaConf.to_yaml(node, resolve=True), "command: a test\n", not_here, not_here
+    )
 
 
 def run_small(run_dir: Path, *overrides: str) -> list[Record]:

@@ -65,7 +65,12 @@ def test_settings_and_charts_are_there_and_add_no_point_to_a_curve(tmp_path):
     assert config["optimizer.lr"].number_value == 1e-4
     assert (config["data.files"].string_value, config["flag"].string_value) == ("['a', 'b']", "True")
     metrics = parts["_hparams_/experiment"].experiment.metric_infos
-    assert [metric.name.tag for metric in metrics] == ["val/accuracy", "val/pair_accuracy", "reward/mean"]
+    assert [metric.name.tag for metric in metrics] == [
+        "val/reward/mean",
+        "val/pair_accuracy",
+        "val/loss",
+        "reward/mean",
+    ]
     assert "_hparams_/session_end_info" in parts
 
 

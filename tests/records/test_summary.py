@@ -6,13 +6,12 @@ import pytest
 
 from rlmodule.experience.iteration_metrics import (
     RunTotals,
-    answer_metrics,
     iteration_metrics,
     length_metrics,
     reward_metrics,
 )
 from rlmodule.records.metrics_log import Elapsed, Record
-from rlmodule.records.summary import Change, changes, run_totals, running_mean, series
+from rlmodule.records.summary import Change, changes, held_out, run_totals, running_mean, series
 from tests.callbacks.builders import info, iteration_of
 
 LAPS = {"collect": Elapsed(1.5, 1.0), "validate": Elapsed(9.0, 9.0), "update": Elapsed(0.5, 0.25)}
@@ -101,24 +100,18 @@ def test_progress_counts_samples_and_tokens_of_every_iteration():
     assert [metrics[f"progress/{name}"] for name in ("iteration", "samples", "tokens")] == [2.0, 4.0, 24.0]
 
 
-def test_accuracy_is_the_mean_reward_of_the_scored_answers():
-    metrics = answer_metrics([info(0, 1.0), info(1, 0.0, response_len=6), info(2, None)])
-    assert (metrics["val/accuracy"], metrics["val/unscored"]) == (0.5, 1.0)
-    assert metrics["val/response_length"] == pytest.approx(10 / 3)
-
-
 def history() -> list[Record]:
     validation = {"timing_s/validation": 0.5, "cpu_s/validation": 0.25}
     first = {"timing_s/iteration": 3.0, "timing_s/rollout": 1.0, "cpu_s/collect": 1.0}
     second = {"timing_s/iteration": 2.0, "timing_s/rollout": 0.5, "cpu_s/collect": 0.5}
     progress = {"progress/iteration": 2.0, "progress/samples": 8.0, "progress/tokens": 48.0}
     return [
-        Record("validation", 0, 0, {"val/accuracy": 0.25, **validation}),
+        Record("validation", 0, 0, {"val/accuracy": 0.25, "val/reward/mean": 0.25, **validation}),
         Record("step", 1, 1, {"actor/entropy": 2.0}),
         Record("iteration", 1, 1, {"reward/mean": math.nan, **first}),
         Record("step", 2, 2, {"actor/entropy": 1.0}),
         Record("iteration", 2, 2, {"reward/mean": 0.5, **second, **progress}),
-        Record("validation", 2, 2, {"val/accuracy": 0.75, **validation}),
+        Record("validation", 2, 2, {"val/accuracy": 0.75, "val/reward/mean": 0.75, **validation}),
     ]
 
 
@@ -132,7 +125,7 @@ def test_a_running_mean_looks_back_only():
 
 def test_the_table_shows_first_and_last_and_leaves_out_what_was_never_seen():
     assert changes(history()) == [
-        Change("held-out accuracy", "0.250", "0.750"),
+        Change("held-out accuracy", "0.250", "0.750", best="0.750"),
         Change("mean reward", "0.500", "0.500"),
         Change("entropy, nats per token", "2.000", "1.000"),
         Change("seconds per iteration", "3.00", "2.00"),
@@ -142,6 +135,63 @@ def test_the_table_shows_first_and_last_and_leaves_out_what_was_never_seen():
 def test_the_table_of_an_imitation_begins_with_its_loss():
     records = [Record("step", 1, 1, {"actor/loss": 4.5}), Record("step", 2, 1, {"actor/loss": 1.25})]
     assert changes(records) == [Change("loss", "4.5000", "1.2500")]
+
+
+def test_a_mean_reward_is_called_reward_unless_every_validation_was_an_accuracy():
+    """A reward that is no accuracy may be 0 for every answer at the start."""
+    records = [
+        Record("validation", 0, 0, {"val/reward/mean": 0.0, "val/accuracy": 0.0}),
+        Record("validation", 2, 1, {"val/reward/mean": 0.75}),
+        Record("validation", 4, 2, {"val/reward/mean": 0.5}),
+    ]
+    assert changes(records) == [Change("held-out reward", "0.000", "0.500", best="0.750")]
+
+
+def validations(*values, metric="val/reward/mean", spread=0.05):
+    """One per iteration, with an interval around each value unless there is no spread."""
+
+    def metrics(value):
+        ends = {f"{metric}/ci95_low": value - spread, f"{metric}/ci95_high": value + spread} if spread else {}
+        return {metric: value} | ends
+
+    return [Record("validation", 2 * i, i, metrics(value)) for i, value in enumerate(values)]
+
+
+@pytest.mark.parametrize(
+    ("records", "loss"),
+    [
+        (validations(0.4, 0.5, 0.6), ""),
+        (validations(0.438, 0.1, 0.0), "collapsed"),
+        (validations(0.0, 0.5, 0.0), "collapsed"),  # it rose before it fell
+        (validations(0.4, 0.3, 0.2), "worse"),
+        (validations(0.4, 0.35), ""),  # within the intervals
+        (validations(0.25, 0.0, spread=0.3), ""),  # four prompts
+        (validations(0.0, 0.0), ""),
+        (validations(-1.0, -0.5), ""),
+        (validations(-0.5, -1.0), "worse"),
+        (validations(0.9, 0.5, metric="val/pair_accuracy", spread=None), ""),  # no interval, no claim
+        (validations(2.0, 1.0, 1.5, metric="val/loss", spread=None), ""),
+        (validations(2.0, 1.0, 2.5, metric="val/loss", spread=None), "worse"),
+        (validations(0.5), ""),
+    ],
+)
+def test_a_run_that_ends_worse_than_it_began_is_told_from_one_that_does_not(records, loss):
+    result = held_out(records)
+    assert result.loss == loss
+    assert run_totals(records)["held_out"]["loss"] == loss
+
+
+def test_the_best_is_the_first_of_equals_and_a_loss_is_best_where_it_is_least():
+    result = held_out(validations(0.2, 0.6, 0.4, 0.6))
+    assert (result.start, result.best, result.end, result.best_iteration) == (0.2, 0.6, 0.6, 1)
+    result = held_out(validations(2.0, 1.0, 1.5, metric="val/loss"))
+    assert (result.best, result.best_iteration, result.is_as_good_as_start(2.1)) == (1.0, 1, False)
+
+
+def test_runs_are_compared_by_reward_then_pairs_then_loss():
+    both = [Record("validation", 0, 0, {"val/loss": 1.0, "val/pair_accuracy": 0.5, "val/reward/mean": 0.25})]
+    assert held_out(both).metric == "val/reward/mean"
+    assert held_out([]) is None
 
 
 def test_totals_of_a_run_add_up():

@@ -60,3 +60,9 @@ def test_t2b_25_one_of_several_right_answers_is_enough(text, answers, score):
     """T2B-25."""
     [result] = ExactMatch()([sample(text, answer=json.dumps(answers), answer_value=answers)])
     assert result.value == score
+
+
+def test_the_answer_in_a_response_is_the_response_unless_it_was_cut():
+    reward = ExactMatch(ignore_case=True)
+    assert reward.answer_of(sample("Yes ")) == "yes"
+    assert reward.answer_of(sample("Yes", finish_reason="length")) is None

@@ -2,11 +2,13 @@
 
 import itertools
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 from rlmodule.batching.collate import pack_rows
+from rlmodule.core.episodes import Drawing
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import Prompt, StepTotals, TrainingSample
 from rlmodule.data.end_tokens import EndTokens
@@ -305,3 +307,15 @@ def test_responses_follow_the_model_s_distribution():
 def test_a_batch_of_no_response_is_refused():
     with pytest.raises(ConfigError, match="max_batch_size=0"):
         HFRolloutConfig(max_batch_size=0)
+
+
+def test_a_request_may_be_drawn_in_another_way_than_the_run_s_rollouts():
+    """At temperature 0.5 by a policy that divides by 2 as by a policy that divides by 0.5; powers of two are exact."""
+    drawing = Drawing(temperature=0.5, top_p=0.8)
+    requests = [replace(request, drawing=drawing) for request in REQUESTS]
+    found = generate(engine_of(tiny_policy(temperature=2.0), temperature=2.0, top_k=1), requests)
+    expected = generate(engine_of(tiny_policy(temperature=0.5), temperature=0.5, top_p=0.8), REQUESTS)
+    assert ids_of(found) == ids_of(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=0)
+    assert ids_of(found) != ids_of(generate(engine_of(tiny_policy()), REQUESTS)), "otherwise little is shown"

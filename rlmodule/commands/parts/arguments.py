@@ -21,6 +21,8 @@ OPEN_MAPPINGS = (
 IMPLIED = (
     ("model.path", "model=local", {"model"}),
     ("data.train_files", "data=files", {"data"}),
+    ("data.val_files", "data=files", {"data", "environment", "data.train_files"}),
+    ("data.val_files", "data.train_files=[]", {"data", "environment", "data.train_files"}),  # which data=files asks for
     ("model.path", "environment=none", {"data", "environment"}),
 )
 ONE, SEVERAL = "run", "runs"  # keys of a command that take words which are no KEY=VALUE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -53,7 +54,7 @@ def _runs(runs: Sequence[ComparedRun]) -> Table:
         iterations = max((record.iteration for record in run.records), default=0)
         seconds = (run.summary.get("wall_seconds") or {}).get("total")
         shown = UNSET if seconds is None else f"{seconds:,.0f}"
-        table.add_row(str(number), escape(run.name), str(iterations), shown, run.ended, escape(str(run.root)))
+        table.add_row(str(number), escape(run.name), str(iterations), shown, run.ended, escape(_place(run.root)))
     return table
 
 
@@ -76,6 +77,12 @@ def _metric(metric: str, shown: Shown) -> Table:
         step = UNSET if of_run.best_step is None else str(of_run.best_step)
         table.add_row(str(number), _number(of_run.first), _number(of_run.best), step, _number(of_run.last), curve)
     return table
+
+
+def _place(root: Path) -> str:
+    """A directory, from here where it lies below."""
+    here = Path.cwd()
+    return str(root.relative_to(here)) if root.is_relative_to(here) else str(root)
 
 
 def _number(value: float | None) -> str:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 import rlmodule
 from rlmodule.checkpoint.state import read_manifest
 from rlmodule.commands.parts.policy_source import Place
+from rlmodule.commands.parts.saved_settings import read_saved_config
 from rlmodule.core.types import POLICY
 from rlmodule.models.export import WholeModel
 from rlmodule.records.metrics_log import Record, read_records
@@ -34,7 +35,7 @@ def write_card(folder: Path, name: str, whole: WholeModel, place: Place, *, dtyp
     if place.root is not None:
         run_dir = RunDirectory(place.root)
         lines += _numbers(_up_to(read_records(run_dir.root / "metrics.jsonl"), place), run_dir)
-        lines += _settings(OmegaConf.load(run_dir.config))
+        lines += _settings(read_saved_config(place.root))
     lines += _how_to_load(name, whole)
     (folder / CARD).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -67,7 +68,7 @@ def _title(place: Place, start: str) -> str:
     """The run's name, or else what it began as."""
     if place.root is None:
         return start
-    saved: Any = OmegaConf.load(RunDirectory(place.root).config)
+    saved = read_saved_config(place.root)
     return str(saved.get("name") or name_of_overrides(saved.get("overrides") or []) or place.root.name)
 
 
@@ -96,8 +97,7 @@ def _numbers(records: list[Record], run_dir: RunDirectory) -> Iterator[str]:
     yield ""
 
 
-def _settings(saved: Any) -> Iterator[str]:
-    assert isinstance(saved, DictConfig), "a run saves its settings as a mapping"
+def _settings(saved: DictConfig) -> Iterator[str]:
     settings: Mapping[str, Any] = {name: saved[name] for name in SHOWN if saved.get(name) is not None}
     plain = OmegaConf.to_container(OmegaConf.create(dict(settings)), resolve=False)
     assert isinstance(plain, dict)

@@ -54,7 +54,14 @@ class PolicySource:
         Raises:
             RLModuleError: there are no such weights, or the command was given several processes.
         """
-        run = one_process(invocation)
+        return self.place_for(one_process(invocation), order)
+
+    def place_for(self, run: Run, order: tuple[str, ...]) -> Place:
+        """The same for a command that works on any number of processes; ``run`` has the settings.
+
+        Raises:
+            RLModuleError: there are no such weights.
+        """
         if self.run is None:
             if self.checkpoint != AUTO:
                 raise ConfigError(

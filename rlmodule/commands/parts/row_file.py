@@ -19,6 +19,7 @@ from rlmodule.records.metrics_log import atomic_write
 
 KEY = "command.out"
 ID = "sample_id"  # names a line
+SHORT = 40  # characters of a value that a message shows; digests are longer
 
 
 @dataclass(eq=False)
@@ -47,8 +48,7 @@ class RowFile:
         path = path.absolute()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _check_same(path, settings)
-            made = cls(path, _locked(path))
+            made = cls(path, _opened(path, settings))
             made._keep_whole_lines()
         except OSError as error:
             raise _cannot_write(path, error) from error
@@ -119,32 +119,54 @@ def _lines(path: Path) -> Iterator[tuple[int, int, int]]:
             start += len(line)
 
 
-def _check_same(path: Path, settings: Mapping[str, Any]) -> None:
-    """Write the settings of a new file, or compare with those of one that is there.
+def _opened(path: Path, settings: Mapping[str, Any]) -> int:
+    """The settings beside the file, written where the file begins and the same as before where it goes on; locked.
+
+    The lock is on the settings, which are never replaced by another file; it is freed when the process dies.
 
     Raises:
-        ConfigError: they differ, or the file was made by something else.
+        ConfigError: the file was made by something else or with other settings, or another process writes it.
     """
     beside = path.with_name(f"{path.name}.settings.json")
-    now = json.loads(json.dumps(dict(settings), default=str))
-    if not path.exists() or path.stat().st_size == 0:
-        with atomic_write(beside) as aside:
-            aside.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
-        return
+    is_new = not path.exists() or path.stat().st_size == 0
+    if not is_new and not beside.is_file():
+        raise _not_ours(path, beside)
+    descriptor = os.open(beside, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _lock(path, descriptor)
+        now = json.loads(json.dumps(dict(settings), default=str))
+        if is_new:
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, (json.dumps(now, indent=1) + "\n").encode())
+        else:
+            _check_same(path, beside, now)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _lock(path: Path, descriptor: int) -> None:
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            raise
+        raise ConfigError(
+            key=KEY, got=path, because="another process is writing it", fix="Wait for it, or use another file"
+        ) from None
+
+
+def _check_same(path: Path, beside: Path, now: Mapping[str, Any]) -> None:
     try:
         before = json.loads(beside.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except ValueError:
         before = None
     if not isinstance(before, dict):
-        raise ConfigError(
-            key=KEY,
-            got=path,
-            because=f"something is there that cannot be gone on with, as {beside.name} is missing or damaged",
-            fix="Use another file",
-        )
-    changed = [name for name in sorted(now | before) if now.get(name) != before.get(name)]
+        raise _not_ours(path, beside)
+    changed = [name for name in sorted({**now, **before}) if now.get(name) != before.get(name)]
     if changed:
-        shown = [n if len(str(now.get(n))) > 40 else f"{n} was {before.get(n)}, is {now.get(n)}" for n in changed]
+        shown = [n if len(str(now.get(n))) > SHORT else f"{n} was {before.get(n)}, is {now.get(n)}" for n in changed]
         raise ConfigError(
             key=KEY,
             got=path,
@@ -153,23 +175,13 @@ def _check_same(path: Path, settings: Mapping[str, Any]) -> None:
         )
 
 
-def _locked(path: Path) -> int:
-    """A lock on the file's settings, which stay where they are; freed when the process dies.
-
-    Raises:
-        ConfigError: another process holds it.
-    """
-    descriptor = os.open(path.with_name(f"{path.name}.settings.json"), os.O_RDWR)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        if error.errno not in (errno.EACCES, errno.EAGAIN):
-            raise
-        raise ConfigError(
-            key=KEY, got=path, because="another process is writing it", fix="Wait for it, or use another file"
-        ) from None
-    return descriptor
+def _not_ours(path: Path, beside: Path) -> ConfigError:
+    return ConfigError(
+        key=KEY,
+        got=path,
+        because=f"something is there that cannot be gone on with, as {beside.name} is missing or damaged",
+        fix="Use another file",
+    )
 
 
 def _cannot_write(path: Path, error: OSError) -> TrainingError:

@@ -84,7 +84,7 @@ def with_settings(now: DictConfig, plain: DictConfig, saved: DictConfig, words: 
     merged = dict(given)
     for section in given.keys() & before.keys() - OF_THE_OCCASION:
         merged[section] = _section(section, given[section], default.get(section), before[section], said)
-    if "data.train_files" in said and "environment" not in said:
+    if said & {"data.train_files", "data.val_files"} and "environment" not in said:
         merged["environment"] = {"name": "none"}
     return OmegaConf.create(merged)
 
@@ -95,12 +95,19 @@ def _section(name: str, given: Any, default: Any, before: Any, said: set[str]) -
     is_chosen = name in said or (isinstance(default, Mapping) and given.get("name") != default.get("name"))
     if is_chosen:
         return given
-    result = OmegaConf.create(dict(before))
+    base = {key: _base(value, given.get(key, value), (default or {}).get(key)) for key, value in before.items()}
+    result = OmegaConf.create(base)
     defaults = dict(_leaves(default or {}))
     for key, value in _leaves(given):
         if f"{name}.{key}" in said or key not in defaults or defaults[key] != value:
             OmegaConf.update(result, key, value, force_add=True)
     return OmegaConf.to_container(result)
+
+
+def _base(before: Any, given: Any, default: Any) -> Any:
+    """What a setting is put into: the run's, unless a mapping takes a list's place, or a list a mapping's."""
+    is_other_kind = isinstance(before, Mapping) != isinstance(given, Mapping)
+    return given if is_other_kind and given != default else before
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

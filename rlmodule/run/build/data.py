@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -11,23 +11,24 @@ from rlmodule.algorithm.shaping import KLController
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler
 from rlmodule.batching.workload import Workload
-from rlmodule.core.contract import Evaluator, RolloutEngine, Strategy
-from rlmodule.core.types import POLICY
+from rlmodule.core.contract import AnswerReward, Evaluator, RolloutEngine, Strategy
+from rlmodule.core.types import POLICY, Sample
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
-from rlmodule.evaluation import PairEvaluator, PromptEvaluator
+from rlmodule.evaluation.offline import DemonstrationEvaluator, PairEvaluator
+from rlmodule.evaluation.prompts import PromptEvaluator
 from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.live_engine import LiveEngine
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.reference_cache import ReferenceLogprobCache
 from rlmodule.experience.replay import ReplayMemory
 from rlmodule.experience.scoring import Scorer
-from rlmodule.experience.sources import OfflineSource, RowSampler
+from rlmodule.experience.sources import OfflineSource, RowSampler, Source
 from rlmodule.models.shape import shape_of
 from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.run.config import RunConfig
 from rlmodule.run.datasets import TrainingDataset
-from rlmodule.run.offline_datasets import Preferences
+from rlmodule.run.offline_datasets import Demonstrations, Preferences
 
 
 def build_datamodule(
@@ -78,19 +79,37 @@ def build_evaluators(
     strategy: Strategy,
     engine: Callable[[], RolloutEngine],
 ) -> list[Evaluator]:
-    """Of what is held out, prompts first; what it is given is that of ``build_datamodule``."""
+    """Of held-out prompts, then pairs, then demonstrations; what it is given is that of ``build_datamodule``."""
     s, made = config, list[Evaluator]()
     if dataset.val_prompts:
         assert s.reward is not None, "responses that are sampled get rewards"
-        made.append(PromptEvaluator(dataset.val_prompts, dataset.episodes, engine, s.reward, strategy))
-    if pairs := dataset.val_pairs:
-        draw = RowSampler(PromptStream(len(pairs), s.general.seed, shuffle=False), len(pairs), lambda: strategy.layout)
-        source = OfflineSource([pair.samples for pair in pairs], Preferences.rewards, draw)
-        at_once = replace(s.batching, mini_batch_size=2 * len(pairs))
-        once = replace(s, batching=at_once, algorithm=replace(s.algorithm, ppo_epochs=1))
-        make = partial(build_maker, once, dataset, objective, strategy, iteration=0)
-        made.append(PairEvaluator(source, make, s.trained_model))
+        gives_rewards = s.environment is not None and s.environment.gives_rewards
+        answer_of = s.reward.answer_of if isinstance(s.reward, AnswerReward) and not gives_rewards else None
+        prompts = PromptEvaluator(dataset.val_prompts, dataset.episodes, engine, s.reward, strategy, s.val, answer_of)
+        made.append(prompts)
+    offline = partial(_offline, config=s, dataset=dataset, objective=objective, strategy=strategy)
+    if dataset.val_pairs:
+        made.append(PairEvaluator(*offline(dataset.held_out_rows, Preferences.rewards)))
+    if dataset.val_demonstrations:
+        made.append(DemonstrationEvaluator(*offline(dataset.held_out_rows, Demonstrations.rewards)))
     return made
+
+
+def _offline(
+    rows: Sequence[Sequence[Sample]],
+    rewards: Sequence[float],
+    *,
+    config: RunConfig,
+    dataset: TrainingDataset,
+    objective: Objective,
+    strategy: Strategy,
+) -> tuple[Source, Callable[[], ExperienceMaker], str]:
+    """Fields of an OfflineEvaluator: its mini-batch holds all rows at once."""
+    draw = RowSampler(PromptStream(len(rows), config.general.seed, shuffle=False), len(rows), lambda: strategy.layout)
+    at_once = replace(config.batching, mini_batch_size=len(rewards) * len(rows))
+    once = replace(config, batching=at_once, algorithm=replace(config.algorithm, ppo_epochs=1))
+    make = partial(build_maker, once, dataset, objective, strategy, iteration=0)
+    return OfflineSource(rows, rewards, draw), make, config.trained_model
 
 
 def build_maker(

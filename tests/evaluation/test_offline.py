@@ -1,6 +1,6 @@
-"""Held-out pairs: the numbers are those of plain arithmetic over the pairs, whoever computes which of them.
+"""Held-out pairs and demonstrations: the numbers are those of plain arithmetic, whoever computes which of them.
 
-Greedy answers to held-out prompts are in ``callbacks/test_callbacks_in_a_run.py``; whole runs that validate on pairs in
+Answers to held-out prompts are in ``test_prompts.py``; whole runs that validate on pairs in
 ``test_preference_runs.py`` and ``test_reward_model_runs.py``.
 """
 
@@ -20,12 +20,13 @@ from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import StepTotals, TrainingSample
 from rlmodule.data.preferences import Pair
 from rlmodule.data.stream import PromptStream
-from rlmodule.evaluation import PairEvaluator
+from rlmodule.evaluation.offline import DemonstrationEvaluator, PairEvaluator
 from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.sources import OfflineSource, RowSampler
 from rlmodule.losses.dpo import DPO
+from rlmodule.losses.sft import SFT
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
@@ -33,6 +34,7 @@ from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import compose, small_run
 from tests.helpers.tiny import sample, tiny_policy, wrap_here
 
+FILES = ("data=files", "data.max_prompt_length=32", "data.max_response_length=8", "warm_start.steps=0")
 BETA = 0.2
 PAIRS = [Pair(sample(2 * i, 3, 2 + i), sample(2 * i + 1, 3, 7 - i)) for i in range(5)]
 WHOLE, CUT = 1000, 24  # tokens of a micro-batch: all pairs, or one or two
@@ -59,10 +61,10 @@ def examine(rank, budget, *, agg="prompt-mean"):
     draw = RowSampler(PromptStream(len(PAIRS), seed=0), len(PAIRS), lambda: strategy.layout)
     source = OfflineSource([pair.samples for pair in PAIRS], (1.0, -1.0), draw)
     evaluator = PairEvaluator(source, make, "policy")
-    first = evaluator()
+    first = evaluator().metrics
     for parameter in inner["reference"].parameters():
         parameter.zero_()
-    second = evaluator()
+    second = evaluator().metrics
     return first, second, any(p.grad is not None for p in inner["policy"].parameters())
 
 
@@ -124,9 +126,82 @@ def test_ranks_change_nothing_in_held_out_numbers(expected, world_size):
         assert second == expected
 
 
-# ---- where held-out pairs come from
+# ---- demonstrations
 
-FILES = ("data=files", "data.max_prompt_length=32", "data.max_response_length=8", "warm_start.steps=0")
+SHOWN = [sample(i, 3, 2 + 3 * i % 7, loss_mask=[i % 2 == 0 or j > 0 for j in range(2 + 3 * i % 7)]) for i in range(6)]
+
+
+def predict(rank, budget, agg="token-mean"):
+    """What the evaluator says of demonstrations, whatever mean is trained with."""
+    torch.set_num_threads(1)
+    strategy = wrap_here({"policy": tiny_policy(seed=0)})
+    objective = Objective(SFT(), AlgorithmConfig(source="demonstrations", loss_agg_mode=agg, entropy_coeff=0.5))
+    batching = BatchingConfig(mini_batch_size=len(SHOWN), max_token_len_per_gpu=budget)
+    make = partial(
+        ExperienceMaker,
+        Scorer(strategy, objective, DynamicCollator(), torch.device("cpu")),
+        AdvantageStage(objective, None, strategy.collectives),
+        lambda metas: BalancedSampler(metas, batching, strategy.layout, seed=0, iteration=0),
+    )
+    draw = RowSampler(PromptStream(len(SHOWN), seed=0, shuffle=False), len(SHOWN), lambda: strategy.layout)
+    source = OfflineSource([(shown,) for shown in SHOWN], (1.0,), draw)
+    return DemonstrationEvaluator(source, make, "policy")().metrics
+
+
+@pytest.fixture(scope="module")
+def surprise():
+    """Mean negative log-probability of a trained token, each response scored alone and added up by Python."""
+    policy, logprobs = tiny_policy(seed=0), list[float]()
+    for shown in SHOWN:
+        with torch.no_grad():
+            logprobs += policy(pack_rows([TrainingSample(shown)], StepTotals(tokens=99, sequences=1))).logprob.tolist()
+    assert len(logprobs) == sum(int(shown.loss_mask.sum()) for shown in SHOWN)
+    return -math.fsum(logprobs) / len(logprobs)
+
+
+@pytest.mark.parametrize("budget", [WHOLE, CUT])
+@pytest.mark.parametrize("agg", ["token-mean", "seq-mean-token-mean"])
+def test_held_out_loss_is_the_mean_over_trained_tokens_however_the_training_loss_is_averaged(surprise, budget, agg):
+    metrics = predict(0, budget, agg)
+    assert metrics == {
+        "val/loss": pytest.approx(surprise, rel=1e-5),
+        "val/perplexity": pytest.approx(math.exp(surprise), rel=1e-4),
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_change_nothing_in_held_out_loss(surprise, world_size):
+    for metrics in run_on_ranks(world_size, partial(predict, budget=CUT)):
+        assert metrics["val/loss"] == pytest.approx(surprise, rel=1e-5)
+
+
+def test_demonstrations_of_files_are_held_out(tmp_path):
+    rows = {"train": [{"prompt": "q", "completion": "a"}], "val": [{"prompt": "ask", "completion": "yes"}] * 3}
+    for name, some in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+    named = [f"data.{split}_files=[{tmp_path / split}.jsonl]" for split in rows]
+    node = compose("algorithm=sft", *FILES, *named, "data.val_max_rows=2")
+    dataset = Run.read(node, RunDirectory(tmp_path / "run"), STRATEGIES).dataset
+    assert [shown.text for [shown] in dataset.val_demonstrations] == ["yes", "yes"]
+    assert dataset.describe_held_out() == "2 demonstrations"
+    assert len(Run.read(node, RunDirectory(tmp_path / "run"), STRATEGIES).dataset.val_prompts) == 0
+
+
+def test_an_environment_holds_out_a_demonstration_for_each_of_its_test_prompts(tmp_path):
+    dataset = small_run(tmp_path, "algorithm=sft", "warm_start.steps=0").dataset
+    assert len(dataset.val_demonstrations) == 4
+    assert not {s.prompt.text for [s] in dataset.val_demonstrations} & {s.prompt.text for [s] in dataset.rows}
+
+
+def test_a_warm_start_holds_nothing_of_the_run_s_files_out(tmp_path):
+    """They may have no responses."""
+    node = compose(*FILES, "warm_start.steps=4", "data.train_files=[t.jsonl]", "data.val_files=[v.jsonl]")
+    config = Run.read(node, RunDirectory(tmp_path / "run"), STRATEGIES).config
+    assert not config.for_warm_start().has_validation
+
+
+# ---- where held-out pairs come from
 
 
 def from_files(tmp_path, algorithm, *held_out, **overrides):
@@ -166,7 +241,7 @@ def test_held_out_rows_are_checked_before_a_model_is_loaded(tmp_path):
 def test_an_environment_holds_out_a_pair_for_each_of_its_test_prompts(tmp_path):
     dataset = small_run(tmp_path, "algorithm=dpo", "warm_start.steps=0").dataset
     held_out = [pair.chosen.prompt.text for pair in dataset.val_pairs]
-    assert held_out == [prompt.text for prompt in dataset.val_prompts]
+    assert held_out == [prompt.text for prompt in dataset.val_prompts[""]]
     assert not set(held_out) & {pair.chosen.prompt.text for pair in dataset.pairs}
     assert dataset.describe_held_out() == "4 prompts, 4 pairs"
 
