@@ -196,6 +196,8 @@ def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
         raise deferred_errors[0]
     command: Command = component(COMMANDS, config.command)
     run = build(config, run_dir)
+    for key, value in run.settled.items():
+        OmegaConf.update(config, key, value)
     to_save, secrets = mask(without_environment(config))
     to_environment(secrets)
     return command(

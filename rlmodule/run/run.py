@@ -30,6 +30,7 @@ from rlmodule.models.building import parameter_count
 from rlmodule.models.compiled import check_compiler
 from rlmodule.models.description import SEPARATE, load_model_config, load_tokenizer
 from rlmodule.models.recompute import SELECTIVE, check_offload
+from rlmodule.models.size import size_of
 from rlmodule.module import RLModule
 from rlmodule.records.run_directory import RunDirectory, locked
 from rlmodule.run.build.data import build_datamodule
@@ -44,6 +45,7 @@ from rlmodule.run.datasets import DATASETS, Demonstrations, TrainingDataset
 from rlmodule.run.digests import check_unchanged, digests
 from rlmodule.run.digests import save as save_digests
 from rlmodule.run.launchers.local import process_rank
+from rlmodule.run.learning_rate import learning_rate_warning, settled_keys, with_learning_rates
 from rlmodule.run.plan import ModelSummary, RunPlan
 from rlmodule.run.preflight.checks import check
 from rlmodule.run.preflight.family import check_families
@@ -100,8 +102,16 @@ class Run:
         """
         config = RunConfig.read(node)
         if config.backend == AUTO_BACKEND:
-            config = replace(config, backend="single" if Machine(config.trainer).world_size == 1 else "ddp")
+            config = replace(config, backend="single" if Machine(config.trainer).is_alone else "ddp")
         return cls(config, run_dir, registry, node.strategy)
+
+    def __post_init__(self) -> None:
+        self.config = with_learning_rates(self.config, lambda: size_of(self.hf_config).total)
+
+    @property
+    def settled(self) -> dict[str, Any]:
+        """Full key -> value of what the configuration leaves to the model; what a run saves holds numbers."""
+        return settled_keys(self.config)
 
     @property
     def machine(self) -> Machine:
@@ -152,6 +162,9 @@ class Run:
         self.check_strategy()
         config, layout = self.config, self.strategy.layout
         check(config, self.hf_config, layout)
+        warning = learning_rate_warning(config)
+        if warning and self.is_rank_zero:
+            print(warning)
         if config.model.value == SEPARATE:
             check_value_model(config, self.hf_config, load_model_config(critic_model(config), "critic"), layout)
         check_tokenizer(config.model, self.tokenizer, self.hf_config)

@@ -10,7 +10,13 @@ from collections.abc import Collection, Sequence
 from rlmodule.core.errors import ConfigError, did_you_mean
 
 # Mappings whose keys are the user's: the chat template's, the model family's, the reward function's.
-OPEN_MAPPINGS = ("data.chat_template_args", "model.architecture", "critic.architecture", "reward.arguments")
+OPEN_MAPPINGS = (
+    "data.chat_template_args",
+    "model.architecture",
+    "model.shape",
+    "critic.architecture",
+    "reward.arguments",
+)
 
 
 def with_command(arguments: Sequence[str], commands: Collection[str]) -> list[str]:

@@ -19,7 +19,7 @@ SCHEDULES = CONSTANT, LINEAR, COSINE = ("constant", "linear", "cosine")
 class OptimizerConfig(ABC):
     """Base of all optimizers; a subclass adds its own settings and builds the optimizer."""
 
-    lr: float = 2e-4  # peak learning rate
+    lr: float | None = None  # peak learning rate; null: the one that fits the model (the keys of model)
     weight_decay: float = 0.0  # decoupled; not applied to biases, norms and other parameters that are no weights
     warmup_steps: int = 5  # optimizer steps from 0 to lr
     schedule: str = CONSTANT  # after warm-up: constant, linear or cosine
@@ -29,10 +29,18 @@ class OptimizerConfig(ABC):
 
     def __post_init__(self) -> None:
         one_of("schedule", self.schedule, SCHEDULES)
-        for name in ("lr", "weight_decay", "warmup_steps", "min_lr_ratio", "max_grad_norm"):
+        if self.lr is not None:
+            at_least("lr", self.lr, 0)
+        for name in ("weight_decay", "warmup_steps", "min_lr_ratio", "max_grad_norm"):
             at_least(name, getattr(self, name), 0)
         if self.total_steps is not None:
             at_least("total_steps", self.total_steps, 1)
+
+    @property
+    def peak_lr(self) -> float:
+        """The peak learning rate of an optimizer that is built; ``run/learning_rate.py`` has filled it in."""
+        assert self.lr is not None, "an optimizer that is built has a learning rate"
+        return self.lr
 
     @abstractmethod
     def build(self, parameters: Iterable[tuple[str, nn.Parameter]], decayed: Collection[str]) -> Optimizer:
