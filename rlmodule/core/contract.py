@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from rlmodule.core.episodes import Completion, Done, GenerationRequest, Observation
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metric, Metrics
+from rlmodule.core.sharding import Sharding
 from rlmodule.core.types import (
     AdvantageInputs,
     LossInputs,
@@ -288,6 +289,9 @@ class StrategyClass(Protocol):
 
     def layout_of(self, config: Any, world_size: int) -> Layout:
         """The layout of a run of ``world_size`` processes, seen from rank 0, before any process is started."""
+
+    def sharding_of(self, config: Any, layout: Layout) -> Sharding:
+        """How a model that trains is spread in such a layout; for planning."""
 
     def __call__(self, config: Any, *, device: str, num_processes: int, num_nodes: int) -> Strategy:
         """The strategy of one process.

@@ -151,10 +151,10 @@ def _run_one_of_each_block(lm: PreTrainedModel, trace: _Trace) -> None:
     kinds = getattr(lm.config.get_text_config(), "layer_types", None)
     for block in lm.modules():
         if type(block).__name__ in names:
-            block.forward = partial(trace.run, _signature(block, kinds), block.forward)
+            block.forward = partial(trace.run, block_signature(block, kinds), block.forward)
 
 
-def _signature(block: nn.Module, kinds: list[str] | None) -> object:
+def block_signature(block: nn.Module, kinds: list[str] | None) -> object:
     """Equal for blocks that do the same: modules, shapes of parameters, switches and sizes, kind of layer."""
     parts: list[object] = []
     for name, module in block.named_modules():

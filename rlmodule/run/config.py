@@ -59,6 +59,7 @@ SECTIONS = (
     ),
     *("warm_start", "trainer", "strategy", "callbacks", "command"),
 )
+AUTO_BUDGET = "auto"  # of batching.max_token_len_per_gpu
 NO_ENVIRONMENT = "none"  # rows come from files
 
 
@@ -73,12 +74,15 @@ class TrainerConfig:
     num_threads: int | None = None  # CPU threads of one process
     max_skipped_in_a_row: int = 10  # stop after that many steps in a row without a finite gradient norm
     timeout: float = 10.0  # minutes that a process may show no sign of life before the run is ended
+    device_memory_gb: float | None = None  # memory of a device for plans and budgets, 1e9 bytes; null: as this machine
 
     def __post_init__(self) -> None:
         at_least("max_epochs", self.max_epochs, 1)
         at_least("num_nodes", self.num_nodes, 1)
         at_least("max_skipped_in_a_row", self.max_skipped_in_a_row, 1)
         more_than("timeout", self.timeout, 0)
+        if self.device_memory_gb is not None:
+            more_than("device_memory_gb", self.device_memory_gb, 0)
         one_of("accelerator", self.accelerator, ("auto", "cpu", "gpu", "cuda", "mps", "npu", "xpu"))
         if self.num_threads is not None:
             at_least("num_threads", self.num_threads, 1)
@@ -145,6 +149,7 @@ class RunConfig:
     advantage: Advantage | None = None  # None where the loss reads none
     reward: Reward | None = None  # None where no response is rewarded
     batching: BatchingConfig = field(default_factory=BatchingConfig)
+    fits_budget: bool = False  # whether batching.max_token_len_per_gpu is to be as large as the device allows
     optimizer: OptimizerConfig = field(default_factory=AdamW)
     critic: CriticConfig = field(default_factory=CriticConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -177,7 +182,8 @@ class RunConfig:
             replay=replay,
             algorithm=algorithm if data.rollouts is None else algorithm.for_stored_rollouts(),
             loss=loss,
-            batching=convert(BatchingConfig, node.batching, "batching"),
+            batching=convert(BatchingConfig, without_auto(node.batching), "batching"),
+            fits_budget=node.batching.get("max_token_len_per_gpu") == AUTO_BUDGET,
             optimizer=component(OPTIMIZERS, node.optimizer),
             warm_start=convert(WarmStartConfig, node.warm_start, "warm_start"),
             trainer=convert(TrainerConfig, node.trainer, "trainer"),
@@ -336,6 +342,13 @@ class RunConfig:
         )
 
 
+def without_auto(batching: DictConfig) -> DictConfig:
+    """The section with a number in the place of ``auto``, which is filled in once the model is known."""
+    if batching.get("max_token_len_per_gpu") != AUTO_BUDGET:
+        return batching
+    return OmegaConf.merge(batching, {"max_token_len_per_gpu": BatchingConfig().max_token_len_per_gpu})  # type: ignore[return-value]
+
+
 def component(registry: Registry[Any], node: Any, key: str | None = None) -> Any:
     """Build the component that a section names from the section's other keys.
 
@@ -393,7 +406,8 @@ def _check_sections(node: DictConfig) -> None:
                 because="a run cannot do without this section",
                 fix=f"Choose one with {name}=NAME; --help lists the names",
             )
-    known = {f for f in RunConfig.__dataclass_fields__ if f not in ("general", "backend", "loggers")}
+    beside = ("general", "backend", "loggers", "fits_budget")
+    known = {f for f in RunConfig.__dataclass_fields__ if f not in beside}
     known |= {"strategy", "logger", "command", *GeneralConfig.__dataclass_fields__}
     for key in map(str, node):
         if key not in known:

@@ -29,12 +29,14 @@ from rlmodule.datamodule import RLDataModule
 from rlmodule.models.building import parameter_count
 from rlmodule.models.compiled import check_compiler
 from rlmodule.models.description import SEPARATE, load_model_config, load_tokenizer
+from rlmodule.models.published import describe_model
 from rlmodule.models.recompute import SELECTIVE, check_offload
 from rlmodule.models.size import size_of
 from rlmodule.module import RLModule
 from rlmodule.records.run_directory import RunDirectory, locked
 from rlmodule.run.build.data import build_datamodule
-from rlmodule.run.build.distributed import init_distributed, meet
+from rlmodule.run.build.device_memory import device_memory
+from rlmodule.run.build.distributed import init_distributed, meet, smallest_of_ranks
 from rlmodule.run.build.machine import Machine
 from rlmodule.run.build.models import build_module, critic_model
 from rlmodule.run.build.provenance import flat, save_config
@@ -47,6 +49,10 @@ from rlmodule.run.digests import save as save_digests
 from rlmodule.run.launchers.local import process_rank
 from rlmodule.run.learning_rate import learning_rate_warning, settled_keys, with_learning_rates
 from rlmodule.run.plan import ModelSummary, RunPlan
+from rlmodule.run.planning.budget import fitting_budget
+from rlmodule.run.planning.machine import PlannedMachine
+from rlmodule.run.planning.plan import Plan
+from rlmodule.run.planning.work import Lengths
 from rlmodule.run.preflight.checks import check
 from rlmodule.run.preflight.family import check_families
 from rlmodule.run.preflight.layout import check_layout
@@ -106,12 +112,19 @@ class Run:
         return cls(config, run_dir, registry, node.strategy)
 
     def __post_init__(self) -> None:
-        self.config = with_learning_rates(self.config, lambda: size_of(self.hf_config).total)
+        self.config = with_learning_rates(self.config, lambda: size_of(describe_model(self.config.model).config).total)
+        if self.config.fits_budget:
+            self._take_budget(fitting_budget(self.plan_with(), device_memory(PlannedMachine(self.config.trainer))))
+
+    def _take_budget(self, budget: int) -> None:
+        batching = replace(self.config.batching, max_token_len_per_gpu=budget)
+        self.config = replace(self.config, batching=batching, fits_budget=False)
 
     @property
     def settled(self) -> dict[str, Any]:
         """Full key -> value of what the configuration leaves to the model; what a run saves holds numbers."""
-        return settled_keys(self.config)
+        budget = {"batching.max_token_len_per_gpu": self.config.batching.max_token_len_per_gpu}
+        return settled_keys(self.config) | budget
 
     @property
     def machine(self) -> Machine:
@@ -128,6 +141,11 @@ class Run:
         """How its models are spread."""
         return StrategyChoice(self.config, self.machine, self.registry, self.strategy_node)
 
+    def plan_with(self, lengths: Lengths | None = None) -> Plan:
+        """What the run will need on the machine that it asks for, which need not be this one."""
+        machine = PlannedMachine(self.config.trainer)
+        return Plan(self.config, replace(self.strategy, machine=machine), lengths)
+
     def locked(self) -> AbstractContextManager[None]:
         """Keep the run directory for this process; see ``records/run_directory.py``."""
         return locked(self.run_dir)
@@ -135,6 +153,8 @@ class Run:
     def init_distributed(self) -> None:
         """Under torchrun or srun: meet the other ranks, and learn the run directory from the first."""
         self.run_dir = init_distributed(self.machine, self.run_dir)
+        # Free memory differs from machine to machine, and the plan must be the same on every rank.
+        self._take_budget(smallest_of_ranks(self.config.batching.max_token_len_per_gpu))
 
     # ---- before anything is loaded
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,6 +19,8 @@ SCHEDULES = CONSTANT, LINEAR, COSINE = ("constant", "linear", "cosine")
 @dataclass(frozen=True)
 class OptimizerConfig(ABC):
     """Base of all optimizers; a subclass adds its own settings and builds the optimizer."""
+
+    state_bytes: ClassVar[int] = 8  # of the states for each trained parameter, for planning: two fp32 moments
 
     lr: float | None = None  # peak learning rate; null: the one that fits the model (the keys of model)
     weight_decay: float = 0.0  # decoupled; not applied to biases, norms and other parameters that are no weights
