@@ -68,11 +68,16 @@ class ModelMemory:
     is_trained: bool
     state_bytes: int
 
+    def _numel(self, parameters: int, ranks: int) -> int:
+        """Elements of this process's share; tensor-parallel ranks split what is in the blocks alone."""
+        outside = min(self.size.outside, parameters) if parameters == self.size.total else 0
+        return (parameters + (self.sharding.split - 1) * outside) // ranks
+
     @property
     def weights(self) -> int:
         """Bytes of weights that the process holds, masters included."""
         s, trained = self.sharding, self.size.trained if self.is_trained else 0
-        held = 0 if "weights" in s.on_host else self.size.total * s.weight_bytes // s.weights
+        held = 0 if "weights" in s.on_host else self._numel(self.size.total, s.weights) * s.weight_bytes
         return held + (0 if s.masters is None else trained * FP32 // s.masters)
 
     @property
@@ -80,13 +85,13 @@ class ModelMemory:
         """Bytes of gradients once all are there."""
         s = self.sharding
         away = "gradients" in s.on_host or not self.is_trained
-        return 0 if away else self.size.trained * FP32 * s.gradient_copies // s.gradients
+        return 0 if away else self._numel(self.size.trained, s.gradients) * FP32 * s.gradient_copies
 
     @property
     def moments(self) -> int:
         """Bytes of the optimizer's states on the device."""
         away = "moments" in self.sharding.on_host or not self.is_trained
-        return 0 if away else self.size.trained * self.state_bytes // self.sharding.moments
+        return 0 if away else self._numel(self.size.trained, self.sharding.moments) * self.state_bytes
 
     @property
     def gathered(self) -> int:

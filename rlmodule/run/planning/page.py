@@ -168,7 +168,7 @@ def _size(number: float) -> str:
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if number >= size:
             return f"{number / size:,.2f} {unit}"
-    return f"{number / 1e3:,.2f} kB"
+    return f"{number / 1e3:,.2f} kB" if number else "0"
 
 
 def _duration(number: float) -> str:

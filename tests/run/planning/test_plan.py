@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from io import StringIO
 
 import hydra
@@ -14,6 +15,7 @@ from rich.console import Console
 from rlmodule import cli
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.sharding import Sharding
+from rlmodule.models import footprint
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.build.device_memory import free_host_memory
 from rlmodule.run.planning.page import Assumed, as_data, show
@@ -195,10 +197,11 @@ def test_heads_that_do_not_split_are_a_problem():
     assert "[1, 2, 4" in error.fix
 
 
-@pytest.mark.parametrize("name", [name for name in cli.menu("model") if name not in ("local",)])
-def test_every_named_model_can_be_planned(name):
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "gpt_oss_20b", "gemma3_4b", "phi4_mini", "olmo2_1b", "smollm2_135m"])
+def test_models_of_every_kind_can_be_planned(name):
+    """Experts, attention sinks, a vision tower, fused projections, norms behind blocks, a package."""
     data = data_of(plan_of(f"model={name}", "trainer.devices=8", "strategy=fsdp2", *FILES))
-    assert data["problems"] == [] or name == "tiny"
+    assert data["problems"] == []
     assert 0 < data["peak_bytes"] < 1e13
     assert all(number >= 0 for number in data["step_memory"].values())
 
@@ -269,3 +272,10 @@ def test_a_plan_asks_no_device(monkeypatch):
     plan = plan_of(*SEVEN[:2], "trainer.devices=512", "trainer.num_nodes=4", "trainer.accelerator=npu", *FILES)
     assert plan.layout.dp_size == 2048
     assert isinstance(plan.sharding, Sharding)
+
+
+def test_a_plan_takes_less_than_five_seconds():
+    footprint._known.clear()
+    start = time.process_time()
+    data_of(plan_of("model=qwen2.5_32b", "strategy=fsdp2", "trainer.devices=8", *FILES))
+    assert time.process_time() - start < 5
