@@ -22,6 +22,7 @@ from rlmodule.core.contract import Backward, Collectives, ModelObjective, ModelS
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metrics
 from rlmodule.core.parameters import Cast, fp32_names, tied
+from rlmodule.core.sharding import Sharding
 from rlmodule.core.types import MicroBatch, StepTotals, TokenOutputs
 from strategies.parts.collectives import LocalCollectives
 from strategies.parts.loading import load
@@ -52,6 +53,11 @@ class StrategyMixin(SavedState):
     def gathers_inside_blocks(self) -> bool:
         """Whether it gathers parameters inside a block (ZeRO-3), which rules out selective checkpointing."""
         return False
+
+    @classmethod
+    def sharding_of(cls, config: Any, layout: Layout) -> Sharding:
+        """How a model that trains is spread, for plans; unless a backend says more, every process holds everything."""
+        return Sharding()
 
     @classmethod
     def layout_of(cls, config: Any, world_size: int) -> Layout:
