@@ -49,12 +49,24 @@ class PlanRun:
     def __call__(self, invocation: Invocation) -> int:
         """Print the page; 2 where the run would be refused."""
         run = invocation.run
+        self._check_json()
         plan = run.plan_with(self._lengths(run))
         data = as_data(plan, self._assumed(run))
         show(data, Console(highlight=False, soft_wrap=False))
         if self.json is not None:
             Path(self.json).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         return USER_ERROR if data["problems"] else 0
+
+    def _check_json(self) -> None:
+        """Refuse a file that cannot be written, before anything is computed."""
+        if self.json is None or (Path(self.json).parent.is_dir() and not Path(self.json).is_dir()):
+            return
+        raise ConfigError(
+            key="command.json",
+            got=self.json,
+            because="it is a folder, or lies in one that does not exist",
+            fix="Give the path of a file in a folder that exists",
+        )
 
     def _lengths(self, run: Run) -> Lengths:
         config = run.config

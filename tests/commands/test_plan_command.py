@@ -30,6 +30,12 @@ def test_a_plan_of_a_run_that_would_be_refused_ends_with_2_and_tells_every_probl
     assert "Traceback" not in done.text
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path):
+    for path in (tmp_path / "absent" / "plan.json", tmp_path):
+        with pytest.raises(ConfigError, match="a folder that exists"):
+            PlanRun(json=str(path))._check_json()
+
+
 @pytest.mark.parametrize(
     ("values", "key"),
     [
