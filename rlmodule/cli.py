@@ -203,6 +203,8 @@ def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
     config.overrides = without_values(overrides_as_typed())
 
     def read_config() -> str:
+        for key, value in invocation.run.settled.items():
+            OmegaConf.update(config, key, value)
         to_save, secrets = mask(without_environment(config))
         to_environment(secrets)
         return OmegaConf.to_yaml(to_save)

@@ -10,6 +10,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rlmodule.core.config import at_least
+from rlmodule.core.layout import Layout
+from rlmodule.core.sharding import Sharding, waiting_on_host
 from strategies.parts.distributed import DistributedStrategy, OffloadParallelConfig
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
@@ -32,6 +34,20 @@ class DDPStrategy(DistributedStrategy):
 
     config_class: ClassVar[type] = DDPConfig
     config: DDPConfig
+
+    @classmethod
+    def sharding_of(cls, config: DDPConfig, layout: Layout) -> Sharding:
+        """Every process holds everything; gradients are all-reduced (reduced and gathered) once in a step.
+
+        The buckets are there from the start, and micro-batches before the last one accumulate beside them.
+        """
+        return Sharding(
+            gradient_copies=2,
+            on_host=waiting_on_host(weights=False, gradients=False, moments=config.offload_optimizer),
+            group=layout.dp_sp_size,
+            gathers_per_step=1,
+            reduces_per_step=1,
+        )
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Wrap a model that trains; the wrapper stays outside the module tree, so parameter names get no prefix."""

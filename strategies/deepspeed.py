@@ -24,8 +24,10 @@ from torch.optim import Optimizer
 
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import CheckpointError, ConfigError
+from rlmodule.core.layout import Layout
 from rlmodule.core.parameters import fp32_names, tied
-from strategies.parts.blocks import DTYPES, blocks_of, check_no_fp32_weights, lm_of
+from rlmodule.core.sharding import Sharding, waiting_on_host
+from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, check_no_fp32_weights, lm_of
 from strategies.parts.distributed import ParallelConfig
 from strategies.parts.loading import load
 from strategies.parts.saved_state import MOMENT
@@ -135,6 +137,29 @@ class DeepSpeedStrategy(ShardedStrategy):
     def cuts_parameters(self) -> bool:
         """Whether each process holds only a part of the weights."""
         return self.config.stage == 3
+
+    @classmethod
+    def sharding_of(cls, config: DeepSpeedConfig, layout: Layout) -> Sharding:
+        """Every stage has fp32 masters of its own; stage 3 keeps its share of the gradients twice."""
+        group, cuts = layout.dp_sp_size, config.stage == 3
+        return Sharding(
+            weights=group if cuts else 1,
+            gradients=group if config.stage >= 2 else 1,
+            moments=group,
+            masters=group,
+            weight_bytes=bytes_of(config.param_dtype),
+            gathered_bytes=bytes_of(config.param_dtype),
+            gathers_blocks=cuts,
+            gradient_copies=2 if cuts else 1,
+            bucket_numel=config.bucket_numel,
+            on_host=waiting_on_host(weights=config.offload_param, gradients=False, moments=config.offload_optimizer),
+            copies_to_sample=cuts,
+            group=group,
+            gathers_per_micro_step=2 if cuts else 0,
+            reduces_per_micro_step=1 if config.stage >= 2 else 0,
+            gathers_per_step=0 if cuts else 1,
+            reduces_per_step=0 if config.stage >= 2 else 1,
+        )
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Engines come later; up to stage 2 every process holds whole weights."""

@@ -24,8 +24,10 @@ from torch.optim import Optimizer
 
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import Layout
 from rlmodule.core.parameters import tied
-from strategies.parts.blocks import DTYPES, blocks_of, fp32_parts
+from rlmodule.core.sharding import Sharding, waiting_on_host
+from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, fp32_parts
 from strategies.parts.distributed import OffloadParallelConfig
 from strategies.parts.loading import load
 from strategies.parts.offload import check_offload_once
@@ -88,6 +90,29 @@ class FSDPStrategy(ShardedStrategy):
     def __init__(self, config: FSDPConfig, **place: Any) -> None:
         super().__init__(config, **place)
         self._aliases: dict[str, list[tuple[str, ...]]] = {}
+
+    @classmethod
+    def sharding_of(cls, config: FSDPConfig, layout: Layout) -> Sharding:
+        """Everything is cut over the ranks of one copy; ``grad_op`` keeps gathered weights until backward."""
+        group, keeps = layout.dp_sp_size // config.dp_replicate, config.sharding == "grad_op"
+        return Sharding(
+            weights=group,
+            gradients=group if config.reduce_every_micro_batch else 1,
+            moments=group,
+            gathered_bytes=bytes_of(config.param_dtype),
+            gathers_blocks=True,
+            keeps_gathered=keeps,
+            on_host=waiting_on_host(
+                weights=config.cpu_offload,
+                gradients=config.cpu_offload,
+                moments=config.cpu_offload or config.offload_optimizer,
+            ),
+            copies_to_sample=True,
+            group=group,
+            gathers_per_micro_step=1 if keeps else 2,
+            reduces_per_micro_step=1 if config.reduce_every_micro_batch else 0,
+            reduces_per_step=0 if config.reduce_every_micro_batch else 1,
+        )
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Shard in place; the outermost wrapper stays outside of the module tree."""

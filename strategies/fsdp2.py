@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from rlmodule.core.config import at_least, one_of
+from rlmodule.core.layout import Layout
 from rlmodule.core.parameters import tied
-from strategies.parts.blocks import DTYPES, blocks_of, fp32_parts, lm_of
+from rlmodule.core.sharding import Sharding, waiting_on_host
+from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, fp32_parts, lm_of
 from strategies.parts.distributed import OffloadParallelConfig
 from strategies.parts.loading import load
 from strategies.parts.offload import check_offload_once
@@ -52,6 +54,30 @@ class FSDP2Strategy(ShardedStrategy):
 
     config_class: ClassVar[type] = FSDP2Config
     config: FSDP2Config
+
+    @classmethod
+    def sharding_of(cls, config: FSDP2Config, layout: Layout) -> Sharding:
+        """Everything is cut over data and sequence ranks of one copy, matrices over tensor ranks as well."""
+        group = layout.dp_sp_size // config.dp_replicate
+        return Sharding(
+            weights=group * layout.tp_size,
+            gradients=(group if config.reduce_every_micro_batch else 1) * layout.tp_size,
+            moments=group * layout.tp_size,
+            gathered_bytes=bytes_of(config.param_dtype),
+            gathers_blocks=True,
+            keeps_gathered=not config.reshard_after_forward,
+            on_host=waiting_on_host(
+                weights=config.cpu_offload,
+                gradients=config.cpu_offload,
+                moments=config.cpu_offload or config.offload_optimizer,
+            ),
+            copies_to_sample=True,
+            group=group,
+            split=layout.tp_size,
+            gathers_per_micro_step=2 if config.reshard_after_forward else 1,
+            reduces_per_micro_step=1 if config.reduce_every_micro_batch else 0,
+            reduces_per_step=0 if config.reduce_every_micro_batch else 1,
+        )
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Shard in place: modules keep their names, their parameters become DTensors."""

@@ -10,6 +10,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import Layout
+from rlmodule.core.sharding import Sharding, waiting_on_host
 from strategies.parts.offload import OffloadConfig
 from strategies.parts.strategy_mixin import StrategyMixin, inner_models_of
 from strategies.registry import MODEL_TYPES, STRATEGIES
@@ -36,6 +38,11 @@ class SingleStrategy(StrategyMixin, SingleDeviceStrategy):
             )
         self.offload = config
         super().__init__(device=torch.device(device, 0) if device != "cpu" else torch.device("cpu"))
+
+    @classmethod
+    def sharding_of(cls, config: SingleConfig, layout: Layout) -> Sharding:
+        """Nothing is shared; moments may wait in host memory."""
+        return Sharding(on_host=waiting_on_host(weights=False, gradients=False, moments=config.offload_optimizer))
 
     def model_to_device(self) -> None:
         """Nothing: ``wrap`` moves the inner models."""

@@ -228,7 +228,7 @@ def test_conf_says_what_the_code_says():
     purpose = {
         "data": {"max_prompt_length", "max_response_length", "warm_start_steps"},
         "environment": {"max_prompt_length", "max_response_length", "warm_start_steps"},
-        "model": {"architecture", "tokenizer"},
+        "model": {"architecture", "tokenizer", "lora", "lr", "sft_lr", "value_lr"},
         "algorithm": {"loss_scale_factor", "overlong_buffer"},
         "optimizer": {"schedule", "min_lr_ratio"},
         "warm_start": {"steps"},

@@ -34,7 +34,7 @@ class CriticConfig:
     architecture: dict[str, Any] = field(default_factory=dict)  # separate: a randomly initialised model instead
     mini_batch_size: int | None = None  # separate: samples per optimizer step; null: as for the policy
     warmup_iterations: int = 0  # separate: first iterations, in which only the critic trains
-    optimizer: OptimizerConfig = field(default_factory=lambda: AdamW(lr=1e-3))  # separate: its own optimizer
+    optimizer: OptimizerConfig = field(default_factory=AdamW)  # separate: its own optimizer
 
     def __post_init__(self) -> None:
         if self.clip_range is not None:

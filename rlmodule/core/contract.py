@@ -20,6 +20,7 @@ from rlmodule.core.episodes import Completion, Done, GenerationRequest, Observat
 from rlmodule.core.evaluations import Evaluation
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metric, Metrics
+from rlmodule.core.sharding import Sharding
 from rlmodule.core.types import (
     AdvantageInputs,
     LossInputs,
@@ -312,6 +313,9 @@ class StrategyClass(Protocol):
 
     def layout_of(self, config: Any, world_size: int) -> Layout:
         """The layout of a run of ``world_size`` processes, seen from rank 0, before any process is started."""
+
+    def sharding_of(self, config: Any, layout: Layout) -> Sharding:
+        """How a model that trains is spread in such a layout; for planning."""
 
     def __call__(self, config: Any, *, device: str, num_processes: int, num_nodes: int) -> Strategy:
         """The strategy of one process.

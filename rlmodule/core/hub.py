@@ -7,7 +7,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from huggingface_hub import constants, is_offline_mode
+from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 PATIENCE = 5.0  # seconds until the hub counts as unreachable
 
@@ -23,3 +24,11 @@ def prefer_cache_if_unreachable(place: str) -> None:
     except OSError:
         constants.HF_HUB_OFFLINE = True
         os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def is_cached(name: str) -> bool:
+    """Whether the hub's local cache holds the configuration of a model."""
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:  # a path, which is no name on the hub
+        return False

@@ -20,7 +20,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rlmodule.core.config import one_of
+from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.hub import prefer_cache_if_unreachable
 from rlmodule.models.byte_tokenizer import byte_tokenizer
@@ -49,9 +49,20 @@ class ModelConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)  # low-rank adapters instead of every weight
     kind: str = POLICY_KIND  # policy, or reward_model: a model that gives one score per response
     value: str = NO_VALUE  # value function of PPO: none, shared (a head on the policy) or separate (a model)
+    lr: float | None = None  # peak learning rate of all weights that fits this model; null: by its size
+    sft_lr: float | None = None  # likewise for demonstrations, and of a reward model; null: by its size
+    value_lr: float | None = None  # likewise of a separate value model; null: by its size
+    warmup_steps: int = 5  # optimizer steps of warm-up that fit it; what optimizer.warmup_steps is unless set itself
+    checkpoint_every: int = 1  # iterations between checkpoints; callbacks.checkpoint.every_n_iterations follows it
+    shape: dict[str, Any] = field(default_factory=dict)  # what config.json at path says, for planning without the files
 
     def __post_init__(self) -> None:
         one_of("precision", self.precision, PRECISIONS)
+        for name in ("lr", "sft_lr", "value_lr"):
+            if getattr(self, name) is not None:
+                at_least(name, getattr(self, name), 0)
+        at_least("warmup_steps", self.warmup_steps, 0)
+        at_least("checkpoint_every", self.checkpoint_every, 1)
         one_of("kind", self.kind, KINDS)
         one_of("value", self.value, VALUES)
         if self.is_reward_model and self.value != NO_VALUE:

@@ -45,8 +45,13 @@ class LoraConfig:
     alpha: int = 16  # an adapter adds alpha / r times its product
     dropout: float = 0.0  # must stay 0: the update has to see the network of the old log-probs
     target_modules: Any = ALL_LINEAR  # all-linear, or a list of module names such as [q_proj,v_proj]
+    lr: float | None = None  # peak learning rate of adapters that fits this model; null: by its size
+    sft_lr: float | None = None  # likewise for demonstrations; null: by its size
 
     def __post_init__(self) -> None:
+        for name in ("lr", "sft_lr"):
+            if getattr(self, name) is not None:
+                at_least(f"lora.{name}", getattr(self, name), 0)
         at_least("lora.r", self.r, 0)
         at_least("lora.alpha", self.alpha, 1)
         if self.dropout != 0:

@@ -43,7 +43,8 @@ def shape_of(config: PreTrainedConfig) -> ModelShape:
     return _shapes[key]
 
 
-def _model_on_meta(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+def model_on_meta(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """The causal LM of a configuration without weights."""
     own_code = type(config).__module__.startswith("transformers_modules")  # was trusted when the configuration was read
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=own_code, **options)
@@ -56,7 +57,7 @@ def _model_on_meta(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
 
 def _traced_shape(config: PreTrainedConfig) -> ModelShape:
     calls = trace_attention()
-    lm = _model_on_meta(config, attn_implementation=TRACED_ATTENTION, experts_implementation=TRACED_EXPERTS)
+    lm = model_on_meta(config, attn_implementation=TRACED_ATTENTION, experts_implementation=TRACED_EXPERTS)
     tokens = torch.arange(TRACED_TOKENS, device="meta")[None]
     for part in lm.modules():
         if isinstance(part, PreTrainedModel):
@@ -150,10 +151,10 @@ def _run_one_of_each_block(lm: PreTrainedModel, trace: _Trace) -> None:
     kinds = getattr(lm.config.get_text_config(), "layer_types", None)
     for block in lm.modules():
         if type(block).__name__ in names:
-            block.forward = partial(trace.run, _signature(block, kinds), block.forward)
+            block.forward = partial(trace.run, block_signature(block, kinds), block.forward)
 
 
-def _signature(block: nn.Module, kinds: list[str] | None) -> object:
+def block_signature(block: nn.Module, kinds: list[str] | None) -> object:
     """Equal for blocks that do the same: modules, shapes of parameters, switches and sizes, kind of layer."""
     parts: list[object] = []
     for name, module in block.named_modules():
@@ -180,7 +181,7 @@ def _estimated_shape(config: PreTrainedConfig) -> ModelShape:
 
     This misses layers that run several times in a pass, and heads of several sizes.
     """
-    lm = _model_on_meta(config)
+    lm = model_on_meta(config)
     text = lm.config.get_text_config()
     heads = int(text.num_attention_heads)
     width = int(_first(text, ("head_dim",)) or text.hidden_size // heads)

@@ -38,4 +38,4 @@ class AdamW(OptimizerConfig):
         ]
         betas = (self.betas[0], self.betas[1])
         groups = [group for group in groups if group["params"]]
-        return torch.optim.AdamW(groups, lr=self.lr, betas=betas, eps=self.eps, fused=True)
+        return torch.optim.AdamW(groups, lr=self.peak_lr, betas=betas, eps=self.eps, fused=True)

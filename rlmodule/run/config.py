@@ -63,6 +63,7 @@ SECTIONS = (
     ),
     *("warm_start", "trainer", "strategy", "callbacks", "command"),
 )
+AUTO_BUDGET = "auto"  # of batching.max_token_len_per_gpu
 NO_ENVIRONMENT = "none"  # rows come from files
 
 
@@ -127,6 +128,7 @@ class RunConfig:
     advantage: Advantage | None = None  # None where the loss reads none
     reward: Reward | None = None  # None where no response is rewarded
     batching: BatchingConfig = field(default_factory=BatchingConfig)
+    fits_budget: bool = False  # whether batching.max_token_len_per_gpu is to be as large as the device allows
     optimizer: OptimizerConfig = field(default_factory=AdamW)
     critic: CriticConfig = field(default_factory=CriticConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
@@ -161,7 +163,8 @@ class RunConfig:
             val=convert(ValConfig, node.val, "val"),
             algorithm=algorithm if data.rollouts is None else algorithm.for_stored_rollouts(),
             loss=loss,
-            batching=convert(BatchingConfig, node.batching, "batching"),
+            batching=convert(BatchingConfig, without_auto(node.batching), "batching"),
+            fits_budget=node.batching.get("max_token_len_per_gpu") == AUTO_BUDGET,
             optimizer=component(OPTIMIZERS, node.optimizer),
             warm_start=convert(WarmStartConfig, node.warm_start, "warm_start"),
             trainer=read_trainer(node.trainer),
@@ -348,6 +351,13 @@ class RunConfig:
         )
 
 
+def without_auto(batching: DictConfig) -> DictConfig:
+    """The section with a number in the place of ``auto``, which is filled in once the model is known."""
+    if batching.get("max_token_len_per_gpu") != AUTO_BUDGET:
+        return batching
+    return OmegaConf.merge(batching, {"max_token_len_per_gpu": BatchingConfig().max_token_len_per_gpu})  # type: ignore[return-value]
+
+
 def component(registry: Registry[Any], node: Any, key: str | None = None) -> Any:
     """Build the component that a section names from the section's other keys.
 
@@ -427,7 +437,8 @@ def _check_sections(node: DictConfig) -> None:
                 because="a run cannot do without this section",
                 fix=f"Choose one with {name}=NAME; --help lists the names",
             )
-    known = {f for f in RunConfig.__dataclass_fields__ if f not in ("general", "backend", "loggers", "num_rows")}
+    beside = ("general", "backend", "loggers", "num_rows", "fits_budget")
+    known = {f for f in RunConfig.__dataclass_fields__ if f not in beside}
     known |= {"strategy", "logger", "command", *GeneralConfig.__dataclass_fields__}
     for key in map(str, node):
         if key not in known:

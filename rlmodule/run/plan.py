@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from rlmodule.core.layout import Layout
 from rlmodule.models.description import NO_VALUE, SHARED
 from rlmodule.run.config import RunConfig
+from rlmodule.run.learning_rate import learning_rate_in_words
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class RunPlan:
             return {"value": f"a head on the policy's trunk, value loss x {s.critic.coef:g}"}
         own = s.critic.path or s.critic.architecture.get("model_type")
         start = f"{own}" if own else "as the policy starts"
-        return {"value": f"a model of its own ({start}), lr {s.critic.optimizer.lr:g}"}
+        return {"value": f"a model of its own ({start}), lr {s.critic.optimizer.peak_lr:g}"}
 
     def lines(self) -> dict[str, str]:
         """Label -> text, in reading order."""
@@ -82,6 +83,7 @@ class RunPlan:
             + ("" if s.advantage is None else f", advantage {type(s.advantage).__name__}")
             + (f", teacher {s.algorithm.teacher}" if s.algorithm.teacher else "")
             + (f", KL {s.algorithm.kl_loss_type} x {s.algorithm.kl_loss_coef}" if s.algorithm.use_kl_loss else ""),
+            "lr": learning_rate_in_words(s),
             "layout": f"{s.backend} on {self.num_devices}: {self.layout.dp_size} data x "
             f"{self.layout.sp_size} sequence x {self.layout.tp_size} tensor",
             "iteration": f"{self.samples}{again}, {steps} optimizer steps of {s.batching.mini_batch_size} samples",

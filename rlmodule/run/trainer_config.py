@@ -24,8 +24,11 @@ class TrainerConfig:
     num_threads: int | None = None  # CPU threads of one process
     max_skipped_in_a_row: int = 10  # stop after that many steps in a row without a finite gradient norm
     timeout: float = 10.0  # minutes that a process may show no sign of life before the run is ended
+    device_memory_gb: float | None = None  # memory of a device for plans and budgets, 1e9 bytes; null: as this machine
 
     def __post_init__(self) -> None:
+        if self.device_memory_gb is not None:
+            more_than("device_memory_gb", self.device_memory_gb, 0)
         at_least("max_epochs", self.max_epochs, 1)
         at_least("num_nodes", self.num_nodes, 1)
         at_least("max_skipped_in_a_row", self.max_skipped_in_a_row, 1)

@@ -18,6 +18,11 @@ from rlmodule.core.parameters import fp32_modules, fp32_names
 DTYPES: Mapping[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 
 
+def bytes_of(param_dtype: str) -> int:
+    """Bytes of one weight of a type of ``DTYPES``."""
+    return (DTYPES[param_dtype] or torch.float32).itemsize
+
+
 def lm_of(model: nn.Module) -> Any:
     """The transformers model inside one of ours."""
     return model.get_submodule("lm")

@@ -23,6 +23,7 @@ from rlmodule.core.contract import Backward, Collectives, ModelObjective, ModelS
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metrics
 from rlmodule.core.parameters import Cast, empty_states, fp32_names, tied
+from rlmodule.core.sharding import Sharding
 from rlmodule.core.types import MicroBatch, StepTotals, TokenOutputs
 from strategies.parts.collectives import LocalCollectives
 from strategies.parts.failures import on_all_or_none
@@ -59,6 +60,11 @@ class StrategyMixin(SavedState):
     def keeps_matrices(self) -> bool:
         """Whether an optimizer sees each weight with its shape, and can gather it where it is sharded."""
         return True
+
+    @classmethod
+    def sharding_of(cls, config: Any, layout: Layout) -> Sharding:
+        """How a model that trains is spread, for plans; unless a backend says more, every process holds everything."""
+        return Sharding()
 
     @classmethod
     def layout_of(cls, config: Any, world_size: int) -> Layout:

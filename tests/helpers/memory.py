@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -44,9 +45,14 @@ class Allocations(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         makes_views = any(result.alias_info is not None for result in func._schema.returns)
         for tensor in [] if makes_views else tree_leaves(out):
-            if type(tensor) is torch.Tensor and not tensor.is_meta:
-                self._made(tensor.untyped_storage())
+            held = self._held(tensor)
+            if held is not None and not held.is_meta:
+                self._made(held.untyped_storage())
         return out
+
+    def _held(self, tensor: Any) -> torch.Tensor | None:
+        """The plain tensor that holds the numbers of a result; None where it is another kind of tensor, or none."""
+        return tensor if type(tensor) is torch.Tensor else None
 
     def _made(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -62,3 +68,10 @@ class Allocations(TorchDispatchMode):
 
     def _freed(self, key: int) -> None:
         self.live -= self._known.pop(key)
+
+
+class AllocationsWithShards(Allocations):
+    """The same with what operations on DTensors make, of which the mode sees no plain tensor."""
+
+    def _held(self, tensor: Any) -> torch.Tensor | None:
+        return super()._held(tensor.to_local() if isinstance(tensor, DTensor) else tensor)

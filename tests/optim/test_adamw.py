@@ -25,7 +25,7 @@ def test_decay_pulls_at_weights_and_leaves_biases_and_norms_alone():
 def test_only_what_trains_is_given_to_the_optimizer():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
     model[0].requires_grad_(False)
-    parameters = [p for group in AdamW().build_for(model).param_groups for p in group["params"]]
+    parameters = [p for group in AdamW(lr=1e-3).build_for(model).param_groups for p in group["params"]]
     assert parameters == [model[1].weight], "and no group is empty"
 
 

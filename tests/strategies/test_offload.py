@@ -135,7 +135,7 @@ def test_parameters_are_on_the_device_in_both_modes_and_nowhere_else():
 def test_moments_are_on_the_device_for_the_step_alone():
     policy = tiny_policy()
     strategy = offloading(policy, offload_optimizer=True)
-    optimizer = AdamW().build_for(policy)
+    optimizer = AdamW(lr=1e-3).build_for(policy)
     seen = []
     optimizer.register_step_pre_hook(lambda *_: seen.append(bytes_of(states_of(optimizer))))
     for _ in range(2):
@@ -152,7 +152,7 @@ def test_a_checkpoint_is_written_and_read_while_everything_waits(tmp_path):
     def started(seed: int) -> tuple[torch.nn.Module, SingleStrategy]:
         policy = tiny_policy(seed=seed)
         strategy = offloading(policy, **BOTH)
-        optimizer = AdamW().build_for(policy)
+        optimizer = AdamW(lr=1e-3).build_for(policy)
         strategy.optimizers = [optimizer]
         with strategy.train_mode("policy"):
             for parameter in policy.parameters():

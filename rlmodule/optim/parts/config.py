@@ -27,7 +27,9 @@ class OptimizerConfig(ABC):
 
     needs_matrices: ClassVar[bool] = False
 
-    lr: float = 2e-4  # peak learning rate
+    state_bytes: ClassVar[int] = 8  # of the states for each trained parameter, for planning: two fp32 moments
+
+    lr: float | None = None  # peak learning rate; null: the one that fits the model (the keys of model)
     weight_decay: float = 0.0  # decoupled; not applied to biases, norms and other parameters that are no weights
     warmup_steps: int = 5  # optimizer steps from 0 to lr
     schedule: str = CONSTANT  # after warm-up: constant, linear or cosine
@@ -37,10 +39,18 @@ class OptimizerConfig(ABC):
 
     def __post_init__(self) -> None:
         one_of("schedule", self.schedule, SCHEDULES)
-        for name in ("lr", "weight_decay", "warmup_steps", "min_lr_ratio", "max_grad_norm"):
+        if self.lr is not None:
+            at_least("lr", self.lr, 0)
+        for name in ("weight_decay", "warmup_steps", "min_lr_ratio", "max_grad_norm"):
             at_least(name, getattr(self, name), 0)
         if self.total_steps is not None:
             at_least("total_steps", self.total_steps, 1)
+
+    @property
+    def peak_lr(self) -> float:
+        """The peak learning rate of an optimizer that is built; ``run/learning_rate.py`` has filled it in."""
+        assert self.lr is not None, "an optimizer that is built has a learning rate"
+        return self.lr
 
     @abstractmethod
     def build(

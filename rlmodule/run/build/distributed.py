@@ -55,7 +55,16 @@ def init_distributed(machine: Machine, run_dir: RunDirectory) -> RunDirectory:
     return RunDirectory(Path(shared[0]))
 
 
-def on_rank_zero(action: Callable[[], None]) -> None:
+def smallest_of_ranks(number: int) -> int:
+    """The smallest number that any rank gives; alone, its own."""
+    if not dist.is_initialized():
+        return number
+    numbers = [number] * dist.get_world_size()
+    dist.all_gather_object(numbers, number)
+    return min(numbers)
+
+
+def on_rank_zero(action: Callable[[], object]) -> None:
     """Let rank 0 do something for all; every rank calls it.
 
     Raises:

@@ -67,6 +67,12 @@ class Machine:
         return int(devices)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether one process is asked for, or is all that ``auto`` finds here."""
+        devices = self.trainer.devices
+        return self.trainer.num_nodes == 1 and (self.num_processes if devices == "auto" else int(devices)) == 1
+
+    @property
     def world_size(self) -> int:
         """Processes of the run over all machines."""
         return self.num_processes * self.trainer.num_nodes

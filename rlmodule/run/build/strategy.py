@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from rlmodule.core.config import convert
 from rlmodule.core.contract import LANGUAGE_MODEL, POLICY_VALUE, VALUE_MODEL, Strategy, StrategyClass
 from rlmodule.core.layout import Layout
+from rlmodule.core.sharding import Sharding
 from rlmodule.models.description import NO_VALUE, SEPARATE, SHARED
 from rlmodule.run.build.machine import Machine
 from rlmodule.run.config import RunConfig
@@ -54,6 +55,11 @@ class StrategyChoice:
     def layout(self) -> Layout:
         """The layout of the run, seen from rank 0."""
         return self._class.layout_of(self._strategy_config, self.machine.world_size)
+
+    @property
+    def sharding(self) -> Sharding:
+        """How a model that trains is spread, for planning."""
+        return self._class.sharding_of(self._strategy_config, self.layout)
 
     def build(self) -> Strategy:
         """The strategy.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from transformers import PreTrainedConfig
 
@@ -47,15 +48,20 @@ OF_LAYOUT: tuple[Callable[[RunConfig, Layout], None], ...] = (check_budget, chec
 OF_MODEL: tuple[Callable[[RunConfig, PreTrainedConfig], None], ...] = (check_shape, check_positions)
 
 
+def all_checks(config: RunConfig, hf_config: PreTrainedConfig, layout: Layout) -> list[Callable[[], None]]:
+    """Every check of this run, to be called one by one."""
+    return [
+        *(partial(of_settings, config) for of_settings in OF_SETTINGS),
+        *(partial(of_layout, config, layout) for of_layout in OF_LAYOUT),
+        *(partial(of_model, config, hf_config) for of_model in OF_MODEL),
+    ]
+
+
 def check(config: RunConfig, hf_config: PreTrainedConfig, layout: Layout) -> None:
     """Refuse a run that cannot work.
 
     Raises:
         ConfigError: names both numbers and a fix.
     """
-    for of_settings in OF_SETTINGS:
-        of_settings(config)
-    for of_layout in OF_LAYOUT:
-        of_layout(config, layout)
-    for of_model in OF_MODEL:
-        of_model(config, hf_config)
+    for one in all_checks(config, hf_config, layout):
+        one()

@@ -1,0 +1,67 @@
+"""How many parameters a model has, all of them and part by part, from its configuration alone: no weights are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from rlmodule.models.lora import LoraConfig, add_adapter
+from rlmodule.models.shape import model_on_meta
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters of a model, tied ones once.
+
+    Args:
+        total: all of them, adapters included.
+        trained: those that train: all, or the adapters.
+        blocks: of each transformer block.
+        outside: outside of the blocks: embedding, head, last norm.
+        largest: of the largest tensor.
+    """
+
+    total: int
+    trained: int
+    blocks: tuple[int, ...]
+    outside: int
+    largest: int
+
+
+_sizes: dict[tuple[str, str], ModelSize] = {}  # by configuration and adapters: building a large model takes a second
+
+
+def size_of(config: PreTrainedConfig, lora: LoraConfig | None = None) -> ModelSize:
+    """Count the parameters of the causal LM that a configuration describes.
+
+    Args:
+        config: of the model.
+        lora: adapters that are put into it; None, or rank 0, for none.
+    """
+    adapters = lora if lora is not None and lora.is_on else None
+    key = config.to_json_string(use_diff=False), repr(adapters)
+    if key not in _sizes:
+        _sizes[key] = _count(config, adapters)
+    return _sizes[key]
+
+
+def _count(config: PreTrainedConfig, lora: LoraConfig | None) -> ModelSize:
+    lm = model_on_meta(config)
+    if lora is not None:
+        add_adapter(lm, lora, seed=0, base=None)
+    names = set(lm._no_split_modules or ())
+    blocks = tuple(_parameters(module) for module in lm.modules() if type(module).__name__ in names)
+    total = _parameters(lm)
+    return ModelSize(
+        total=total,
+        trained=sum(p.numel() for p in lm.parameters() if p.requires_grad),
+        blocks=blocks,
+        outside=total - sum(blocks),
+        largest=max(p.numel() for p in lm.parameters()),
+    )
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,224 @@
+"""Bytes of one process: what it holds all the time, the peak of a training step, and the peak while it samples.
+
+Formulas and what they leave out are in docs/planning.md; benchmarks/memory.py compares them with measured bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from rlmodule.core.sharding import Sharding
+from rlmodule.models.footprint import Footprint
+from rlmodule.models.size import ModelSize
+from rlmodule.ops.logprobs import default_chunk
+
+FP32 = 4
+GRANULE = 512  # a recommended budget is a multiple of it where it is larger
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """The language-model head.
+
+    Args:
+        vocabulary, hidden: its matrix is [vocabulary, hidden].
+        is_tied: whether it is the embedding.
+        is_trained: whether it has gradients.
+        compute_bytes: of one number in a matrix product.
+        device: kind of device, which decides the size of a chunk of logits.
+    """
+
+    vocabulary: int
+    hidden: int
+    is_tied: bool
+    is_trained: bool
+    compute_bytes: int
+    device: str
+
+    def chunk(self, num_tokens: int) -> int:
+        """Bytes of the buffers of one chunk of logits: logits and softmax in fp32, products where they are narrower."""
+        rows = min(num_tokens, default_chunk(self.vocabulary, self.device))
+        return rows * self.vocabulary * (2 * FP32 + (self.compute_bytes if self.compute_bytes < FP32 else 0))
+
+    def around(self, num_tokens: int) -> int:
+        """Bytes of hidden states of the loss tokens with their gradients, and of the matrix as it is multiplied."""
+        cast = self.vocabulary * self.hidden * self.compute_bytes if self.compute_bytes < FP32 else 0
+        return num_tokens * self.hidden * 2 * FP32 + cast
+
+    @property
+    def gradient(self) -> int:
+        """Bytes of its gradient while one is made; 0 where it does not train."""
+        return self.vocabulary * self.hidden * FP32 if self.is_trained else 0
+
+
+@dataclass(frozen=True)
+class ModelMemory:
+    """One model of a run on one process.
+
+    Args:
+        size: its parameters.
+        sharding: how it is spread.
+        is_trained: whether it has gradients and moments.
+        state_bytes: of the optimizer for each trained parameter.
+    """
+
+    size: ModelSize
+    sharding: Sharding
+    is_trained: bool
+    state_bytes: int
+
+    def _numel(self, parameters: int, ranks: int) -> int:
+        """Elements of this process's share; tensor-parallel ranks split what is in the blocks alone."""
+        outside = min(self.size.outside, parameters) if parameters == self.size.total else 0
+        return (parameters + (self.sharding.split - 1) * outside) // ranks
+
+    @property
+    def weights(self) -> int:
+        """Bytes of weights that the process holds, masters included."""
+        s, trained = self.sharding, self.size.trained if self.is_trained else 0
+        held = 0 if "weights" in s.on_host else self._numel(self.size.total, s.weights) * s.weight_bytes
+        return held + (0 if s.masters is None else trained * FP32 // s.masters)
+
+    @property
+    def gradients(self) -> int:
+        """Bytes of gradients once all are there."""
+        s = self.sharding
+        away = "gradients" in s.on_host or not self.is_trained
+        return 0 if away else self._numel(self.size.trained, s.gradients) * FP32 * s.gradient_copies
+
+    @property
+    def moments(self) -> int:
+        """Bytes of the optimizer's states on the device."""
+        away = "moments" in self.sharding.on_host or not self.is_trained
+        return 0 if away else self._numel(self.size.trained, self.sharding.moments) * self.state_bytes
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of whole weights besides: the block that runs, the next one, and what is outside of blocks."""
+        s = self.sharding
+        if not s.gathers_blocks or s.group == 1:
+            return 0
+        blocks = sum(self.size.blocks) if s.keeps_gathered else 2 * max(self.size.blocks, default=0)
+        return (blocks + self.size.outside) * s.gathered_bytes // s.split
+
+    @property
+    def reducing(self) -> int:
+        """Bytes of gradients on their way: those of a whole block, or a bucket."""
+        s = self.sharding
+        if not self.is_trained or s.group == 1 or s.gradients == s.split:
+            return 0
+        block = min(max(self.size.blocks, default=0), self.size.trained)
+        return (block + min(s.bucket_numel, self.size.trained)) * FP32 // s.split
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Peak bytes of one process in a training step, by what they are for.
+
+    Args:
+        weights, gradients, moments: of all models.
+        gathered: whole weights of blocks, and gradients on their way to be reduced.
+        activations: kept for the backward pass.
+        head: logits chunk, hidden states around it, gradient of the head.
+        backward: what the backward pass of a block holds on top, where that is more than the head.
+    """
+
+    weights: int
+    gradients: int
+    moments: int
+    gathered: int
+    activations: int
+    head: int
+    backward: int
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        resident = self.weights + self.gradients + self.moments + self.gathered
+        return resident + self.activations + max(self.head, self.backward)
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Memory of one process.
+
+    Args:
+        trained: the model whose step is the most expensive.
+        others: the other models.
+        footprint: activations of ``trained``.
+        head: its language-model head.
+        longest: tokens of the longest sample.
+        loss_share: loss tokens of a token of the micro-batch, at most.
+        micro_steps_accumulate: whether a step has several micro-batches, so that whole gradients are there already.
+    """
+
+    trained: ModelMemory
+    others: tuple[ModelMemory, ...]
+    footprint: Footprint
+    head: HeadShape
+    longest: int
+    loss_share: float = 1.0
+    micro_steps_accumulate: bool = True
+
+    def step(self, budget: int) -> StepMemory:
+        """A training step with micro-batches of ``budget`` tokens on each device."""
+        model, head, everything = self.trained, self.head, (self.trained, *self.others)
+        longest, of_loss = min(self.longest, budget), math.ceil(budget * self.loss_share)
+        of_head = head.gradient if head.is_tied else 0  # waits for that of the embedding
+        return StepMemory(
+            weights=sum(m.weights for m in everything),
+            gradients=model.gradients if self.micro_steps_accumulate else 0,
+            moments=sum(m.moments for m in everything),
+            gathered=model.gathered + model.reducing,
+            activations=int(self.footprint.kept(budget, longest)),
+            head=head.chunk(of_loss) + head.around(of_loss) + head.gradient,
+            backward=int(max(0.0, self.footprint.backward(budget, longest))) + of_head,
+        )
+
+    def end_of_step(self) -> int:
+        """Bytes when all gradients are there and activations are gone, with the embedding's on its way."""
+        everything = (self.trained, *self.others)
+        held = sum(m.weights + m.moments for m in everything) + self.trained.gradients
+        return (
+            held + self.trained.gathered + self.trained.reducing + self.head.gradient * (2 if self.head.is_tied else 1)
+        )
+
+    def peak(self, budget: int) -> int:
+        """Peak bytes of a step."""
+        return max(self.step(budget).total, self.end_of_step())
+
+    def largest_budget(self, memory: float) -> int | None:
+        """The most tokens of a micro-batch that fit into ``memory`` bytes; None where not even one sample does."""
+        low, high = self.longest, self.longest
+        if self.peak(low) > memory:
+            return None
+        while self.peak(2 * high) <= memory and high < 2**24:
+            high *= 2
+        high *= 2
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.peak(middle) <= memory else (low, middle)
+        return max(self.longest, low // GRANULE * GRANULE)
+
+
+@dataclass(frozen=True)
+class SamplingMemory:
+    """Peak bytes of one process while it samples in-process.
+
+    Args:
+        resident: weights and moments of all models.
+        copied: the whole fp32 copy that a sharded model samples with.
+        cache: keys and values.
+        logits: of one step of decoding.
+    """
+
+    resident: int
+    copied: int
+    cache: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return self.resident + self.copied + self.cache + self.logits

@@ -1,0 +1,156 @@
+"""Peak bytes of training steps under a strategy, measured on CPU ranks, and what the memory model says of them.
+
+``python -m tests.run.planning.measured`` prints the table of docs/planning.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+
+from rlmodule.core.layout import Layout
+from rlmodule.models.description import PRECISIONS, ModelConfig, load_model_config
+from rlmodule.models.footprint import footprint_of, tensor_rank_config
+from rlmodule.models.size import size_of
+from rlmodule.run.planning.memory import HeadShape, MemoryModel, ModelMemory, StepMemory
+from strategies.registry import STRATEGIES
+from tests.helpers.memory import Allocations, AllocationsWithShards
+from tests.helpers.ranks import run_on_ranks
+from tests.strategies.fixed_runs import FixedRun
+
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "1.3M": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 6, "vocab_size": 512},
+    "4.0M": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 8, "vocab_size": 2048},
+    "11M": {"hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 8, "vocab_size": 2048},
+}
+LENGTH = 96  # tokens of every sample
+
+
+@dataclass(frozen=True)
+class Case:
+    """A strategy, and what the model does about activations."""
+
+    backend: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    checkpointing: str = "none"
+    precision: str = "32-true"
+    tied: bool = False
+    ranks: int = 2
+    budget: int = 384
+
+    @property
+    def name(self) -> str:
+        """For a table."""
+        words = [f"{key}={value}" for key, value in self.options.items()]
+        others = [word for word in (self.checkpointing, self.precision) if word not in ("none", "32-true")]
+        return " ".join([self.backend, *words, *others])
+
+
+CASES = (
+    Case("single", ranks=1),
+    Case("single", checkpointing="full", ranks=1),
+    Case("single", precision="bf16-mixed", ranks=1),
+    Case("ddp"),
+    Case("fsdp"),
+    Case("fsdp", {"sharding": "grad_op"}),
+    Case("fsdp2"),
+    Case("fsdp2", {"reshard_after_forward": False}),
+    Case("fsdp2", {"tp_size": 2}),
+    Case("fsdp2", {"sp_size": 2}),
+    Case("fsdp2", checkpointing="full"),
+    Case("deepspeed", {"stage": 1, "bucket_numel": 50_000}),
+    Case("deepspeed", {"stage": 2, "bucket_numel": 50_000}),
+    Case("deepspeed", {"stage": 3, "bucket_numel": 50_000}),
+)
+
+
+class PeakOfSteps(L.Callback):
+    """Most bytes alive within each step."""
+
+    def __init__(self, memory: Allocations) -> None:
+        self.memory, self.seen = memory, []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.memory.peak = self.memory.live
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(self.memory.peak)
+
+
+def model_of(case: Case, size: str) -> ModelConfig:
+    """The model of a case; wide enough that its parts are larger than what surrounds them."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": SIZES[size]["hidden_size"] // 4}
+    special = {"model_type": "qwen3", "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": case.tied}
+    return ModelConfig(
+        architecture={**special, **heads, **SIZES[size]},
+        tokenizer="byte",
+        activation_checkpointing=case.checkpointing,
+        precision=case.precision,
+    )
+
+
+def measure(case: Case, size: str) -> int:
+    """Most bytes alive at a time in a step of any rank, from the second step on, when moments are there."""
+
+    def on_rank(rank: int) -> int:
+        torch.manual_seed(0)
+        with AllocationsWithShards() as memory:
+            peaks = PeakOfSteps(memory)
+            per_step = 3 * case.ranks * case.budget // LENGTH
+            run = FixedRun(
+                case.backend,
+                case.options,
+                model=model_of(case, size),
+                lengths=((LENGTH // 3, LENGTH - LENGTH // 3, LENGTH - LENGTH // 3),) * (3 * per_step),
+                mini_batch_size=per_step,
+                budget=case.budget,
+                callbacks=(peaks,),
+            )
+            run.fit(case.ranks, rank)
+            return max(peaks.seen[1:])
+
+    return max(run_on_ranks(case.ranks, on_rank))
+
+
+def predict(case: Case, size: str) -> tuple[int, StepMemory]:
+    """(peak bytes, its parts) by the memory model."""
+    model = model_of(case, size)
+    hf_config = load_model_config(model)
+    cls = STRATEGIES.lookup("language_model", case.backend, device="cpu")
+    config = cls.config_class(**case.options)
+    layout: Layout = cls.layout_of(config, case.ranks)
+    trained = ModelMemory(size_of(hf_config), cls.sharding_of(config, layout), is_trained=True, state_bytes=8)
+    dtype = PRECISIONS[model.precision]
+    memory = MemoryModel(
+        trained,
+        (),
+        footprint_of(
+            tensor_rank_config(hf_config, layout.tp_size), compute_dtype=dtype, checkpointing=case.checkpointing
+        ),
+        HeadShape(
+            hf_config.vocab_size, hf_config.hidden_size, case.tied, True, 4 if dtype is None else dtype.itemsize, "cpu"
+        ),
+        longest=LENGTH,
+        loss_share=2 / 3,
+    )
+    return memory.peak(case.budget), memory.step(case.budget)
+
+
+def main() -> None:
+    """Print model and measurement of every case and size."""
+    print(f"{'strategy':<42} {'size':>5} {'measured MB':>12} {'model MB':>9} {'off':>6}")
+    for case in CASES:
+        for size in SIZES:
+            found, (expected, _) = measure(case, size), predict(case, size)
+            print(
+                f"{case.name:<42} {size:>5} {found / 1e6:12.1f} {expected / 1e6:9.1f} {expected / found - 1:6.1%}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

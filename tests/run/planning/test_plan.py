@@ -1,0 +1,281 @@
+"""A plan's numbers against formulas worked out here, and against what is counted otherwise; problems all at once."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from io import StringIO
+
+import hydra
+import pytest
+import torch
+from rich.console import Console
+
+from rlmodule import cli
+from rlmodule.core.errors import ConfigError
+from rlmodule.core.sharding import Sharding
+from rlmodule.models import footprint
+from rlmodule.records.run_directory import RunDirectory
+from rlmodule.run.build.device_memory import free_host_memory
+from rlmodule.run.planning.page import Assumed, as_data, show
+from rlmodule.run.planning.plan import Plan
+from rlmodule.run.planning.work import Lengths, seconds, sent_bytes
+from rlmodule.run.run import Run
+from strategies.registry import STRATEGIES
+
+FILES = ("data=files", "data.train_files=[absent.jsonl]")
+SEVEN = ("model=qwen7b", "strategy=fsdp2", "trainer.devices=8", "trainer.accelerator=gpu", *FILES)
+P, V, H, LAYERS = 7_615_616_512, 152_064, 3584, 28  # of Qwen2.5-7B
+BLOCK = (P - 2 * V * H - H) // LAYERS
+
+
+def run_of(*words: str) -> Run:
+    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
+        return Run.read(hydra.compose("train", list(words)), RunDirectory(None), STRATEGIES)
+
+
+def plan_of(*words: str, lengths: Lengths | None = None) -> Plan:
+    return run_of(*words).plan_with(lengths)
+
+
+def data_of(plan: Plan) -> dict:
+    return as_data(plan, Assumed(80e9, "a test", 989.0, (0.2, 0.4)))
+
+
+def test_a_plan_needs_neither_files_nor_devices_nor_weights():
+    data = data_of(plan_of(*SEVEN))
+    assert data["model"]["parameters"] == P
+    assert data["model"]["described_by"].startswith("model.shape")
+    assert data["layout"]["dp_size"] == 8
+    assert data["layout"]["device"] == "cuda"
+    assert data["problems"] == []
+    assert json.loads(json.dumps(data)) == data
+
+
+def test_bytes_of_weights_gradients_and_moments_are_those_of_the_formulas():
+    step = plan_of(*SEVEN).memory.step(4096)
+    assert (step.weights, step.gradients, step.moments) == (4 * P // 8, 4 * P // 8, 8 * P // 8)
+    outside = P - LAYERS * BLOCK
+    assert step.gathered == 4 * (2 * BLOCK + outside) + 4 * BLOCK
+    rows = 512 * 2**20 // (4 * V)
+    assert step.head == rows * V * (4 + 4 + 2) + 2048 * H * 8 + 2 * V * H + 4 * V * H
+    whole = plan_of(*SEVEN[:1], *FILES).memory.step(4096)
+    assert (whole.weights, whole.gradients, whole.moments, whole.gathered) == (4 * P, 4 * P, 8 * P, 0)
+
+
+def test_autocast_keeps_a_bfloat16_copy_of_every_matrix_and_recomputed_blocks_keep_none():
+    matrices = sum(
+        (H * H + H * 2 * 512 + H * H + 3 * H * 18944) for _ in range(LAYERS)
+    )  # queries, keys and values, outputs, three of the MLP
+    plan = plan_of(*SEVEN)
+    biases = LAYERS * (H + 2 * 512)
+    assert plan.memory.footprint.fixed == pytest.approx(2 * (matrices + biases), rel=1e-3)
+    assert plan.memory_with("full").footprint.fixed < 1e6
+    plain = plan_of(*SEVEN, "model.precision=32-true")
+    assert plain.memory.footprint.fixed == pytest.approx(0, abs=1e6)
+
+
+def test_recomputed_blocks_keep_their_inputs_alone():
+    plan = plan_of(*SEVEN, "model.precision=32-true")
+    kept = plan.memory_with("full").footprint.per_token
+    assert LAYERS * H * 4 <= kept <= LAYERS * H * 4 * 1.2
+    assert plan.memory.footprint.per_token > 20 * kept
+
+
+def test_flops_are_six_per_weight_and_token_and_the_attention_beside_them():
+    """6 FLOPs for each weight of a matrix and token, head at responses alone; attention 12 L^2 / 2 per layer and width."""
+    plan = plan_of(*SEVEN, lengths=Lengths(300, 700))
+    body = LAYERS * (H * H + H * 2 * 512 + H * H + 3 * H * 18944)
+    per_sample = 6 * (body * 1000 + V * H * 700) + 12 * LAYERS * H * (1000 * 1001 / 2)
+    assert plan.step.flops == pytest.approx(128 * per_sample, rel=1e-3)
+    assert plan.step.tokens == 128_000
+    assert plan.steps_per_iteration == 4
+    flops = plan.iteration_flops
+    assert flops["update"] == pytest.approx(512 * per_sample, rel=1e-3)
+    assert flops["scoring"] == pytest.approx(512 * per_sample / 3, rel=1e-3)
+    prompt = 6 * body * 300 + 12 * LAYERS * H * (300 * 301 / 2)
+    assert flops["sampling"] == pytest.approx((512 * per_sample - (512 - 64) * prompt) / 3, rel=1e-3)
+
+
+def test_recomputation_costs_a_third_more():
+    plan = plan_of(*SEVEN, "model.activation_checkpointing=full")
+    assert plan.step.recomputed_flops == pytest.approx(plan.step.flops / 3)
+
+
+def test_micro_steps_are_those_of_whole_samples_within_the_budget():
+    lengths = Lengths(300, 700)
+    for budget, steps in ((16384, 1), (8200, 2), (2000, 8), (1999, 16)):
+        plan = plan_of(*SEVEN, f"batching.max_token_len_per_gpu={budget}", lengths=lengths)
+        assert plan.step.micro_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("words", "per_micro_step", "per_step"),
+    [
+        (("strategy=ddp",), 0, 2 * 4 * P * 7 / 8),
+        (("strategy=fsdp2",), 3 * 4 * P * 7 / 8, 0),
+        (("strategy=fsdp2", "strategy.param_dtype=bfloat16"), (2 * 2 + 4) * P * 7 / 8, 0),
+        (("strategy=fsdp2", "strategy.reshard_after_forward=false"), 2 * 4 * P * 7 / 8, 0),
+        (("strategy=fsdp2", "strategy.reduce_every_micro_batch=false"), 2 * 4 * P * 7 / 8, 4 * P * 7 / 8),
+        (("strategy=fsdp2", "strategy.dp_replicate=2"), 3 * 4 * P * 3 / 4, 0),
+        (("strategy=deepspeed",), 3 * 4 * P * 7 / 8, 0),
+        (("strategy=deepspeed", "strategy.stage=1"), 0, 2 * 4 * P * 7 / 8),
+        (("strategy=deepspeed", "strategy.stage=2"), 4 * P * 7 / 8, 4 * P * 7 / 8),
+    ],
+)
+def test_traffic_is_that_of_rings(words, per_micro_step, per_step):
+    step = plan_of("model=qwen7b", "trainer.devices=8", *FILES, *words).step
+    assert step.bytes_per_micro_step == pytest.approx(per_micro_step)
+    assert step.bytes_per_step == pytest.approx(per_step)
+    assert sent_bytes(10, 4, 1, 5) == 0
+
+
+def test_what_waits_on_the_host_takes_no_device_memory():
+    step = plan_of(*SEVEN, "strategy.cpu_offload=true").memory.step(2048)
+    assert (step.weights, step.gradients, step.moments) == (0, 0, 0)
+    assert plan_of(*SEVEN, "strategy.offload_optimizer=true").memory.step(2048).moments == 0
+
+
+def test_adapters_have_gradients_and_moments_and_the_rest_has_none():
+    plan = plan_of(*SEVEN, "model.lora.r=16")
+    trained = plan.size.trained
+    assert trained == LAYERS * 16 * ((H + H) * 2 + (H + 512) * 2 + (H + 18944) * 3)
+    step = plan.memory.step(2048)
+    assert step.moments == trained * 8 // 8
+    assert step.weights == (P + trained) * 4 // 8
+
+
+def test_other_models_of_the_run_take_their_memory_too():
+    alone, with_reference = plan_of(*SEVEN), plan_of(*SEVEN, "algorithm.use_kl_loss=true")
+    assert with_reference.memory.step(2048).weights == 2 * alone.memory.step(2048).weights
+    assert with_reference.memory.step(2048).moments == alone.memory.step(2048).moments
+    critic = plan_of(*SEVEN, "algorithm=ppo", "model.value=separate")
+    assert critic.memory.step(2048).moments == 2 * alone.memory.step(2048).moments
+    assert critic.checkpoint_bytes == 2 * 12 * P
+
+
+def test_sampling_holds_a_whole_copy_and_the_cache_of_every_row():
+    sampling = plan_of(*SEVEN).sampling
+    assert sampling.copied == 4 * P
+    assert sampling.cache == 64 * 2048 * LAYERS * 4 * 2 * 128 * 2  # rows, tokens, layers, heads, both, width, bytes
+    assert plan_of("model=qwen7b", *FILES).sampling.copied == 0
+    assert plan_of(*SEVEN, "algorithm=sft").sampling is None
+
+
+def test_the_recommended_budget_is_the_largest_that_fits():
+    plan = plan_of(*SEVEN)
+    memory = plan.memory
+    for gigabytes in (60, 80, 141):
+        budget = memory.largest_budget(gigabytes * 1e9)
+        assert memory.peak(budget) <= gigabytes * 1e9 < memory.peak(budget + 512)
+    assert memory.largest_budget(20e9) is None
+    assert plan.recommended_budget(1e15) == 16 * 2048, "not more than a rank has in a step"
+    assert plan.recommended_budget(45e9) is None, "sampling needs more"
+
+
+def test_every_problem_is_told_at_once_with_what_to_use():
+    found = {
+        error.key: error.fix
+        for error in plan_of(
+            *("model=llama8b", "strategy=fsdp2", "trainer.devices=8", *FILES, "rollout.n=1"),
+            *("strategy.sp_size=16", "batching.max_token_len_per_gpu=100", "data.max_prompt_length=140000"),
+        ).problems
+    }
+    assert set(found) >= {
+        "strategy.sp_size",
+        "rollout.n",
+        "batching.max_token_len_per_gpu",
+        "rollout.max_response_length",
+    }
+    assert all("Use" in fix or "Lower" in fix for fix in found.values())
+
+
+def test_heads_that_do_not_split_are_a_problem():
+    (error,) = plan_of("model=qwen7b", "strategy=fsdp2", "trainer.devices=8", "strategy.sp_size=8", *FILES).problems
+    assert error.key == "strategy.sp_size"
+    assert "[1, 2, 4" in error.fix
+
+
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "gpt_oss_20b", "gemma3_4b", "phi4_mini", "olmo2_1b", "smollm2_135m"])
+def test_models_of_every_kind_can_be_planned(name):
+    """Experts, attention sinks, a vision tower, fused projections, norms behind blocks, a package."""
+    data = data_of(plan_of(f"model={name}", "trainer.devices=8", "strategy=fsdp2", *FILES))
+    assert data["problems"] == []
+    assert 0 < data["peak_bytes"] < 1e13
+    assert all(number >= 0 for number in data["step_memory"].values())
+
+
+def test_the_page_has_the_numbers_of_the_data():
+    data, out = data_of(plan_of(*SEVEN, "batching.max_token_len_per_gpu=4096")), StringIO()
+    show(data, Console(file=out, width=200))
+    text = out.getvalue()
+    assert f"{P:,}" in text
+    assert "bfloat16 copies" in text
+    assert f"{data['step']['micro_steps']} micro-steps" in text
+    assert "no problems found" in text
+
+
+# ---- batching.max_token_len_per_gpu=auto
+
+
+def test_auto_takes_the_recommended_budget_of_the_memory_there_is():
+    words = (*SEVEN, "batching.max_token_len_per_gpu=auto")
+    small, large = (run_of(*words, f"trainer.device_memory_gb={size}") for size in (80, 141))
+    budget = small.config.batching.max_token_len_per_gpu
+    assert budget == small.plan_with().recommended_budget(0.9 * 80e9)
+    assert 2048 <= budget < large.config.batching.max_token_len_per_gpu
+    assert small.settled["batching.max_token_len_per_gpu"] == budget
+    assert not small.config.fits_budget
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("trainer.device_memory_gb=24",), "may use 21.60 GB"),
+        (("trainer.device_memory_gb=48", "model.activation_checkpointing=full"), "sampling needs 4"),
+        (("trainer.device_memory_gb=0",), "must be greater than 0"),
+        (("trainer.device_memory_gb=80", "batching=fixed"), "counted in samples"),
+        (("trainer.device_memory_gb=80", "strategy.sp_size=3"), "processes"),
+    ],
+)
+def test_auto_is_refused_in_words_where_nothing_fits(words, says):
+    with pytest.raises(ConfigError, match=says):
+        run_of(*SEVEN, *words, "batching.max_token_len_per_gpu=auto")
+
+
+def test_a_word_that_is_not_auto_is_refused():
+    with pytest.raises(ConfigError) as caught:
+        run_of("batching.max_token_len_per_gpu=atuo")
+    assert caught.value.key == "batching.max_token_len_per_gpu"
+
+
+def test_free_memory_respects_the_control_group(tmp_path):
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
+    assert free_host_memory(tmp_path / "meminfo", tmp_path) == 50 * 1024
+    (tmp_path / "memory.max").write_text("30000\n")
+    (tmp_path / "memory.current").write_text("10000\n")
+    assert free_host_memory(tmp_path / "meminfo", tmp_path) == 20000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_host_memory(tmp_path / "meminfo", tmp_path) == 50 * 1024
+    assert free_host_memory(tmp_path / "absent", tmp_path) == 8e9
+
+
+def test_time_is_flops_over_speed():
+    assert seconds(989e12, 1, 989, 0.5) == pytest.approx(2)
+    assert seconds(989e12, 8, 989, 0.5) == pytest.approx(0.25)
+    assert math.isfinite(seconds(0, 1, 1, 1))
+
+
+def test_a_plan_asks_no_device(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    plan = plan_of(*SEVEN[:2], "trainer.devices=512", "trainer.num_nodes=4", "trainer.accelerator=npu", *FILES)
+    assert plan.layout.dp_size == 2048
+    assert isinstance(plan.sharding, Sharding)
+
+
+def test_a_plan_takes_less_than_five_seconds():
+    footprint._known.clear()
+    start = time.process_time()
+    data_of(plan_of("model=qwen2.5_32b", "strategy=fsdp2", "trainer.devices=8", *FILES))
+    assert time.process_time() - start < 5
