@@ -31,12 +31,13 @@ from transformers.utils import logging as transformers_logging
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.models.agreement import ADAPTED, LOGPROBS, compare, packed, small_samples
+from rlmodule.models.alone import RowMode
 from rlmodule.models.building import save_pretrained, small_models
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import ModelConfig, load_model_config
 from rlmodule.models.lora import LoraConfig
 from rlmodule.models.policy import PolicyModel
-from rlmodule.models.pretrained import load_whole
+from rlmodule.models.pretrained import attention_for, load_whole
 from rlmodule.models.shrink import small_copies
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -83,9 +84,6 @@ def compare_family(family: str) -> FamilyResult:
     except ConfigError as error:
         result = REFUSED if error.key.endswith(".model_type") else NOT_TRIED
         return FamilyResult(family, result, error.because)
-    model_class = AutoModelForCausalLM._model_mapping[type(hf_config)]
-    if not model_class._supports_attention_backend:  # before it is made: some are large whatever is cut
-        return FamilyResult(family, REFUSED, f"{model_class.__name__} has attention of its own")
     try:
         found = compare(hf_config, small_models(config), LOGPROBS)
     except ConfigError as error:
@@ -93,22 +91,23 @@ def compare_family(family: str) -> FamilyResult:
     if found.problem is not None:
         result = NOT_TRIED if "a forward pass" in found.failures else REFUSED
         return FamilyResult(family, result, found.problem)
-    worst = {**found.worst, "reload": reload_difference(hf_config, config)}
-    notes = [f"frozen: {', '.join(found.unreached)}"] if found.unreached else []
+    worst = {**found.worst, "reload": reload_difference(hf_config, config, found.rows)}
+    notes = [found.rows.value] if found.why_not_packed else []
+    notes += [f"frozen: {', '.join(found.unreached)}"] if found.unreached else []
     notes += [f"adapters without effect: {', '.join(found.bypassed)}"] if found.bypassed else []
     return FamilyResult(family, EXACT, "; ".join(notes), worst)
 
 
 @torch.no_grad()
-def reload_difference(hf_config: PreTrainedConfig, config: ModelConfig) -> float:
+def reload_difference(hf_config: PreTrainedConfig, config: ModelConfig, rows: RowMode) -> float:
     """Nats by which log-probabilities differ after the weights were saved and read again; 0 is the same to the bit."""
     small = next(small_copies(hf_config))
-    policy = small_models(config).ours(copy.deepcopy(small)).eval()
+    policy = small_models(config).ours(copy.deepcopy(small), rows).eval()
     batch = packed(small_samples(small))
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(Path(folder), policy.lm, byte_tokenizer(), dict(policy.lm.state_dict()))
-        again, _, _ = load_whole(AutoModelForCausalLM, folder, config, "model")
-        return float((PolicyModel(again).eval()(batch).logprob - policy(batch).logprob).abs().max())
+        again, _, _ = load_whole(AutoModelForCausalLM, folder, config, "model", attention=attention_for(rows))
+        return float((PolicyModel(again, rows=rows).eval()(batch).logprob - policy(batch).logprob).abs().max())
 
 
 def compare_all(families: Sequence[str]) -> Iterator[FamilyResult]:

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rlmodule.batching.collate import pack_rows
 from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.core.types import MicroBatch, Prompt, Sample, StepTotals, TrainingSample
+from rlmodule.models.alone import RowMode
 from rlmodule.models.attention import RaggedCache
 from rlmodule.models.description import ModelConfig, first_line, positions_of, source_of
 from rlmodule.models.lora import AdaptedWeight, adapted_weights, merged, plain_name
@@ -35,6 +36,7 @@ LENGTHS = ((5, 7), (2, 1), (3, 5))  # prompt and response tokens of the samples;
 DECODED = 2  # tokens of each sample that are decoded one by one
 SPREAD = 1.5  # standard deviation of a matrix times unit inputs, so that distributions are far from flat
 ADAPTER_SPREAD = 0.3  # likewise for an adapter's matrices, whose product is multiplied by alpha / r
+DECODED_TOKENS = "decoded tokens"  # in what was compared
 ADAPTED = " with adapters"  # at the end of what was compared
 OFF = 3e-3  # nats, or shares of the largest gradient, from which on results differ; rounding stays below 1e-3
 
@@ -48,12 +50,12 @@ class SmallModels(Generic[Wrapped]):
 
     Args:
         stock: transformers' own model, eager attention.
-        ours: the same model with the project's attention, in what trains it; it is at ``lm``.
+        ours: the same model in what trains it, with the attention for the way that samples share rows; it is at ``lm``.
         adapt: puts adapters into a transformers model, in place; None where every weight trains.
     """
 
     stock: Callable[[PreTrainedConfig], PreTrainedModel]
-    ours: Callable[[PreTrainedConfig], Wrapped]
+    ours: Callable[[PreTrainedConfig, RowMode], Wrapped]
     adapt: Callable[[PreTrainedModel], None] | None = None
 
 
@@ -81,6 +83,8 @@ class Agreement:
     """What was compared.
 
     Attributes:
+        rows: how samples shared rows.
+        why_not_packed: what was off where they were laid end to end; empty where that is what was compared.
         worst: largest difference by what was compared: nats, or shares of the largest gradient.
         failures: what could not be run -> why.
         unreached: modules and parameters that no text reaches (a vision tower), by their names.
@@ -88,6 +92,8 @@ class Agreement:
             by their names, * for the number of a layer.
     """
 
+    rows: RowMode = RowMode.PACKED
+    why_not_packed: str = ""
     worst: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     unreached: tuple[str, ...] = ()
@@ -99,7 +105,18 @@ class Agreement:
         return next((text for of_adapters in (False, True) for text in self._problems(of_adapters)), None)
 
     @property
-    def is_about_adapters(self) -> bool:
+    def note(self) -> str:
+        """What a run's plan says of it; empty where samples are laid end to end."""
+        return f"{self.rows.value}, as {self.why_not_packed}" if self.why_not_packed else ""
+
+    @property
+    def is_about_decoding(self) -> bool:
+        """Whether all that was compared before decoding is well."""
+        others = [*self.failures, *(what for what, difference in self.worst.items() if not difference < OFF)]
+        return self.problem is not None and all(DECODED_TOKENS in what for what in others)
+
+    @property
+    def is_right_without_adapters(self) -> bool:
         """Whether all is well without adapters."""
         return next(self._problems(of_adapters=False), None) is None
 
@@ -111,7 +128,7 @@ class Agreement:
             if what.endswith(ADAPTED) == of_adapters and not difference < OFF:
                 yield f"{what} differ from those of its own forward by {difference:.2g}"
 
-    def note(self, what: str, difference: Callable[[], float]) -> None:
+    def add(self, what: str, difference: Callable[[], float]) -> None:
         """Add one comparison, whatever becomes of it."""
         try:
             self.worst[what] = difference()
@@ -146,7 +163,7 @@ def check_agreement(
     because = (
         f"{hf_config.model_type} would not be computed right: of a small random model of its kind, {found.problem}"
     )
-    if found.is_about_adapters:
+    if found.is_right_without_adapters:
         raise ConfigError(
             key=f"{section}.lora.target_modules",
             got=config.lora.target_modules,
@@ -174,16 +191,33 @@ def _compare_once(question: _Question) -> Agreement:
 
 
 def compare(config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Reading[Wrapped]) -> Agreement:
-    """Run a small model of this configuration both ways.
+    """Find a way to share rows in which a small model of this configuration is computed as its own forward does.
 
     Raises:
         RLModuleError: the model cannot be made ours, or an adapter in it cannot be merged.
     """
-    found = Agreement()
+    first = found = _compare_in(RowMode.PACKED, config, models, reading)
+    for rows in RowMode:
+        if found.is_right_without_adapters:
+            break
+        if rows is RowMode.PACKED or (rows is RowMode.PACKED_UNCACHED and not first.is_about_decoding):
+            continue
+        if not reading.decodes and not rows.is_cached:
+            continue
+        found = _compare_in(rows, config, models, reading)
+        found.why_not_packed = first.problem or ""
+    return found
+
+
+def _compare_in(
+    rows: RowMode, config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Reading[Wrapped]
+) -> Agreement:
+    """Run a small model of this configuration both ways, with samples that share rows as ``rows`` says."""
+    found = Agreement(rows)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         try:
-            small, stock, ours = _small_pair(config, models, reading)
+            small, stock, ours = _small_pair(rows, config, models, reading)
         except RLModuleError:
             raise
         except Exception as error:  # any family, for any reason
@@ -210,7 +244,7 @@ def compare(config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Rea
         _share_weights(stock, ours)
         _compare_pair(found, reading, stock, ours, samples, ADAPTED)
         plain = models.stock(copy.deepcopy(small))
-        found.note(
+        found.add(
             f"{reading.name} of the merged model{ADAPTED}", lambda: _merge_difference(stock, plain, reading, samples)
         )
     return found
@@ -222,14 +256,14 @@ def numbers_as_stars(name: str) -> str:
 
 
 def _small_pair(
-    config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Reading[Wrapped]
+    rows: RowMode, config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Reading[Wrapped]
 ) -> tuple[PreTrainedConfig, PreTrainedModel, Wrapped]:
     """The first small copy that transformers' own forward can run, as its own model and ours, with equal weights."""
     problem: Exception | None = None
     for small in small_copies(config):
         try:
             stock = models.stock(copy.deepcopy(small)).eval()
-            ours = models.ours(copy.deepcopy(small))
+            ours = models.ours(copy.deepcopy(small), rows)
             _randomise(stock)
             _share_weights(stock, ours)
             reading.of_stock(stock, small_samples(small))
@@ -358,13 +392,13 @@ def _compare_pair(
             return _largest(reading.of_ours(ours, batch) - own)
 
     ours.eval()
-    found.note(f"{reading.name} of samples laid end to end{kind}", difference)
+    found.add(f"{reading.name} of samples laid end to end{kind}", difference)
     ours.train()
-    found.note(f"{reading.name} in training{kind}", difference)
-    found.note(f"gradients{kind}", lambda: _gradient_difference(reading.loss(ours, batch, weights), ours, stock))
+    found.add(f"{reading.name} in training{kind}", difference)
+    found.add(f"gradients{kind}", lambda: _gradient_difference(reading.loss(ours, batch, weights), ours, stock))
     ours.eval()
     if reading.decodes:
-        found.note(f"{reading.name} of decoded tokens{kind}", lambda: _decode_difference(ours, stock, samples))
+        found.add(f"{reading.name} of {DECODED_TOKENS}{kind}", lambda: _decode_difference(ours, stock, samples))
 
 
 def _gradient_difference(loss: Tensor, ours: nn.Module, stock: PreTrainedModel) -> float:
