@@ -31,6 +31,7 @@ from rlmodule.models.lora import AdaptedWeight, adapted_weights, merged, plain_n
 from rlmodule.models.policy import DecodeBatch, PolicyModel, PrefillBatch
 from rlmodule.models.pretrained import silent_loading
 from rlmodule.models.shrink import FIRST_TOKEN, small_copies
+from rlmodule.models.state_layers import state_layers
 
 LENGTHS = ((5, 7), (2, 1), (3, 5))  # prompt and response tokens of the samples; windows of the small copy are shorter
 DECODED = 2  # tokens of each sample that are decoded one by one
@@ -84,6 +85,7 @@ class Agreement:
 
     Attributes:
         rows: how samples shared rows.
+        states: classes of layers whose state runs along a row.
         why_not_packed: what was off where they were laid end to end; empty where that is what was compared.
         worst: largest difference by what was compared: nats, or shares of the largest gradient.
         failures: what could not be run -> why.
@@ -93,6 +95,7 @@ class Agreement:
     """
 
     rows: RowMode = RowMode.PACKED
+    states: tuple[str, ...] = ()
     why_not_packed: str = ""
     worst: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
@@ -196,7 +199,7 @@ def compare(config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Rea
     Raises:
         RLModuleError: the model cannot be made ours, or an adapter in it cannot be merged.
     """
-    first = found = _compare_in(RowMode.PACKED, config, models, reading)
+    first = found = compare_in(RowMode.PACKED, config, models, reading)
     for rows in RowMode:
         if found.is_right_without_adapters:
             break
@@ -204,12 +207,12 @@ def compare(config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Rea
             continue
         if not reading.decodes and not rows.is_cached:
             continue
-        found = _compare_in(rows, config, models, reading)
+        found = compare_in(rows, config, models, reading)
         found.why_not_packed = first.problem or ""
-    return found
+    return found if found.is_right_without_adapters else first
 
 
-def _compare_in(
+def compare_in(
     rows: RowMode, config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Reading[Wrapped]
 ) -> Agreement:
     """Run a small model of this configuration both ways, with samples that share rows as ``rows`` says."""
@@ -224,6 +227,7 @@ def _compare_in(
             found.failures["a forward pass"] = _in_a_line(error)
             return found
         samples = small_samples(small)
+        found.states = tuple(sorted({type(layer).__name__ for layer in state_layers(stock).values()}))
         _compare_pair(found, reading, stock, ours, samples)
         found.unreached = tuple(_unreached(stock))
         reached = {name for name, p in stock.named_parameters() if p.grad is not None}

@@ -174,12 +174,16 @@ class RaggedCache(Cache):
         """Store one layer's new entries; layers are made when first seen."""
         while len(self.layers) <= layer_idx:
             self.layers.append(RaggedLayer(self))
-        return self.layers[layer_idx].update(key_states, value_states)
+        return self._all[layer_idx].update(key_states, value_states)
 
     @property
     def _ragged(self) -> list[RaggedLayer]:
         """Layers with keys and values; those of the numbers between them keep a state, or nothing."""
-        return [layer for layer in self.layers if layer.is_initialized]  # type: ignore[misc]  # all are RaggedLayer
+        return [layer for layer in self._all if layer.is_initialized]
+
+    @property
+    def _all(self) -> list[RaggedLayer]:
+        return self.layers  # type: ignore[return-value]  # none of another kind is ever added
 
     def repeat(self, rows: Tensor) -> None:
         """Row i becomes a copy of row ``rows[i]`` in every layer; there may be more than before."""

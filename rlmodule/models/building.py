@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.alone import RowMode
 from rlmodule.models.agreement import LOGPROBS, Agreement, SmallModels, check_agreement, numbers_as_stars
+from rlmodule.models.alone import RowMode
 from rlmodule.models.compiled import compile_blocks
 from rlmodule.models.description import PRECISIONS, ModelConfig, load_model_config, source_of
 from rlmodule.models.fp32 import compute_in_fp32

@@ -1,4 +1,4 @@
-"""What layers keep of each row while it is decoded, in transformers' own cache classes: joined, copied and dropped by row.
+"""What layers keep of each row while it is decoded, in transformers' own cache classes: joined and chosen by row.
 
 Which class keeps it, and under which attributes, differs between families; that every tensor in it has a row for each
 row of the batch does not. Leaves out keys and values of our own attention (``attention.py``).

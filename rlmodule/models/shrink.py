@@ -148,7 +148,8 @@ def _state_heads(config: PreTrainedConfig, hidden: int) -> str | None:
 def _width_without_attention(config: PreTrainedConfig, hidden: int, state_heads: str | None) -> int:
     if state_heads is None:
         return min(hidden, FEW_WIDTH)
-    return hidden * min(FEW_STATE_HEADS, getattr(config, state_heads)) // int(getattr(config, state_heads))
+    heads = int(getattr(config, state_heads))
+    return hidden * min(FEW_STATE_HEADS, heads) // heads
 
 
 def _narrow_state_heads(config: PreTrainedConfig, hidden: int, state_heads: str | None) -> None:

@@ -1,18 +1,18 @@
 """Layers whose state runs along a row (state-space models, linear attention, short convolutions), kept to one sample.
 
 Attention that goes through transformers' interface is told where samples of a packed row begin and end
-(``attention.py``). A layer that carries a state knows nothing of it: it would go on from one sample to the next. So each
-such layer is run on its samples side by side, [rows, length], those of similar length together, and what it returns is
-laid end to end again. A row shorter than its bucket is padded on the right with copies of its last token: nothing that
-runs from left to right sees them. No family is named: a state layer is a module that is given a cache and does not call
-the attention interface. Whether that was right is found out by ``agreement.py``, before every run.
+(``attention.py``). A layer that carries a state knows nothing of it: it would go on from one sample to the next. So
+each such layer is run on its samples side by side, [rows, length], those of similar length together, and what it
+returns is laid end to end again. A row shorter than its bucket is padded on the right with copies of its last token:
+nothing that runs from left to right sees them. No family is named: a state layer is a module that is given a cache and
+does not call the attention interface. Whether that was right is found out by ``agreement.py``, before every run.
 
-A prefill runs samples of one length at a time, so that the state that stays is that of a row's last token; decoding goes
-on from the states of all rows (``row_states.py``).
+A prefill runs samples of one length at a time, so that the state that stays is that of a row's last token; decoding
+goes on from the states of all rows (``row_states.py``).
 
-Leaves out families in which the layer around a state layer is not told of samples (Mamba 1): they run one sample per row
-(``alone.py``). On CUDA the layers' own kernels (fla, causal-conv1d, mamba-ssm) run once per bucket; the borders that
-they take themselves (``cu_seqlens``, ``seq_idx``) are not used.
+Leaves out families in which the layer around a state layer is not told of samples (Mamba 1): they run one sample per
+row (``alone.py``). On CUDA the layers' own kernels (fla, causal-conv1d, mamba-ssm) run once per bucket; the borders
+that they take themselves (``cu_seqlens``, ``seq_idx``) are not used.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -97,6 +98,7 @@ class _BySample:
     segments: SegmentBuckets | None = None
     sequence: SequenceRanks | None = None
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its shapes are new in every micro-batch
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert self.sequence is None, "a state that runs along a row cannot be cut over sequence ranks"
         given = dict(zip(self.names, args, strict=False)) | kwargs

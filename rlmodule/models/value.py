@@ -22,8 +22,8 @@ from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreT
 from rlmodule.core.contract import JointObjective, SequenceRanks, ValueObjective
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import MicroBatch, Sample, TokenOutputs
-from rlmodule.models.alone import RowMode
 from rlmodule.models.agreement import Agreement, Reading, SmallModels, check_agreement
+from rlmodule.models.alone import RowMode
 from rlmodule.models.building import freeze, joined
 from rlmodule.models.compiled import compile_blocks
 from rlmodule.models.description import PRECISIONS, ModelConfig, first_line, load_model_config, source_of

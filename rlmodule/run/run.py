@@ -46,7 +46,7 @@ from rlmodule.run.digests import save as save_digests
 from rlmodule.run.launchers.local import process_rank
 from rlmodule.run.plan import ModelSummary, RunPlan
 from rlmodule.run.preflight.checks import check
-from rlmodule.run.preflight.family import check_families
+from rlmodule.run.preflight.family import check_families, check_families_of_slices, with_micro_batches_for
 from rlmodule.run.preflight.layout import check_layout
 from rlmodule.run.preflight.teacher import check_teacher
 from rlmodule.run.preflight.tokens import check_tokenizer
@@ -156,7 +156,7 @@ class Run:
             check_value_model(config, self.hf_config, load_model_config(critic_model(config), "critic"), layout)
         check_tokenizer(config.model, self.tokenizer, self.hf_config)
         check_teacher(config, self.hf_config, self.tokenizer)
-        check_families(config)
+        check_families(config, layout)
         if config.model.compile:
             check_compiler(self.machine.device)
         if config.model.activation_offload:
@@ -192,6 +192,7 @@ class Run:
                 fix="Use model.activation_checkpointing=full",
             )
         check_layout(self.hf_config, self.strategy.layout)
+        check_families_of_slices(self.config, self.strategy.layout)
 
     def resume_from(self, say: Callable[[str], object] = lambda line: None) -> Path | None:
         """The checkpoint to go on from; None starts at the beginning.
@@ -234,7 +235,7 @@ class Run:
         Raises:
             CheckpointError: the checkpoint to resume from is damaged.
         """
-        config = self.config
+        config = self.config = with_micro_batches_for(self.config)
         silence_warnings()
         torch.set_num_threads(
             config.trainer.num_threads or max(1, min(2, os.cpu_count() or 1) // self.machine.num_processes)
