@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.parameters import fp32_names, tied
-from strategies.parts.blocks import DTYPES, blocks_of, check_no_fp32_weights, lm_of
+from strategies.parts.blocks import DTYPES, blocks_of, check_no_fp32_weights, check_no_state_layers, lm_of
 from strategies.parts.distributed import ParallelConfig
 from strategies.parts.loading import load
 from strategies.parts.saved_state import MOMENT
@@ -143,6 +143,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         check_no_fp32_weights(kept, DTYPES[self.config.param_dtype])
         if not self.cuts_parameters:
             return super().wrap(name, model)
+        check_no_state_layers(model.state_classes)  # type: ignore[arg-type]  # a policy or a value model
         config = self._engine_config(trained_models=any(p.requires_grad for p in model.parameters()))
         for part in (*blocks_of(model), model):
             load(model, part, self.root_device)

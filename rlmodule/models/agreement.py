@@ -31,7 +31,7 @@ from rlmodule.models.lora import AdaptedWeight, adapted_weights, merged, plain_n
 from rlmodule.models.policy import DecodeBatch, PolicyModel, PrefillBatch
 from rlmodule.models.pretrained import silent_loading
 from rlmodule.models.shrink import FIRST_TOKEN, small_copies
-from rlmodule.models.state_layers import state_layers
+from rlmodule.models.state_layers import state_classes
 
 LENGTHS = ((5, 7), (2, 1), (3, 5))  # prompt and response tokens of the samples; windows of the small copy are shorter
 DECODED = 2  # tokens of each sample that are decoded one by one
@@ -227,7 +227,7 @@ def compare_in(
             found.failures["a forward pass"] = _in_a_line(error)
             return found
         samples = small_samples(small)
-        found.states = tuple(sorted({type(layer).__name__ for layer in state_layers(stock).values()}))
+        found.states = state_classes(stock)
         _compare_pair(found, reading, stock, ours, samples)
         found.unreached = tuple(_unreached(stock))
         reached = {name for name, p in stock.named_parameters() if p.grad is not None}

@@ -24,7 +24,7 @@ from rlmodule.models.fp32 import head_is_fp32
 from rlmodule.models.lora import LoraConfig, adapted_weights, without_adapter
 from rlmodule.models.output_head import OutputHead, head_weight
 from rlmodule.models.row_states import RowStates, new_cache
-from rlmodule.models.state_layers import keep_states_apart
+from rlmodule.models.state_layers import keep_states_apart, state_classes
 from rlmodule.models.weights import StoredWeights
 from rlmodule.ops.head import linear_logprobs, linear_loss
 from rlmodule.ops.segments import SegmentBuckets
@@ -73,6 +73,8 @@ class PolicyModel(nn.Module):
         stored: files that parameters on the meta device are read from, None where there are none.
         loading: how the weights come from disk and which parts are frozen, in words for a run's plan.
         adapted: the weights with adapters, and how to merge them.
+        state_classes: classes of layers that carry a state along a row; such a layer is called several times in a pass
+            and reads weights of the layers inside it, so a strategy has to gather all of it at once.
         head: what lies between the last hidden states and the logits.
         head_in_fp32: whether the family wants its logits computed in float32.
     """
@@ -103,6 +105,7 @@ class PolicyModel(nn.Module):
         self.head = OutputHead.measure(lm)
         self.head_in_fp32 = head_is_fp32(lm)
         silence_dropout(lm)
+        self.state_classes = state_classes(lm)
         if not rows.is_alone:
             keep_states_apart(lm)
 

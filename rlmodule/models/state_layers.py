@@ -42,6 +42,11 @@ def state_layers(lm: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in takers.items() if name not in around and not _asks_the_interface(module)}
 
 
+def state_classes(lm: nn.Module) -> tuple[str, ...]:
+    """Names of the classes of its state layers."""
+    return tuple(sorted({type(layer).__name__ for layer in state_layers(lm).values()}))
+
+
 def _takes_a_cache(module: nn.Module) -> bool:
     parameters = inspect.signature(type(module).forward).parameters
     return CACHE in parameters and HIDDEN in parameters

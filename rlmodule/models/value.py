@@ -43,7 +43,7 @@ from rlmodule.models.pretrained import (
     unused_note,
 )
 from rlmodule.models.recompute import recompute_activations
-from rlmodule.models.state_layers import keep_states_apart
+from rlmodule.models.state_layers import keep_states_apart, state_classes
 from rlmodule.models.weights import NotByNameError, StoredWeights, build_on_meta
 
 HEAD_FILE = "value_head.safetensors"  # beside an exported policy that has one
@@ -77,6 +77,7 @@ class ValueModel(nn.Module):
         sequence: sequence-parallel ranks, set by the strategy; the model then gets a slice of each packed row.
         stored: files that parameters on the meta device are read from, None where there are none.
         loading: how the weights come from disk and which parts are frozen, in words for a run's plan.
+        state_classes: as a policy's.
     """
 
     lm: PreTrainedModel
@@ -91,6 +92,7 @@ class ValueModel(nn.Module):
         self.lm = lm
         self.compute_dtype = compute_dtype
         self.rows = rows
+        self.state_classes = state_classes(lm)
         if not rows.is_alone:
             keep_states_apart(lm)
 

@@ -46,7 +46,7 @@ from rlmodule.run.digests import save as save_digests
 from rlmodule.run.launchers.local import process_rank
 from rlmodule.run.plan import ModelSummary, RunPlan
 from rlmodule.run.preflight.checks import check
-from rlmodule.run.preflight.family import check_families, check_families_of_slices, with_micro_batches_for
+from rlmodule.run.preflight.family import check_families, check_families_under, with_micro_batches_for
 from rlmodule.run.preflight.layout import check_layout
 from rlmodule.run.preflight.teacher import check_teacher
 from rlmodule.run.preflight.tokens import check_tokenizer
@@ -192,7 +192,7 @@ class Run:
                 fix="Use model.activation_checkpointing=full",
             )
         check_layout(self.hf_config, self.strategy.layout)
-        check_families_of_slices(self.config, self.strategy.layout)
+        check_families_under(self.config, self.strategy.layout, gathers_inside_blocks=strategy.gathers_inside_blocks)
 
     def resume_from(self, say: Callable[[str], object] = lambda line: None) -> Path | None:
         """The checkpoint to go on from; None starts at the beginning.

@@ -43,7 +43,12 @@ HYBRIDS: Mapping[str, Mapping[str, Any]] = {
         "logits_scaling": 4.0,
     },
     "bamba": {**_SMALL, **_MAMBA, "intermediate_size": 48, "attn_layer_indices": [1]},
-    "lfm2": {**_SMALL, "intermediate_size": 48, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "lfm2": {
+        **_SMALL,
+        "intermediate_size": 48,
+        "layer_types": ["conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
     "jamba": {
         **_SMALL,
         "intermediate_size": 48,

@@ -66,7 +66,9 @@ def assert_same_gradients(found: dict[str, torch.Tensor], expected: dict[str, to
     largest = max(float(grad.abs().max()) for grad in expected.values())
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad, rtol=0, atol=1e-5 * largest, msg=lambda text, n=name: f"{n} {text}")
+        torch.testing.assert_close(
+            found[name], grad, rtol=0, atol=1e-5 * largest, msg=lambda text, n=name: f"{n} {text}"
+        )
 
 
 @pytest.mark.parametrize("family", ALL_HYBRIDS)

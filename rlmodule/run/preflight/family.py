@@ -59,16 +59,24 @@ def check_families(config: RunConfig, layout: Layout) -> None:
             )
 
 
-def check_families_of_slices(config: RunConfig, layout: Layout) -> None:
-    """Refuse to cut rows over sequence ranks where a layer's state runs along them, or each holds one sample.
+def check_families_under(config: RunConfig, layout: Layout, *, gathers_inside_blocks: bool) -> None:
+    """Refuse what layers whose state runs along a row cannot have, and models of one sample per row.
 
     Raises:
-        ConfigError: names the layers or the reason.
+        ConfigError: rows are cut over sequence ranks, or weights gathered inside of blocks; names the layers.
     """
-    if layout.sp_size == 1:
+    if layout.sp_size == 1 and not gathers_inside_blocks:
         return
     for found in compare_families(config):
-        if found.rows.is_alone or found.states:
+        if gathers_inside_blocks and found.states:
+            raise ConfigError(
+                key="strategy.stage",
+                got=3,
+                because="it gathers the weights of a module when that is called, and "
+                f"{', '.join(found.states)} reads those of modules that it never calls",
+                fix="Use strategy.stage=2, or strategy=fsdp2",
+            )
+        if layout.sp_size > 1 and (found.rows.is_alone or found.states):
             raise ConfigError(
                 key="strategy.sp_size",
                 got=layout.sp_size,
