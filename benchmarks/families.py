@@ -67,6 +67,7 @@ class FamilyResult:
         reason: why it is not exact, and what is said of it where it is.
         worst: largest difference by what was compared, in nats or in shares of the largest gradient.
         seconds: it took.
+        is_alone: whether every sample has a row of its own.
     """
 
     family: str
@@ -74,6 +75,7 @@ class FamilyResult:
     reason: str = ""
     worst: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    is_alone: bool = False
 
 
 def compare_family(family: str) -> FamilyResult:
@@ -95,7 +97,7 @@ def compare_family(family: str) -> FamilyResult:
     notes = [found.rows.value] if found.why_not_packed else []
     notes += [f"frozen: {', '.join(found.unreached)}"] if found.unreached else []
     notes += [f"adapters without effect: {', '.join(found.bypassed)}"] if found.bypassed else []
-    return FamilyResult(family, EXACT, "; ".join(notes), worst)
+    return FamilyResult(family, EXACT, "; ".join(notes), worst, is_alone=found.rows.is_alone)
 
 
 @torch.no_grad()
@@ -123,17 +125,18 @@ def compare_all(families: Sequence[str]) -> Iterator[FamilyResult]:
 
 
 def largest(worst: Mapping[str, float], *parts: str, adapted: bool = False) -> str:
-    """The largest difference of the comparisons whose names hold one of ``parts``."""
+    """The largest difference of the comparisons whose names hold one of ``parts``; empty where there are none."""
     names = [what for what in worst if what.endswith(ADAPTED) == adapted and any(part in what for part in parts)]
-    return f"{max(worst[what] for what in names):.0e}"
+    return f"{max(worst[what] for what in names):.0e}" if names else ""
 
 
 def rows_of(results: Sequence[FamilyResult]) -> str:
     """Two Markdown tables: families that are exact, with numbers; all others, with the reason."""
     exact = [one for one in results if one.result == EXACT]
     others = [one for one in results if one.result != EXACT]
+    packed = sum(not one.is_alone for one in exact)
     lines = [
-        f"{len(results)} families: {len(exact)} exact, "
+        f"{len(results)} families: {len(exact)} exact ({packed} of them with samples laid end to end), "
         f"{sum(v.result == REFUSED for v in others)} refused, {sum(v.result == NOT_TRIED for v in others)} not tried. "
         f"Measured on {datetime.date.today().isoformat()} with transformers {transformers.__version__}, "
         f"peft {peft.__version__} and torch {torch.__version__.split('+')[0]}, in "

@@ -18,6 +18,7 @@ that they take themselves (``cu_seqlens``, ``seq_idx``) are not used.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,19 @@ def state_layers(lm: nn.Module) -> dict[str, nn.Module]:
 def state_classes(lm: nn.Module) -> tuple[str, ...]:
     """Names of the classes of its state layers."""
     return tuple(sorted({type(layer).__name__ for layer in state_layers(lm).values()}))
+
+
+def read_past_adapters(lm: nn.Module) -> tuple[str, ...]:
+    """Modules inside state layers whose weight the layer's code reads itself (``mamba.out_proj``), without its blocks.
+
+    On CUDA the kernels of state-space layers do the same, so an adapter there would be trained and not be seen.
+    """
+    names = set()
+    for name, layer in state_layers(lm).items():
+        code = inspect.getsource(inspect.unwrap(type(layer).forward))
+        inside = [child for child in re.findall(r"self\.(\w+)\.weight", code) if child in layer._modules]
+        names |= {f"{name.rpartition('.')[2]}.{child}" for child in inside}
+    return tuple(sorted(names))
 
 
 def _takes_a_cache(module: nn.Module) -> bool:
