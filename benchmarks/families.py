@@ -30,7 +30,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.agreement import ADAPTED, LOGPROBS, compare, packed, small_samples
+from rlmodule.models.agreement import ADAPTED, compare
 from rlmodule.models.alone import RowMode
 from rlmodule.models.building import save_pretrained, small_models
 from rlmodule.models.byte_tokenizer import byte_tokenizer
@@ -38,6 +38,7 @@ from rlmodule.models.description import ModelConfig, load_model_config
 from rlmodule.models.lora import LoraConfig
 from rlmodule.models.policy import PolicyModel
 from rlmodule.models.pretrained import attention_for, load_whole
+from rlmodule.models.reading import LOGPROBS, packed, small_samples
 from rlmodule.models.shrink import small_copies
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"

@@ -13,36 +13,34 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import Generic
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlmodule.batching.collate import pack_rows
 from rlmodule.core.errors import ConfigError, RLModuleError
-from rlmodule.core.types import MicroBatch, Prompt, Sample, StepTotals, TrainingSample
+from rlmodule.core.types import Sample
 from rlmodule.models.alone import RowMode
 from rlmodule.models.attention import RaggedCache
-from rlmodule.models.description import ModelConfig, first_line, positions_of, source_of
+from rlmodule.models.description import ModelConfig, first_line, source_of
 from rlmodule.models.lora import AdaptedWeight, adapted_weights, merged, plain_name
-from rlmodule.models.policy import DecodeBatch, PolicyModel, PrefillBatch
+from rlmodule.models.policy import DecodeBatch, PrefillBatch
 from rlmodule.models.pretrained import silent_loading
-from rlmodule.models.shrink import FIRST_TOKEN, small_copies
+from rlmodule.models.reading import Reading, Wrapped, ids_of, own_logits, packed, small_samples
+from rlmodule.models.shrink import small_copies
 from rlmodule.models.state_layers import state_classes
 
-LENGTHS = ((5, 7), (2, 1), (3, 5))  # prompt and response tokens of the samples; windows of the small copy are shorter
 DECODED = 2  # tokens of each sample that are decoded one by one
 SPREAD = 1.5  # standard deviation of a matrix times unit inputs, so that distributions are far from flat
 ADAPTER_SPREAD = 0.3  # likewise for an adapter's matrices, whose product is multiplied by alpha / r
 DECODED_TOKENS = "decoded tokens"  # in what was compared
 ADAPTED = " with adapters"  # at the end of what was compared
+MOST_WEIGHTS = 60_000_000  # of a small model
 OFF = 3e-3  # nats, or shares of the largest gradient, from which on results differ; rounding stays below 1e-3
-
-
-Wrapped = TypeVar("Wrapped", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -58,25 +56,6 @@ class SmallModels(Generic[Wrapped]):
     stock: Callable[[PreTrainedConfig], PreTrainedModel]
     ours: Callable[[PreTrainedConfig, RowMode], Wrapped]
     adapt: Callable[[PreTrainedModel], None] | None = None
-
-
-@dataclass(frozen=True)
-class Reading(Generic[Wrapped]):
-    """The numbers that are compared, one for each response token, and how both models give them.
-
-    Args:
-        name: what they are.
-        of_stock: [N] of samples, one sample per pass of the model's own forward; differentiable.
-        of_ours: [N] of a packed micro-batch, without gradients.
-        loss: the sum of these numbers, each times one of the [N] weights, by the way that training goes.
-        decodes: whether the model also decodes.
-    """
-
-    name: str
-    of_stock: Callable[[PreTrainedModel, Sequence[Sample]], Tensor]
-    of_ours: Callable[[Wrapped, MicroBatch], Tensor]
-    loss: Callable[[Wrapped, MicroBatch, Tensor], Tensor]
-    decodes: bool = False
 
 
 @dataclass
@@ -266,6 +245,7 @@ def _small_pair(
     problem: Exception | None = None
     for small in small_copies(config):
         try:
+            _check_is_small(small, models)
             stock = models.stock(copy.deepcopy(small)).eval()
             ours = models.ours(copy.deepcopy(small), rows)
             _randomise(stock)
@@ -279,6 +259,19 @@ def _small_pair(
         return small, stock, ours
     assert problem is not None, "there is a small copy of every configuration"
     raise problem
+
+
+def _check_is_small(small: PreTrainedConfig, models: SmallModels[Wrapped]) -> None:
+    """Some families have sizes under names of their own, which were not cut.
+
+    Raises:
+        ValueError: the model would take long.
+    """
+    weights = 0
+    with suppress(Exception), torch.device("meta"):  # not every family can be made there
+        weights = sum(p.numel() for p in models.stock(copy.deepcopy(small)).parameters())
+    if weights > MOST_WEIGHTS:
+        raise ValueError(f"a small copy of it still has {weights:,} weights")
 
 
 def _share_weights(stock: PreTrainedModel, ours: nn.Module) -> None:
@@ -308,66 +301,6 @@ def _randomise(model: nn.Module) -> None:
         else:
             size = float(parameter.square().mean().sqrt()) or 1.0
             parameter.add_(torch.randn(parameter.shape) * 0.1 * size)
-
-
-def small_samples(config: PreTrainedConfig) -> list[Sample]:
-    """Samples of random tokens, no longer than the model has positions."""
-    size, limit = config.get_text_config().vocab_size, positions_of(config)
-    samples = []
-    for number, (prompt, response) in enumerate(LENGTHS):
-        count = min(prompt + response, limit or prompt + response)
-        ids = torch.randint(min(FIRST_TOKEN, size - 1), size, (count,))
-        cut = min(prompt, count - 1)
-        before = Prompt(row=number, ids=tuple(ids[:cut].tolist()), text="")
-        samples.append(Sample(number, number, before, ids[cut:], torch.ones(count - cut, dtype=torch.bool)))
-    return samples
-
-
-def _ids(sample: Sample) -> Tensor:
-    return torch.cat([torch.tensor(sample.prompt.ids), sample.response_ids])
-
-
-# ---- the two ways to run it
-
-
-def _own_logits(lm: PreTrainedModel, ids: Tensor) -> Tensor:
-    """[T] ids -> [T, V] logits of the model's own forward."""
-    return lm(input_ids=ids[None], use_cache=False).logits[0].float()  # type: ignore[no-any-return]
-
-
-def _own_logprobs(lm: PreTrainedModel, samples: Sequence[Sample]) -> Tensor:
-    """[N] log-probabilities of all response tokens, one sample per pass."""
-    parts = []
-    for sample in samples:
-        scores = _own_logits(lm, _ids(sample)).log_softmax(-1)[len(sample.prompt.ids) - 1 : -1]
-        parts.append(scores.gather(-1, sample.response_ids[:, None])[:, 0])
-    return torch.cat(parts)
-
-
-def packed(samples: Sequence[Sample]) -> MicroBatch:
-    """The samples laid end to end."""
-    return pack_rows([TrainingSample(sample) for sample in samples], StepTotals(tokens=1, sequences=1))
-
-
-@dataclass(frozen=True)
-class _Weighted:
-    """Objective: the sum of log-probabilities, each times a number of its own."""
-
-    weights: Tensor
-    needs_entropy: bool = False
-    whole_sequences: bool = False
-
-    def __call__(self, logprob: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
-        return (logprob * self.weights[part]).sum()
-
-
-LOGPROBS: Reading[PolicyModel] = Reading(
-    "log-probabilities",
-    _own_logprobs,
-    lambda policy, batch: policy(batch).logprob,
-    lambda policy, batch, weights: policy(batch, objective=_Weighted(weights)),
-    decodes=True,
-)
 
 
 # ---- what is compared
@@ -421,8 +354,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 @torch.no_grad()
 def _decode_difference(policy: nn.Module, stock: PreTrainedModel, samples: Sequence[Sample]) -> float:
     """Largest difference of a log-probability when the last tokens of each sample come one by one."""
-    ids = [_ids(sample) for sample in samples]
-    own = [_own_logits(stock, one).log_softmax(-1) for one in ids]
+    ids = [ids_of(sample) for sample in samples]
+    own = [own_logits(stock, one).log_softmax(-1) for one in ids]
     steps = min(DECODED, *(len(one) - 1 for one in ids))
     read = torch.tensor([len(one) - steps for one in ids])
     cache = RaggedCache(read, int(read.max()) + steps)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.agreement import LOGPROBS, Agreement, SmallModels, check_agreement, numbers_as_stars
+from rlmodule.models.agreement import Agreement, SmallModels, check_agreement, numbers_as_stars
 from rlmodule.models.alone import RowMode
 from rlmodule.models.compiled import compile_blocks
 from rlmodule.models.description import PRECISIONS, ModelConfig, load_model_config, source_of
@@ -35,6 +35,7 @@ from rlmodule.models.pretrained import (
     random_lm,
     unused_note,
 )
+from rlmodule.models.reading import LOGPROBS
 from rlmodule.models.recompute import recompute_activations
 from rlmodule.models.weights import NotByNameError, build_on_meta, meta_parameters
 

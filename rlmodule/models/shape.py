@@ -28,7 +28,7 @@ TRACED_TOKENS = 256
 # An implementation of fused experts that gathers the active ones: its products depend on no value.
 TRACED_EXPERTS = "batched_mm"
 # What a Mamba 2 layer calls its sizes, whatever the family.
-STATE_SPACE_SIZES = {"num_heads", "n_groups", "ssm_state_size", "chunk_size"}
+STATE_SPACE_SIZES = ("num_heads", "n_groups", "ssm_state_size", "chunk_size")
 # Names under which families keep the number of experts of a token.
 ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 
@@ -90,8 +90,9 @@ def _repeated_macs(lm: PreTrainedModel) -> float:
     macs = 0
     for layer in state_layers(lm).values():
         sizes = vars(layer)
-        if STATE_SPACE_SIZES <= sizes.keys():
-            macs += (layer.num_heads - layer.n_groups) * layer.ssm_state_size * min(layer.chunk_size, TRACED_TOKENS)
+        if sizes.keys() >= set(STATE_SPACE_SIZES):
+            heads, groups, state, chunk = (int(sizes[name]) for name in STATE_SPACE_SIZES)
+            macs += (heads - groups) * state * min(chunk, TRACED_TOKENS)
     return float(macs)
 
 

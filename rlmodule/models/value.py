@@ -22,7 +22,7 @@ from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreT
 from rlmodule.core.contract import JointObjective, SequenceRanks, ValueObjective
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import MicroBatch, Sample, TokenOutputs
-from rlmodule.models.agreement import Agreement, Reading, SmallModels, check_agreement
+from rlmodule.models.agreement import Agreement, SmallModels, check_agreement
 from rlmodule.models.alone import RowMode
 from rlmodule.models.building import freeze, joined
 from rlmodule.models.compiled import compile_blocks
@@ -42,6 +42,7 @@ from rlmodule.models.pretrained import (
     random_lm,
     unused_note,
 )
+from rlmodule.models.reading import Reading
 from rlmodule.models.recompute import recompute_activations
 from rlmodule.models.state_layers import keep_states_apart, state_classes
 from rlmodule.models.weights import NotByNameError, StoredWeights, build_on_meta

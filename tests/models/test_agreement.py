@@ -11,13 +11,14 @@ import torch
 from transformers import AutoConfig
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.agreement import LOGPROBS, Agreement, SmallModels, compare, compare_in, numbers_as_stars
+from rlmodule.models.agreement import Agreement, SmallModels, compare, compare_in, numbers_as_stars
 from rlmodule.models.alone import RowMode
 from rlmodule.models.building import build_policy, check_family, freeze, small_models
 from rlmodule.models.description import ModelConfig, load_model_config
 from rlmodule.models.lora import LoraConfig
 from rlmodule.models.output_head import OutputHead
 from rlmodule.models.policy import PolicyModel
+from rlmodule.models.reading import LOGPROBS
 from rlmodule.models.shrink import small_copies
 from rlmodule.models.value import VALUES, ValueModel, build_value_model, small_value_models
 from tests.helpers.tiny import architecture, tiny_policy

@@ -17,7 +17,7 @@ from rlmodule.batching.collate import pack_rows
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.parameters import Cast, fp32_names
 from rlmodule.core.types import StepTotals
-from rlmodule.models.agreement import LOGPROBS, Agreement, compare
+from rlmodule.models.agreement import Agreement, compare
 from rlmodule.models.alone import RowMode
 from rlmodule.models.building import build_policy, build_policy_on_meta, check_family, save_pretrained, small_models
 from rlmodule.models.byte_tokenizer import byte_tokenizer
@@ -25,6 +25,7 @@ from rlmodule.models.description import ModelConfig, load_model_config, position
 from rlmodule.models.lora import LoraConfig, merged
 from rlmodule.models.output_head import OutputHead
 from rlmodule.models.policy import PolicyModel
+from rlmodule.models.reading import LOGPROBS
 from rlmodule.models.value import build_value_model, build_value_model_on_meta
 from tests.helpers.tiny import FAMILIES, architecture, mixed_rows, row, sample, single, stock_scores, tiny_policy
 from tests.models.test_attention import prefill
@@ -411,7 +412,9 @@ def test_t2a_15_both_lists_of_a_family_are_kept_in_an_export():
 
 @pytest.mark.parametrize("model_type", ["falcon", "gpt_neo", "bloom"])
 def test_t2a_21_attention_of_its_own_has_one_sample_per_row_and_says_so(model_type):
-    assert family_of(model_type).note.startswith(f"{RowMode.ALONE.value}, as log-probabilities of samples laid end to end")
+    assert family_of(model_type).note.startswith(
+        f"{RowMode.ALONE.value}, as log-probabilities of samples laid end to end"
+    )
 
 
 def test_t2a_21_a_model_that_no_text_alone_can_run_is_refused_in_words():

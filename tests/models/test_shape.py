@@ -274,6 +274,8 @@ def test_a_state_space_multiplies_within_chunks_once_per_group_and_head(family, 
     """Mamba 2 (arXiv:2405.21060): C with B and its product with x inside a chunk of 256, and x to the state and back."""
     config = CONFIG_MAPPING[family](**settings)
     shape, lm = shape_of(config), rlmodule.models.shape._model_on_meta(config)
-    weights = sum(p.numel() for p in lm.base_model.parameters() if p.ndim >= 2) - lm.get_input_embeddings().weight.numel()
+    weights = (
+        sum(p.numel() for p in lm.base_model.parameters() if p.ndim >= 2) - lm.get_input_embeddings().weight.numel()
+    )
     scan = 256 * (state * groups + inner) + 2 * inner * state
     assert shape.macs_per_token == pytest.approx(weights + layers * scan, rel=0.005)

@@ -18,7 +18,9 @@ def requests():
     """Two prompts of one length and two of others, of which two have several requests, in no order."""
     rng = torch.Generator().manual_seed(0)
     prompts = [Prompt(row=i, ids=tuple(tokens(n, rng).tolist()), text="") for i, n in enumerate((3, 7, 1, 3))]
-    return [ask(prompts[p], i, max_tokens=3 + i % 6, seed=5) for p, i in ((2, 11), (0, 3), (1, 7), (0, 4), (3, 0), (2, 12))]
+    return [
+        ask(prompts[p], i, max_tokens=3 + i % 6, seed=5) for p, i in ((2, 11), (0, 3), (1, 7), (0, 4), (3, 0), (2, 12))
+    ]
 
 
 def bent(family):
