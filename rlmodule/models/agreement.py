@@ -141,6 +141,7 @@ def check_agreement(
     with silent_loading():  # warnings about a configuration of our own making
         found = _compare_once(_Question(text, lambda: compare(hf_config, models, reading)))
     if found.problem is None:
+        _check_compiles(found, config, section)
         return found
     because = (
         f"{hf_config.model_type} would not be computed right: of a small random model of its kind, {found.problem}"
@@ -157,6 +158,16 @@ def check_agreement(
         because=because,
         fix="Choose another model; docs/models.md lists the families that are computed exactly",
     )
+
+
+def _check_compiles(found: Agreement, config: ModelConfig, section: str) -> None:
+    if config.compile and found.rows.is_alone:
+        raise ConfigError(
+            key=f"{section}.compile",
+            got=True,
+            because=f"compiled blocks have attention over packed rows, and the model runs {found.note}",
+            fix=f"Use {section}.compile=false",
+        )
 
 
 @dataclass(frozen=True)
