@@ -14,11 +14,13 @@ from rlmodule.models.alone import RowMode
 from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import ModelConfig
+from rlmodule.models.lora import LoraConfig
 from rlmodule.models.policy import DecodeBatch
-from rlmodule.models.state_layers import keep_states_apart, state_layers
+from rlmodule.models.state_layers import keep_states_apart, read_past_adapters, state_layers
 from tests.helpers.hybrids import ALL_HYBRIDS, ALONE, ALONE_READ_AGAIN, HYBRIDS, READ_AGAIN
 from tests.helpers.tiny import architecture, grouped_rows, mixed_rows, single, stock, stock_scores, tiny_policy, tokens
 from tests.models.test_attention import prefill, whole
+from tests.models.test_family_cases import ROWS, adapted, eager, exported_scores, own_scores
 
 # peft 0.21 asks transformers 5.24 by a name that is on its way out.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -164,6 +166,23 @@ def test_an_exported_policy_is_loaded_equal(tmp_path, family):
     by_transformers = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     ids = batch.input_ids[: batch.cu_seqlens[1]]
     torch.testing.assert_close(by_transformers(ids[None]).logits, stock(policy)(ids[None]).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "bloom"])
+@torch.no_grad()
+def test_adapters_are_merged_into_an_export(tmp_path, family):
+    policy = adapted(family, LoraConfig(r=2))
+    trained = own_scores(eager(policy.lm))
+    torch.testing.assert_close(policy(pack_rows(ROWS, TOTALS)).logprob, trained, rtol=0, atol=1e-4)
+    torch.testing.assert_close(exported_scores(policy, tmp_path), trained, rtol=0, atol=1e-4)
+    assert (policy(pack_rows(ROWS, TOTALS), with_adapter=False).logprob - trained).abs().max() > 1e-3
+
+
+def test_all_linear_leaves_out_what_a_layer_reads_past_an_adapter():
+    policy = adapted("falcon_h1", LoraConfig(r=2))
+    inside = {one.weight.split(".")[-3] for one in policy.adapted if ".mamba." in one.weight}
+    assert inside == {"in_proj"}
+    assert read_past_adapters(policy.lm) == ("mamba.conv1d", "mamba.norm", "mamba.out_proj")
 
 
 def test_a_plan_says_why_samples_have_rows_of_their_own():
