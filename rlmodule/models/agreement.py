@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.core.types import Sample
 from rlmodule.models.alone import RowMode
-from rlmodule.models.attention import RaggedCache
+from rlmodule.models.attention import ATTENTION, RaggedCache
 from rlmodule.models.description import ModelConfig, first_line, source_of
 from rlmodule.models.lora import AdaptedWeight, adapted_weights, merged, plain_name
 from rlmodule.models.policy import DecodeBatch, PrefillBatch
@@ -122,6 +122,8 @@ class Agreement:
 
 def _in_a_line(error: Exception) -> str:
     """Our own assertions say what is wrong with the family; errors of model code also need their kind."""
+    if isinstance(error, KeyError) and error.args == (ATTENTION,):  # looked up where the family keeps its own kinds
+        return "it has attention of its own"
     return first_line(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {first_line(error)}"
 
 

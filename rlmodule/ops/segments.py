@@ -218,7 +218,7 @@ def _cumulative(length: Tensor) -> Tensor:
     return functional.pad(length.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _buckets(before: Sequence[int], widths: Sequence[int], max_waste: float) -> list[Bucket]:
+def _buckets(before: Sequence[int], widths: Sequence[int], max_waste: float = MAX_WASTE) -> list[Bucket]:
     """Split segments greedily into buckets whose share of padding stays within ``max_waste``.
 
     Args:
