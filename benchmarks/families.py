@@ -30,13 +30,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.agreement import ADAPTED, LOGPROBS, compare, packed, small_samples
+from rlmodule.models.agreement import ADAPTED, compare
+from rlmodule.models.alone import RowMode
 from rlmodule.models.building import save_pretrained, small_models
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import ModelConfig, load_model_config
 from rlmodule.models.lora import LoraConfig
 from rlmodule.models.policy import PolicyModel
-from rlmodule.models.pretrained import load_whole
+from rlmodule.models.pretrained import attention_for, load_whole
+from rlmodule.models.reading import LOGPROBS, packed, small_samples
 from rlmodule.models.shrink import small_copies
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -66,6 +68,7 @@ class FamilyResult:
         reason: why it is not exact, and what is said of it where it is.
         worst: largest difference by what was compared, in nats or in shares of the largest gradient.
         seconds: it took.
+        is_alone: whether every sample has a row of its own.
     """
 
     family: str
@@ -73,6 +76,7 @@ class FamilyResult:
     reason: str = ""
     worst: Mapping[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    is_alone: bool = False
 
 
 def compare_family(family: str) -> FamilyResult:
@@ -83,9 +87,6 @@ def compare_family(family: str) -> FamilyResult:
     except ConfigError as error:
         result = REFUSED if error.key.endswith(".model_type") else NOT_TRIED
         return FamilyResult(family, result, error.because)
-    model_class = AutoModelForCausalLM._model_mapping[type(hf_config)]
-    if not model_class._supports_attention_backend:  # before it is made: some are large whatever is cut
-        return FamilyResult(family, REFUSED, f"{model_class.__name__} has attention of its own")
     try:
         found = compare(hf_config, small_models(config), LOGPROBS)
     except ConfigError as error:
@@ -93,22 +94,23 @@ def compare_family(family: str) -> FamilyResult:
     if found.problem is not None:
         result = NOT_TRIED if "a forward pass" in found.failures else REFUSED
         return FamilyResult(family, result, found.problem)
-    worst = {**found.worst, "reload": reload_difference(hf_config, config)}
-    notes = [f"frozen: {', '.join(found.unreached)}"] if found.unreached else []
+    worst = {**found.worst, "reload": reload_difference(hf_config, config, found.rows)}
+    notes = [found.rows.value] if found.why_not_packed else []
+    notes += [f"frozen: {', '.join(found.unreached)}"] if found.unreached else []
     notes += [f"adapters without effect: {', '.join(found.bypassed)}"] if found.bypassed else []
-    return FamilyResult(family, EXACT, "; ".join(notes), worst)
+    return FamilyResult(family, EXACT, "; ".join(notes), worst, is_alone=found.rows.is_alone)
 
 
 @torch.no_grad()
-def reload_difference(hf_config: PreTrainedConfig, config: ModelConfig) -> float:
+def reload_difference(hf_config: PreTrainedConfig, config: ModelConfig, rows: RowMode) -> float:
     """Nats by which log-probabilities differ after the weights were saved and read again; 0 is the same to the bit."""
     small = next(small_copies(hf_config))
-    policy = small_models(config).ours(copy.deepcopy(small)).eval()
+    policy = small_models(config).ours(copy.deepcopy(small), rows).eval()
     batch = packed(small_samples(small))
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(Path(folder), policy.lm, byte_tokenizer(), dict(policy.lm.state_dict()))
-        again, _, _ = load_whole(AutoModelForCausalLM, folder, config, "model")
-        return float((PolicyModel(again).eval()(batch).logprob - policy(batch).logprob).abs().max())
+        again, _, _ = load_whole(AutoModelForCausalLM, folder, config, "model", attention=attention_for(rows))
+        return float((PolicyModel(again, rows=rows).eval()(batch).logprob - policy(batch).logprob).abs().max())
 
 
 def compare_all(families: Sequence[str]) -> Iterator[FamilyResult]:
@@ -124,17 +126,18 @@ def compare_all(families: Sequence[str]) -> Iterator[FamilyResult]:
 
 
 def largest(worst: Mapping[str, float], *parts: str, adapted: bool = False) -> str:
-    """The largest difference of the comparisons whose names hold one of ``parts``."""
+    """The largest difference of the comparisons whose names hold one of ``parts``; empty where there are none."""
     names = [what for what in worst if what.endswith(ADAPTED) == adapted and any(part in what for part in parts)]
-    return f"{max(worst[what] for what in names):.0e}"
+    return f"{max(worst[what] for what in names):.0e}" if names else ""
 
 
 def rows_of(results: Sequence[FamilyResult]) -> str:
     """Two Markdown tables: families that are exact, with numbers; all others, with the reason."""
     exact = [one for one in results if one.result == EXACT]
     others = [one for one in results if one.result != EXACT]
+    packed = sum(not one.is_alone for one in exact)
     lines = [
-        f"{len(results)} families: {len(exact)} exact, "
+        f"{len(results)} families: {len(exact)} exact ({packed} of them with samples laid end to end), "
         f"{sum(v.result == REFUSED for v in others)} refused, {sum(v.result == NOT_TRIED for v in others)} not tried. "
         f"Measured on {datetime.date.today().isoformat()} with transformers {transformers.__version__}, "
         f"peft {peft.__version__} and torch {torch.__version__.split('+')[0]}, in "

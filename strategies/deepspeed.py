@@ -27,7 +27,14 @@ from rlmodule.core.errors import CheckpointError, ConfigError
 from rlmodule.core.layout import Layout
 from rlmodule.core.parameters import fp32_names, tied
 from rlmodule.core.sharding import Sharding, waiting_on_host
-from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, check_no_fp32_weights, lm_of
+from strategies.parts.blocks import (
+    DTYPES,
+    blocks_of,
+    bytes_of,
+    check_no_fp32_weights,
+    check_no_state_layers,
+    lm_of,
+)
 from strategies.parts.distributed import ParallelConfig
 from strategies.parts.loading import load
 from strategies.parts.saved_state import MOMENT
@@ -168,6 +175,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         check_no_fp32_weights(kept, DTYPES[self.config.param_dtype])
         if not self.cuts_parameters:
             return super().wrap(name, model)
+        check_no_state_layers(model.state_classes)  # type: ignore[arg-type]  # a policy or a value model
         config = self._engine_config(trained_models=any(p.requires_grad for p in model.parameters()))
         for part in (*blocks_of(model), model):
             load(model, part, self.root_device)

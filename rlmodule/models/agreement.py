@@ -13,33 +13,34 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import Generic
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from rlmodule.batching.collate import pack_rows
 from rlmodule.core.errors import ConfigError, RLModuleError
-from rlmodule.core.types import MicroBatch, Prompt, Sample, StepTotals, TrainingSample
-from rlmodule.models.attention import RaggedCache
-from rlmodule.models.description import ModelConfig, first_line, positions_of, source_of
+from rlmodule.core.types import Sample
+from rlmodule.models.alone import RowMode
+from rlmodule.models.attention import ATTENTION, RaggedCache
+from rlmodule.models.description import ModelConfig, first_line, source_of
 from rlmodule.models.lora import AdaptedWeight, adapted_weights, merged, plain_name
-from rlmodule.models.policy import DecodeBatch, PolicyModel, PrefillBatch
+from rlmodule.models.policy import DecodeBatch, PrefillBatch
 from rlmodule.models.pretrained import silent_loading
-from rlmodule.models.shrink import FIRST_TOKEN, small_copies
+from rlmodule.models.reading import Reading, Wrapped, ids_of, own_logits, packed, small_samples
+from rlmodule.models.shrink import small_copies
+from rlmodule.models.state_layers import state_classes
 
-LENGTHS = ((5, 7), (2, 1), (3, 5))  # prompt and response tokens of the samples; windows of the small copy are shorter
 DECODED = 2  # tokens of each sample that are decoded one by one
 SPREAD = 1.5  # standard deviation of a matrix times unit inputs, so that distributions are far from flat
 ADAPTER_SPREAD = 0.3  # likewise for an adapter's matrices, whose product is multiplied by alpha / r
+DECODED_TOKENS = "decoded tokens"  # in what was compared
 ADAPTED = " with adapters"  # at the end of what was compared
+MOST_WEIGHTS = 60_000_000  # of a small model
 OFF = 3e-3  # nats, or shares of the largest gradient, from which on results differ; rounding stays below 1e-3
-
-
-Wrapped = TypeVar("Wrapped", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -48,32 +49,13 @@ class SmallModels(Generic[Wrapped]):
 
     Args:
         stock: transformers' own model, eager attention.
-        ours: the same model with the project's attention, in what trains it; it is at ``lm``.
+        ours: the same model in what trains it, with the attention for the way that samples share rows; it is at ``lm``.
         adapt: puts adapters into a transformers model, in place; None where every weight trains.
     """
 
     stock: Callable[[PreTrainedConfig], PreTrainedModel]
-    ours: Callable[[PreTrainedConfig], Wrapped]
+    ours: Callable[[PreTrainedConfig, RowMode], Wrapped]
     adapt: Callable[[PreTrainedModel], None] | None = None
-
-
-@dataclass(frozen=True)
-class Reading(Generic[Wrapped]):
-    """The numbers that are compared, one for each response token, and how both models give them.
-
-    Args:
-        name: what they are.
-        of_stock: [N] of samples, one sample per pass of the model's own forward; differentiable.
-        of_ours: [N] of a packed micro-batch, without gradients.
-        loss: the sum of these numbers, each times one of the [N] weights, by the way that training goes.
-        decodes: whether the model also decodes.
-    """
-
-    name: str
-    of_stock: Callable[[PreTrainedModel, Sequence[Sample]], Tensor]
-    of_ours: Callable[[Wrapped, MicroBatch], Tensor]
-    loss: Callable[[Wrapped, MicroBatch, Tensor], Tensor]
-    decodes: bool = False
 
 
 @dataclass
@@ -81,6 +63,9 @@ class Agreement:
     """What was compared.
 
     Attributes:
+        rows: how samples shared rows.
+        states: classes of layers whose state runs along a row.
+        why_not_packed: what was off where they were laid end to end; empty where that is what was compared.
         worst: largest difference by what was compared: nats, or shares of the largest gradient.
         failures: what could not be run -> why.
         unreached: modules and parameters that no text reaches (a vision tower), by their names.
@@ -88,6 +73,9 @@ class Agreement:
             by their names, * for the number of a layer.
     """
 
+    rows: RowMode = RowMode.PACKED
+    states: tuple[str, ...] = ()
+    why_not_packed: str = ""
     worst: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     unreached: tuple[str, ...] = ()
@@ -99,7 +87,18 @@ class Agreement:
         return next((text for of_adapters in (False, True) for text in self._problems(of_adapters)), None)
 
     @property
-    def is_about_adapters(self) -> bool:
+    def note(self) -> str:
+        """What a run's plan says of it; empty where samples are laid end to end."""
+        return f"{self.rows.value}, as {self.why_not_packed}" if self.why_not_packed else ""
+
+    @property
+    def is_about_decoding(self) -> bool:
+        """Whether all that was compared before decoding is well."""
+        others = [*self.failures, *(what for what, difference in self.worst.items() if not difference < OFF)]
+        return self.problem is not None and all(DECODED_TOKENS in what for what in others)
+
+    @property
+    def is_right_without_adapters(self) -> bool:
         """Whether all is well without adapters."""
         return next(self._problems(of_adapters=False), None) is None
 
@@ -111,7 +110,7 @@ class Agreement:
             if what.endswith(ADAPTED) == of_adapters and not difference < OFF:
                 yield f"{what} differ from those of its own forward by {difference:.2g}"
 
-    def note(self, what: str, difference: Callable[[], float]) -> None:
+    def add(self, what: str, difference: Callable[[], float]) -> None:
         """Add one comparison, whatever becomes of it."""
         try:
             self.worst[what] = difference()
@@ -123,6 +122,8 @@ class Agreement:
 
 def _in_a_line(error: Exception) -> str:
     """Our own assertions say what is wrong with the family; errors of model code also need their kind."""
+    if isinstance(error, KeyError) and error.args == (ATTENTION,):  # looked up where the family keeps its own kinds
+        return "it has attention of its own"
     return first_line(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {first_line(error)}"
 
 
@@ -142,11 +143,12 @@ def check_agreement(
     with silent_loading():  # warnings about a configuration of our own making
         found = _compare_once(_Question(text, lambda: compare(hf_config, models, reading)))
     if found.problem is None:
+        _check_compiles(found, config, section)
         return found
     because = (
         f"{hf_config.model_type} would not be computed right: of a small random model of its kind, {found.problem}"
     )
-    if found.is_about_adapters:
+    if found.is_right_without_adapters:
         raise ConfigError(
             key=f"{section}.lora.target_modules",
             got=config.lora.target_modules,
@@ -158,6 +160,16 @@ def check_agreement(
         because=because,
         fix="Choose another model; docs/models.md lists the families that are computed exactly",
     )
+
+
+def _check_compiles(found: Agreement, config: ModelConfig, section: str) -> None:
+    if config.compile and found.rows.is_alone:
+        raise ConfigError(
+            key=f"{section}.compile",
+            got=True,
+            because=f"compiled blocks have attention over packed rows, and the model runs {found.note}",
+            fix=f"Use {section}.compile=false",
+        )
 
 
 @dataclass(frozen=True)
@@ -174,22 +186,40 @@ def _compare_once(question: _Question) -> Agreement:
 
 
 def compare(config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Reading[Wrapped]) -> Agreement:
-    """Run a small model of this configuration both ways.
+    """Find a way to share rows in which a small model of this configuration is computed as its own forward does.
 
     Raises:
         RLModuleError: the model cannot be made ours, or an adapter in it cannot be merged.
     """
-    found = Agreement()
+    first = found = compare_in(RowMode.PACKED, config, models, reading)
+    for rows in RowMode:
+        if found.is_right_without_adapters:
+            break
+        if rows is RowMode.PACKED or (rows is RowMode.PACKED_UNCACHED and not first.is_about_decoding):
+            continue
+        if not reading.decodes and not rows.is_cached:
+            continue
+        found = compare_in(rows, config, models, reading)
+        found.why_not_packed = first.problem or ""
+    return found if found.is_right_without_adapters else first
+
+
+def compare_in(
+    rows: RowMode, config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Reading[Wrapped]
+) -> Agreement:
+    """Run a small model of this configuration both ways, with samples that share rows as ``rows`` says."""
+    found = Agreement(rows)
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         try:
-            small, stock, ours = _small_pair(config, models, reading)
+            small, stock, ours = _small_pair(rows, config, models, reading)
         except RLModuleError:
             raise
         except Exception as error:  # any family, for any reason
             found.failures["a forward pass"] = _in_a_line(error)
             return found
         samples = small_samples(small)
+        found.states = state_classes(stock)
         _compare_pair(found, reading, stock, ours, samples)
         found.unreached = tuple(_unreached(stock))
         reached = {name for name, p in stock.named_parameters() if p.grad is not None}
@@ -210,7 +240,7 @@ def compare(config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Rea
         _share_weights(stock, ours)
         _compare_pair(found, reading, stock, ours, samples, ADAPTED)
         plain = models.stock(copy.deepcopy(small))
-        found.note(
+        found.add(
             f"{reading.name} of the merged model{ADAPTED}", lambda: _merge_difference(stock, plain, reading, samples)
         )
     return found
@@ -222,14 +252,15 @@ def numbers_as_stars(name: str) -> str:
 
 
 def _small_pair(
-    config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Reading[Wrapped]
+    rows: RowMode, config: PreTrainedConfig, models: SmallModels[Wrapped], reading: Reading[Wrapped]
 ) -> tuple[PreTrainedConfig, PreTrainedModel, Wrapped]:
     """The first small copy that transformers' own forward can run, as its own model and ours, with equal weights."""
     problem: Exception | None = None
     for small in small_copies(config):
         try:
+            _check_is_small(small, models)
             stock = models.stock(copy.deepcopy(small)).eval()
-            ours = models.ours(copy.deepcopy(small))
+            ours = models.ours(copy.deepcopy(small), rows)
             _randomise(stock)
             _share_weights(stock, ours)
             reading.of_stock(stock, small_samples(small))
@@ -241,6 +272,19 @@ def _small_pair(
         return small, stock, ours
     assert problem is not None, "there is a small copy of every configuration"
     raise problem
+
+
+def _check_is_small(small: PreTrainedConfig, models: SmallModels[Wrapped]) -> None:
+    """Some families have sizes under names of their own, which were not cut.
+
+    Raises:
+        ValueError: the model would take long.
+    """
+    weights = 0
+    with suppress(Exception), torch.device("meta"):  # not every family can be made there
+        weights = sum(p.numel() for p in models.stock(copy.deepcopy(small)).parameters())
+    if weights > MOST_WEIGHTS:
+        raise ValueError(f"a small copy of it still has {weights:,} weights")
 
 
 def _share_weights(stock: PreTrainedModel, ours: nn.Module) -> None:
@@ -272,66 +316,6 @@ def _randomise(model: nn.Module) -> None:
             parameter.add_(torch.randn(parameter.shape) * 0.1 * size)
 
 
-def small_samples(config: PreTrainedConfig) -> list[Sample]:
-    """Samples of random tokens, no longer than the model has positions."""
-    size, limit = config.get_text_config().vocab_size, positions_of(config)
-    samples = []
-    for number, (prompt, response) in enumerate(LENGTHS):
-        count = min(prompt + response, limit or prompt + response)
-        ids = torch.randint(min(FIRST_TOKEN, size - 1), size, (count,))
-        cut = min(prompt, count - 1)
-        before = Prompt(row=number, ids=tuple(ids[:cut].tolist()), text="")
-        samples.append(Sample(number, number, before, ids[cut:], torch.ones(count - cut, dtype=torch.bool)))
-    return samples
-
-
-def _ids(sample: Sample) -> Tensor:
-    return torch.cat([torch.tensor(sample.prompt.ids), sample.response_ids])
-
-
-# ---- the two ways to run it
-
-
-def _own_logits(lm: PreTrainedModel, ids: Tensor) -> Tensor:
-    """[T] ids -> [T, V] logits of the model's own forward."""
-    return lm(input_ids=ids[None], use_cache=False).logits[0].float()  # type: ignore[no-any-return]
-
-
-def _own_logprobs(lm: PreTrainedModel, samples: Sequence[Sample]) -> Tensor:
-    """[N] log-probabilities of all response tokens, one sample per pass."""
-    parts = []
-    for sample in samples:
-        scores = _own_logits(lm, _ids(sample)).log_softmax(-1)[len(sample.prompt.ids) - 1 : -1]
-        parts.append(scores.gather(-1, sample.response_ids[:, None])[:, 0])
-    return torch.cat(parts)
-
-
-def packed(samples: Sequence[Sample]) -> MicroBatch:
-    """The samples laid end to end."""
-    return pack_rows([TrainingSample(sample) for sample in samples], StepTotals(tokens=1, sequences=1))
-
-
-@dataclass(frozen=True)
-class _Weighted:
-    """Objective: the sum of log-probabilities, each times a number of its own."""
-
-    weights: Tensor
-    needs_entropy: bool = False
-    whole_sequences: bool = False
-
-    def __call__(self, logprob: Tensor, entropy: Tensor | None, part: slice) -> Tensor:
-        return (logprob * self.weights[part]).sum()
-
-
-LOGPROBS: Reading[PolicyModel] = Reading(
-    "log-probabilities",
-    _own_logprobs,
-    lambda policy, batch: policy(batch).logprob,
-    lambda policy, batch, weights: policy(batch, objective=_Weighted(weights)),
-    decodes=True,
-)
-
-
 # ---- what is compared
 
 
@@ -358,13 +342,13 @@ def _compare_pair(
             return _largest(reading.of_ours(ours, batch) - own)
 
     ours.eval()
-    found.note(f"{reading.name} of samples laid end to end{kind}", difference)
+    found.add(f"{reading.name} of samples laid end to end{kind}", difference)
     ours.train()
-    found.note(f"{reading.name} in training{kind}", difference)
-    found.note(f"gradients{kind}", lambda: _gradient_difference(reading.loss(ours, batch, weights), ours, stock))
+    found.add(f"{reading.name} in training{kind}", difference)
+    found.add(f"gradients{kind}", lambda: _gradient_difference(reading.loss(ours, batch, weights), ours, stock))
     ours.eval()
     if reading.decodes:
-        found.note(f"{reading.name} of decoded tokens{kind}", lambda: _decode_difference(ours, stock, samples))
+        found.add(f"{reading.name} of {DECODED_TOKENS}{kind}", lambda: _decode_difference(ours, stock, samples))
 
 
 def _gradient_difference(loss: Tensor, ours: nn.Module, stock: PreTrainedModel) -> float:
@@ -383,8 +367,8 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 @torch.no_grad()
 def _decode_difference(policy: nn.Module, stock: PreTrainedModel, samples: Sequence[Sample]) -> float:
     """Largest difference of a log-probability when the last tokens of each sample come one by one."""
-    ids = [_ids(sample) for sample in samples]
-    own = [_own_logits(stock, one).log_softmax(-1) for one in ids]
+    ids = [ids_of(sample) for sample in samples]
+    own = [own_logits(stock, one).log_softmax(-1) for one in ids]
     steps = min(DECODED, *(len(one) - 1 for one in ids))
     read = torch.tensor([len(one) - steps for one in ids])
     cache = RaggedCache(read, int(read.max()) + steps)

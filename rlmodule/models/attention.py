@@ -15,6 +15,8 @@ from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rlmodule.core.contract import SequenceRanks
+from rlmodule.models.alone import GoingOn
+from rlmodule.models.row_states import RowStates
 from rlmodule.ops.attention import packed_attention, ragged_decode_attention
 from rlmodule.ops.segments import SegmentBuckets
 
@@ -150,7 +152,14 @@ class RaggedCache(Cache):
     Args:
         lengths: [B] int64 entries of each row after the packed prefill.
         capacity: entries a row can hold at most.
+
+    Attributes:
+        states: what state layers keep of each row, None before the prefill.
+        instead: what is kept of rows by a model that does not decode with this attention; then nothing is kept here.
     """
+
+    states: RowStates | None = None
+    instead: GoingOn | None = None
 
     def __init__(self, lengths: Tensor, capacity: int) -> None:
         self.capacity = capacity
@@ -165,16 +174,22 @@ class RaggedCache(Cache):
         """Store one layer's new entries; layers are made when first seen."""
         while len(self.layers) <= layer_idx:
             self.layers.append(RaggedLayer(self))
-        return self._ragged[layer_idx].update(key_states, value_states)
+        return self._all[layer_idx].update(key_states, value_states)
 
     @property
     def _ragged(self) -> list[RaggedLayer]:
+        """Layers with keys and values; those of the numbers between them keep a state, or nothing."""
+        return [layer for layer in self._all if layer.is_initialized]
+
+    @property
+    def _all(self) -> list[RaggedLayer]:
         return self.layers  # type: ignore[return-value]  # none of another kind is ever added
 
     def repeat(self, rows: Tensor) -> None:
         """Row i becomes a copy of row ``rows[i]`` in every layer; there may be more than before."""
         for layer in self._ragged:
             layer.repeat(rows)
+        self._select_others(rows)
         self._now_has(rows)
 
     def keep(self, going: Tensor) -> Tensor:
@@ -189,8 +204,14 @@ class RaggedCache(Cache):
             layer.move(target, source, count)
         rows = torch.arange(count, device=going.device)
         rows[target] = source
+        self._select_others(rows)
         self._now_has(rows)
         return rows
+
+    def _select_others(self, rows: Tensor) -> None:
+        for kept in (self.states, self.instead):
+            if kept is not None:
+                kept.select(rows)
 
     def _now_has(self, rows: Tensor) -> None:
         self.lengths = self.lengths.index_select(0, rows)

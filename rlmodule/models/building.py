@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.agreement import LOGPROBS, Agreement, SmallModels, check_agreement, numbers_as_stars
+from rlmodule.models.agreement import Agreement, SmallModels, check_agreement, numbers_as_stars
+from rlmodule.models.alone import RowMode
 from rlmodule.models.compiled import compile_blocks
 from rlmodule.models.description import PRECISIONS, ModelConfig, load_model_config, source_of
 from rlmodule.models.fp32 import compute_in_fp32
@@ -26,7 +27,8 @@ from rlmodule.models.lora import add_adapter, base_of, is_adapter, merge_start, 
 from rlmodule.models.output_head import UnknownHeadError
 from rlmodule.models.policy import PolicyModel
 from rlmodule.models.pretrained import (
-    check_attention_is_ours,
+    EAGER,
+    attention_for,
     check_exists,
     check_reloads,
     check_unused,
@@ -36,6 +38,7 @@ from rlmodule.models.pretrained import (
     random_lm,
     unused_note,
 )
+from rlmodule.models.reading import LOGPROBS
 from rlmodule.models.recompute import recompute_activations
 from rlmodule.models.weights import NotByNameError, build_on_meta, meta_parameters
 
@@ -51,11 +54,13 @@ def build_policy(config: ModelConfig, *, seed: int, temperature: float) -> Polic
     """
     hf_config = load_model_config(config)
     found = check_family(hf_config, config)
+    attention = attention_for(found.rows)
     with config_errors(config):
         if config.path is None:
-            lm, note = random_lm(AutoModelForCausalLM, hf_config, config, seed), ""
+            lm, note = random_lm(AutoModelForCausalLM, hf_config, config, seed, attention), ""
         else:
-            lm, _, unused = load_whole(AutoModelForCausalLM, base_of(config.path), config, "model")
+            path = base_of(config.path)
+            lm, _, unused = load_whole(AutoModelForCausalLM, path, config, "model", attention=attention)
             note = unused_note(unused)
             if is_adapter(config.path):
                 lm = merge_start(lm, config.path)
@@ -75,7 +80,8 @@ def build_policy_on_meta(config: ModelConfig, *, seed: int, temperature: float) 
         if is_adapter(config.path):
             raise NotByNameError("an adapter is merged into it")
         with config_errors(config):
-            make = partial(AutoModelForCausalLM.from_config, hf_config, **lm_options(config))
+            options = lm_options(config, attention_for(found.rows))
+            make = partial(AutoModelForCausalLM.from_config, hf_config, **options)
             lm, stored = build_on_meta(config.path, make)
     except NotByNameError as reason:
         policy = build_policy(config, seed=seed, temperature=temperature)
@@ -109,8 +115,9 @@ def _policy_around(
         compute_dtype=PRECISIONS[config.precision],
         lora=config.lora if config.lora.is_on else None,
         compiled=config.compile,
+        rows=found.rows,
     )
-    policy.loading = joined([*notes, frozen])
+    policy.loading = joined([*notes, frozen, found.note])
     return policy
 
 
@@ -160,15 +167,14 @@ def small_models(config: ModelConfig) -> SmallModels[PolicyModel]:
 
     def stock(hf_config: PreTrainedConfig) -> PreTrainedModel:
         check_exists(hf_config, auto, config)
-        lm = random_lm(auto, hf_config, config, seed=0, attention="eager")
-        check_attention_is_ours(lm, config)
+        lm = random_lm(auto, hf_config, config, seed=0, attention=EAGER)
         check_reloads(lm, auto, config)
         return lm
 
-    def policy(hf_config: PreTrainedConfig) -> PolicyModel:
-        lm = random_lm(auto, hf_config, config, seed=0)
+    def policy(hf_config: PreTrainedConfig, rows: RowMode) -> PolicyModel:
+        lm = random_lm(auto, hf_config, config, seed=0, attention=attention_for(rows))
         try:
-            return PolicyModel(lm)
+            return PolicyModel(lm, rows=rows)
         except UnknownHeadError as error:
             raise ConfigError(
                 **source_of(config),

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from rlmodule.core.config import at_least
 from rlmodule.core.errors import ConfigError, DependencyError
 from rlmodule.core.parameters import tied
+from rlmodule.models.state_layers import read_past_adapters
 
 if TYPE_CHECKING:
     from peft import LoraConfig as PeftConfig
@@ -92,6 +93,7 @@ def add_adapter(lm: nn.Module, config: LoraConfig, *, seed: int, base: str | Non
         r=config.r,
         lora_alpha=config.alpha,
         target_modules=config.target_modules,
+        exclude_modules=list(read_past_adapters(lm)) if config.target_modules == ALL_LINEAR else None,
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
     )

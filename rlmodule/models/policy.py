@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ from transformers import PreTrainedModel
 from rlmodule.core.contract import SequenceRanks, TokenObjective
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import MicroBatch, TokenOutputs
+from rlmodule.models.alone import RowMode, RowsOfOneLength, RowsReadAgain, hidden_alone
 from rlmodule.models.attention import RaggedCache, Rows
 from rlmodule.models.description import rotary_limit
 from rlmodule.models.fp32 import head_is_fp32
 from rlmodule.models.lora import LoraConfig, adapted_weights, without_adapter
 from rlmodule.models.output_head import OutputHead, head_weight
+from rlmodule.models.row_states import RowStates, new_cache
+from rlmodule.models.state_layers import keep_states_apart, state_classes
 from rlmodule.models.weights import StoredWeights
 from rlmodule.ops.chunked_head import Likeliest
 from rlmodule.ops.head import linear_logprobs, linear_loss
@@ -62,6 +66,7 @@ class PolicyModel(nn.Module):
         compute_dtype: dtype of matmuls under autocast; None computes in the dtype of the weights.
         lora: configuration of the adapters in ``lm``, None where every weight trains.
         compiled: whether its blocks are compiled; sampling runs them uncompiled.
+        rows: how samples share rows; where each has its own, ``lm`` has transformers' own attention instead.
 
     Attributes:
         sequence: sequence-parallel ranks, set by the strategy; scoring and training get a slice of each packed row,
@@ -69,6 +74,8 @@ class PolicyModel(nn.Module):
         stored: files that parameters on the meta device are read from, None where there are none.
         loading: how the weights come from disk and which parts are frozen, in words for a run's plan.
         adapted: the weights with adapters, and how to merge them.
+        state_classes: classes of layers that carry a state along a row; such a layer is called several times in a pass
+            and reads weights of the layers inside it, so a strategy has to gather all of it at once.
         head: what lies between the last hidden states and the logits.
         head_in_fp32: whether the family wants its logits computed in float32.
         likeliest: which tokens ``top_ids`` and ``top_logprob`` are about; set on a teacher that is asked for them.
@@ -88,17 +95,22 @@ class PolicyModel(nn.Module):
         compute_dtype: torch.dtype | None = None,
         lora: LoraConfig | None = None,
         compiled: bool = False,
+        rows: RowMode = RowMode.PACKED,
     ) -> None:
         super().__init__()
         self.lora = lora
         self.adapted = () if lora is None else adapted_weights(lm)
         self.compiled = compiled
+        self.rows = rows
         self.lm = lm
         self.temperature = temperature
         self.compute_dtype = compute_dtype
         self.head = OutputHead.measure(lm)
         self.head_in_fp32 = head_is_fp32(lm)
         silence_dropout(lm)
+        self.state_classes = state_classes(lm)
+        if not rows.is_alone:
+            keep_states_apart(lm)
 
     def forward(
         self,
@@ -129,7 +141,7 @@ class PolicyModel(nn.Module):
                 assert self.lora is not None, "there is no adapter to leave out"
                 state.enter_context(without_adapter(self.lm))
             if isinstance(batch, MicroBatch):
-                hidden = packed_hidden(self.lm, batch, self.sequence)[batch.loss_positions]
+                hidden = packed_hidden(self.lm, batch, self.sequence, self.rows)[batch.loss_positions]
                 return self.head_outputs(hidden, batch.labels, objective, outputs, batch.teacher_top_ids)
             if self.compiled:
                 state.enter_context(torch.compiler.set_stance("force_eager"))
@@ -162,9 +174,14 @@ class PolicyModel(nn.Module):
     def _prefill(self, batch: PrefillBatch) -> Tensor:
         segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens)
         check_rotary_length(self.lm, segments.longest)
+        if self.rows is not RowMode.PACKED:
+            kept = RowsOfOneLength(self.lm) if self.rows.is_cached else RowsReadAgain(self._read)
+            batch.cache.instead = kept
+            return self._logits(kept.fill(batch.input_ids, segments))
         lengths = batch.cu_seqlens.diff()
         rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
         batch.cache.writing = Rows(row=rows, place=batch.position_ids)
+        batch.cache.states = RowStates(partial(new_cache, self.lm))
         hidden = hidden_states(
             self.lm,
             batch.input_ids[None],
@@ -174,21 +191,32 @@ class PolicyModel(nn.Module):
             use_cache=True,
         )
         batch.cache.writing = None
+        batch.cache.states.join(segments.whole_unpadded.segment.argsort().to(rows.device))
         return self._logits(hidden[0, batch.last])
 
     def _decode(self, batch: DecodeBatch) -> Tensor:
         cache = batch.cache
         check_rotary_length(self.lm, cache.longest + 1)
-        hidden = hidden_states(
-            self.lm,
-            batch.input_ids[:, None],
-            cache.lengths[:, None],
-            key_lengths=cache.lengths + 1,
-            cache=cache,
-            use_cache=True,
-        )
+        if cache.instead is not None:
+            hidden = cache.instead.go_on(batch.input_ids)
+        else:
+            hidden = hidden_states(
+                self.lm,
+                batch.input_ids[:, None],
+                cache.lengths[:, None],
+                key_lengths=cache.lengths + 1,
+                cache=cache,
+                use_cache=True,
+            )[:, 0]
         cache.advance()
-        return self._logits(hidden[:, 0])
+        return self._logits(hidden)
+
+    def _read(self, input_ids: Tensor, segments: SegmentBuckets) -> Tensor:
+        """[T] ids of rows laid end to end -> [T, H] last hidden states."""
+        if self.rows.is_alone:
+            return hidden_alone(self.lm, input_ids, segments)
+        position_ids = torch.cat([torch.arange(n, device=input_ids.device) for n in segments.length.tolist()])
+        return hidden_states(self.lm, input_ids[None], position_ids[None], segments=segments)[0]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """[B, H] -> [B, V] fp32 logits, temperature applied."""
@@ -196,10 +224,15 @@ class PolicyModel(nn.Module):
         return self.head.cap(logits) / self.temperature
 
 
-def packed_hidden(lm: PreTrainedModel, batch: MicroBatch, sequence: SequenceRanks | None) -> Tensor:
+def packed_hidden(
+    lm: PreTrainedModel, batch: MicroBatch, sequence: SequenceRanks | None, rows: RowMode = RowMode.PACKED
+) -> Tensor:
     """[T, H] last hidden states of a packed row, of which ``sequence`` ranks each hold a slice."""
     segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens, batch.input_ids.device, batch.prefix)
     check_rotary_length(lm, segments.longest)
+    if rows.is_alone:
+        assert sequence is None, "one sample per row, and its attention is not cut over sequence ranks"
+        return hidden_alone(lm, batch.input_ids, segments)
     return hidden_states(lm, batch.input_ids[None], batch.position_ids[None], segments=segments, sequence=sequence)[0]
 
 

@@ -15,15 +15,21 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from rlmodule.core.errors import ConfigError, RLModuleError
+from rlmodule.models.alone import RowMode
 from rlmodule.models.attention import ATTENTION
 from rlmodule.models.description import ModelConfig, first_line, source_of
 from rlmodule.models.weights import NotByNameError
 
-PACKED_LAYERS = {"full_attention", "sliding_attention"}  # kinds of layers that keep samples of one row apart
+EAGER = "eager"  # attention as transformers computes it, for comparisons
 
 
-def lm_options(config: ModelConfig, attention: str = ATTENTION) -> dict[str, Any]:
-    """How every transformers model of a run is made: fp32 weights, our attention."""
+def attention_for(rows: RowMode) -> str | None:
+    """The attention of a model whose samples share rows in this way; None leaves transformers the choice."""
+    return None if rows.is_alone else ATTENTION
+
+
+def lm_options(config: ModelConfig, attention: str | None = ATTENTION) -> dict[str, Any]:
+    """How every transformers model of a run is made: fp32 weights, our attention unless another is named."""
     return {
         "attn_implementation": attention,
         "dtype": torch.float32,
@@ -32,7 +38,7 @@ def lm_options(config: ModelConfig, attention: str = ATTENTION) -> dict[str, Any
 
 
 def random_lm(
-    auto: Any, hf_config: PreTrainedConfig, config: ModelConfig, seed: int, attention: str = ATTENTION
+    auto: Any, hf_config: PreTrainedConfig, config: ModelConfig, seed: int, attention: str | None = ATTENTION
 ) -> PreTrainedModel:
     """A model of transformers' class ``auto`` with random weights; the global random state is left alone."""
     with torch.random.fork_rng(devices=[]):
@@ -41,7 +47,13 @@ def random_lm(
 
 
 def load_whole(
-    auto: Any, path: str, config: ModelConfig, section: str, may_lack: Collection[str] = (), **options: Any
+    auto: Any,
+    path: str,
+    config: ModelConfig,
+    section: str,
+    may_lack: Collection[str] = (),
+    attention: str | None = ATTENTION,
+    **options: Any,
 ) -> tuple[PreTrainedModel, set[str], set[str]]:
     """(model of transformers' class ``auto``, names that the files lack, names in the files that it does not use).
 
@@ -50,7 +62,7 @@ def load_whole(
     """
     with silent_loading():
         lm, info = auto.from_pretrained(
-            path, output_loading_info=True, ignore_mismatched_sizes=True, **options, **lm_options(config)
+            path, output_loading_info=True, ignore_mismatched_sizes=True, **options, **lm_options(config, attention)
         )
     for name, stored, wanted in sorted(info["mismatched_keys"]):
         raise _bad_files(config, section, f"{name} is {list(stored)} in the files, and {list(wanted)} in the model")
@@ -130,23 +142,6 @@ def config_errors(config: ModelConfig, section: str = "model") -> Iterator[None]
             because=f"the model cannot be built ({reason})",
             fix="Choose a causal LM whose attention goes through transformers' attention interface",
         ) from error
-
-
-def check_attention_is_ours(lm: PreTrainedModel, config: ModelConfig, section: str = "model") -> None:
-    """Refuse a model in which packed samples would see each other: attention or a recurrent state of its own.
-
-    Raises:
-        ConfigError: names the class and the layers.
-    """
-    foreign = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - PACKED_LAYERS
-    if lm._supports_attention_backend and not lm._is_stateful and not foreign:
-        return
-    raise ConfigError(
-        **source_of(config, section),
-        because=f"{type(lm).__name__} has {', '.join(sorted(foreign)) or 'attention of its own'}, "
-        "in which samples laid end to end would see each other",
-        fix="Choose a causal LM whose attention goes through transformers' attention interface in every layer",
-    )
 
 
 def check_exists(hf_config: PreTrainedConfig, auto: Any, config: ModelConfig, section: str = "model") -> None:

@@ -21,11 +21,14 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlmodule.batching.workload import AttentionShape, ModelShape
 from rlmodule.models.attention import TRACED_ATTENTION, AttentionCall, trace_attention
+from rlmodule.models.state_layers import state_layers
 
 # Tokens of the traced pass: whole chunks of linear attention, which works on 64, 128 or 256 tokens at a time.
 TRACED_TOKENS = 256
 # An implementation of fused experts that gathers the active ones: its products depend on no value.
 TRACED_EXPERTS = "batched_mm"
+# What a Mamba 2 layer calls its sizes, whatever the family.
+STATE_SPACE_SIZES = ("num_heads", "n_groups", "ssm_state_size", "chunk_size")
 # Names under which families keep the number of experts of a token.
 ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts")
 
@@ -71,13 +74,27 @@ def _traced_shape(config: PreTrainedConfig) -> ModelShape:
         lm(**inputs)
         head = trace.flops - 2 * body  # body and head together, in which no block is run again
     return ModelShape(
-        macs_per_token=body / 2 / TRACED_TOKENS,
+        macs_per_token=body / 2 / TRACED_TOKENS - _repeated_macs(lm),
         macs_per_loss_token=head / 2 / TRACED_TOKENS,
         attention=tuple(
             AttentionShape(count, call.num_heads, call.num_kv_heads, call.key_dim, call.value_dim, call.window)
             for call, count in attention.items()
         ),
     )
+
+
+def _repeated_macs(lm: PreTrainedModel) -> float:
+    """MACs per token that Mamba 2 does not have: its kernels multiply C with B once per group of heads within a chunk.
+
+    (arXiv:2405.21060, section 6.) The code of transformers, which was traced, repeats both for every head.
+    """
+    macs = 0
+    for layer in state_layers(lm).values():
+        sizes = vars(layer)
+        if sizes.keys() >= set(STATE_SPACE_SIZES):
+            heads, groups, state, chunk = (int(sizes[name]) for name in STATE_SPACE_SIZES)
+            macs += (heads - groups) * state * min(chunk, TRACED_TOKENS)
+    return float(macs)
 
 
 def _no_warning(*_: object) -> None:

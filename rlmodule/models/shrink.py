@@ -30,13 +30,17 @@ LIMITS: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"vocab_size"), VOCABULARY),
     (re.compile(r"(sliding_window|window_size|local_attention|chunk_size|index_topk\w*|index_block_size)$"), SPAN),
     (re.compile(r"(num_experts|n_routed_experts|num_local_experts|zero_expert_num)$"), 4),
-    (re.compile(r"(experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|n_group)$"), 2),
+    (re.compile(r"(experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|n_group|num_expert_group)$"), 2),
     (re.compile(r"topk_group$"), 1),
     (re.compile(r"(first_k_dense_replace|num_dense_layers|num_layers_per_stack)$"), 1),
     (re.compile(r"num_(?!attention)\w+_heads$"), 2),  # key-value heads of layers with a number of their own
+    (re.compile(r"n_?groups$"), 2),  # of heads of a state-space layer
+    (re.compile(r"(mamba|linear)_num_heads$"), 4),  # of state-space layers as wide as these heads are
 )
 PER_HEAD = re.compile(r"(\w+_)?num_attention_heads(_per_layer)?$")
 AS_WIDE = re.compile(r"dim|size|width|embd|model")  # values that are the hidden size under another name
+STATE_HEADS = re.compile(r"(^|_)(n|num)_(\w+_)?heads$")  # of a state-space layer, ``expand`` times as wide as the model
+FEW_STATE_HEADS, FEW_WIDTH = 4, 256  # of models without attention heads
 PARTS_OF_DEPTH = re.compile(r"n_\w+_layers$")  # numbers of layers that add up to all
 
 
@@ -108,8 +112,13 @@ def _narrow(config: PreTrainedConfig) -> tuple[int, int] | None:
         (hidden size before, after); None where nothing was changed.
     """
     heads, hidden = _raw(config, "num_attention_heads"), _raw(config, "hidden_size")
-    if not (_is_number(heads) and _is_number(hidden)):
+    if not _is_number(hidden):
         return None
+    state_heads = _state_heads(config, hidden)
+    if not _is_number(heads):
+        config.hidden_size = _width_without_attention(config, hidden, state_heads)
+        _narrow_state_heads(config, hidden, state_heads)
+        return hidden, config.hidden_size
     size = _raw(config, "head_dim") or hidden // heads
     kv_heads = _raw(config, "num_key_value_heads") or heads
     few = min(kv_heads, 2) * min(heads // kv_heads, 2)
@@ -121,7 +130,32 @@ def _narrow(config: PreTrainedConfig) -> tuple[int, int] | None:
     config.hidden_size, config.num_attention_heads = min(hidden, few * size), few
     if _raw(config, "num_key_value_heads") is not None:
         config.num_key_value_heads = min(kv_heads, 2)
+    _narrow_state_heads(config, hidden, state_heads)
     return hidden, config.hidden_size
+
+
+def _state_heads(config: PreTrainedConfig, hidden: int) -> str | None:
+    """The number of heads of state-space layers that are ``expand`` times as wide as the model; None without such."""
+    values = {name: value for name, value in _values(config).items() if _is_number(value)}
+    inner = hidden * next((value for name, value in values.items() if name.endswith("expand")), 0)
+    sizes = {value for name, value in values.items() if "head" in name}
+    for name, value in values.items():
+        if STATE_HEADS.search(name) and "attention" not in name and inner and inner // value in sizes:
+            return name
+    return None
+
+
+def _width_without_attention(config: PreTrainedConfig, hidden: int, state_heads: str | None) -> int:
+    if state_heads is None:
+        return min(hidden, FEW_WIDTH)
+    heads = int(getattr(config, state_heads))
+    return hidden * min(FEW_STATE_HEADS, heads) // heads
+
+
+def _narrow_state_heads(config: PreTrainedConfig, hidden: int, state_heads: str | None) -> None:
+    """As many heads fewer as the model is narrower; their size stays. ``hidden`` is the width before."""
+    if state_heads is not None:
+        setattr(config, state_heads, getattr(config, state_heads) * config.hidden_size // hidden)
 
 
 def _keep_one_layer_of_each_kind(config: PreTrainedConfig) -> None:

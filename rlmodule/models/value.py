@@ -22,7 +22,8 @@ from transformers import AutoModelForTokenClassification, PreTrainedConfig, PreT
 from rlmodule.core.contract import JointObjective, SequenceRanks, ValueObjective
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import MicroBatch, Sample, TokenOutputs
-from rlmodule.models.agreement import Agreement, Reading, SmallModels, check_agreement
+from rlmodule.models.agreement import Agreement, SmallModels, check_agreement
+from rlmodule.models.alone import RowMode
 from rlmodule.models.building import freeze, joined
 from rlmodule.models.compiled import compile_blocks
 from rlmodule.models.description import PRECISIONS, ModelConfig, first_line, load_model_config, source_of
@@ -30,7 +31,8 @@ from rlmodule.models.fp32 import compute_in_fp32
 from rlmodule.models.lora import LoraConfig, is_adapter
 from rlmodule.models.policy import PolicyModel, packed_hidden, silence_dropout
 from rlmodule.models.pretrained import (
-    check_attention_is_ours,
+    EAGER,
+    attention_for,
     check_exists,
     check_reloads,
     check_unused,
@@ -40,7 +42,9 @@ from rlmodule.models.pretrained import (
     random_lm,
     unused_note,
 )
+from rlmodule.models.reading import Reading
 from rlmodule.models.recompute import recompute_activations
+from rlmodule.models.state_layers import keep_states_apart, state_classes
 from rlmodule.models.weights import NotByNameError, StoredWeights, build_on_meta
 
 HEAD_FILE = "value_head.safetensors"  # beside an exported policy that has one
@@ -68,11 +72,13 @@ class ValueModel(nn.Module):
     Args:
         lm: transformers model in fp32 with the project's attention; its ``score`` is a ValueHead.
         compute_dtype: dtype of matmuls under autocast; None computes in the dtype of the weights.
+        rows: how samples share rows; where each has its own, ``lm`` has transformers' own attention instead.
 
     Attributes:
         sequence: sequence-parallel ranks, set by the strategy; the model then gets a slice of each packed row.
         stored: files that parameters on the meta device are read from, None where there are none.
         loading: how the weights come from disk and which parts are frozen, in words for a run's plan.
+        state_classes: as a policy's.
     """
 
     lm: PreTrainedModel
@@ -80,10 +86,16 @@ class ValueModel(nn.Module):
     stored: StoredWeights | None = None
     loading: str = ""
 
-    def __init__(self, lm: PreTrainedModel, *, compute_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, lm: PreTrainedModel, *, compute_dtype: torch.dtype | None = None, rows: RowMode = RowMode.PACKED
+    ) -> None:
         super().__init__()
         self.lm = lm
         self.compute_dtype = compute_dtype
+        self.rows = rows
+        self.state_classes = state_classes(lm)
+        if not rows.is_alone:
+            keep_states_apart(lm)
 
     def forward(
         self,
@@ -97,7 +109,7 @@ class ValueModel(nn.Module):
         with torch.autocast(
             batch.input_ids.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype is not None
         ):
-            hidden = packed_hidden(self.lm, batch, self.sequence)[batch.loss_positions]
+            hidden = packed_hidden(self.lm, batch, self.sequence, self.rows)[batch.loss_positions]
         value: Tensor = self.lm.score(hidden)  # type: ignore[operator]
         return TokenOutputs(value=value) if objective is None else objective.of_values(value)
 
@@ -112,6 +124,7 @@ class PolicyValueModel(PolicyModel):
             compute_dtype=policy.compute_dtype,
             lora=policy.lora,
             compiled=policy.compiled,
+            rows=policy.rows,
         )
         self.stored, self.loading = policy.stored, policy.loading
         self.value_head = ValueHead(self.lm.config.get_text_config().hidden_size)
@@ -191,14 +204,15 @@ def build_value_model(config: ModelConfig, *, seed: int, section: str = "critic"
             forward does.
     """
     hf_config, found = _config_of_one_score(config, section), check_value_family(config, section)
-    auto = AutoModelForTokenClassification
+    auto, attention = AutoModelForTokenClassification, attention_for(found.rows)
     missing: set[str] = set()
     unused: set[str] = set()
     with config_errors(config, section):
         if config.path is None:
-            lm = random_lm(auto, hf_config, config, seed)
+            lm = random_lm(auto, hf_config, config, seed, attention)
         else:
-            lm, missing, unused = load_whole(auto, config.path, config, section, may_lack=SCORE, num_labels=1)
+            options: dict[str, Any] = {"may_lack": SCORE, "num_labels": 1, "attention": attention}
+            lm, missing, unused = load_whole(auto, config.path, config, section, **options)
     loaded = {} if config.path is None else dict(lm.get_submodule("score").named_parameters())
     score = {name: loaded[name] for name in loaded if f"score.{name}" not in missing}
     how = "" if config.path is None else "every process reads the whole model into its memory"
@@ -212,7 +226,8 @@ def build_value_model_on_meta(config: ModelConfig, *, seed: int, section: str = 
     hf_config, found = _config_of_one_score(config, section), check_value_family(config, section)
     try:
         with config_errors(config, section):
-            make = partial(AutoModelForTokenClassification.from_config, hf_config, **lm_options(config))
+            options = lm_options(config, attention_for(found.rows))
+            make = partial(AutoModelForTokenClassification.from_config, hf_config, **options)
             lm, stored = build_on_meta(config.path, make, may_lack=SCORE)
     except NotByNameError:
         return build_value_model(config, seed=seed, section=section)
@@ -248,8 +263,8 @@ def _value_around(
     frozen = freeze(lm, found)
     if config.compile:
         compile_blocks(lm)
-    model = ValueModel(lm, compute_dtype=PRECISIONS[config.precision])
-    model.loading = joined([*notes, frozen])
+    model = ValueModel(lm, compute_dtype=PRECISIONS[config.precision], rows=found.rows)
+    model.loading = joined([*notes, frozen, found.note])
     return model
 
 
@@ -303,17 +318,16 @@ def small_value_models(config: ModelConfig, section: str) -> SmallModels[ValueMo
 
     def stock(hf_config: PreTrainedConfig) -> PreTrainedModel:
         check_exists(hf_config, auto, config, section)
-        lm = random_lm(auto, hf_config, config, seed=0, attention="eager")
-        check_attention_is_ours(lm, config, section)
+        lm = random_lm(auto, hf_config, config, seed=0, attention=EAGER)
         check_reloads(lm, auto, config, section)
         _check_is_linear(lm, config, section)
         return lm
 
-    def ours(hf_config: PreTrainedConfig) -> ValueModel:
-        lm = random_lm(auto, hf_config, config, seed=0)
+    def ours(hf_config: PreTrainedConfig, rows: RowMode) -> ValueModel:
+        lm = random_lm(auto, hf_config, config, seed=0, attention=attention_for(rows))
         _put_value_head(lm, {})
         silence_dropout(lm)
-        return ValueModel(lm)
+        return ValueModel(lm, rows=rows)
 
     return SmallModels(stock, ours)
 

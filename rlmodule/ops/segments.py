@@ -12,7 +12,7 @@ The attention is in ``attention.py``. ``S`` is the number of segments.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +23,8 @@ from torch.nn import functional
 # Largest share of padding in a bucket. Measured on one CPU core, forward and backward of 64 to 256 segments: the same
 # time from 0 to 0.05, and 7 to 15 % more at 0.15, because a call is cheap and padding is not.
 MAX_WASTE = 0.05
+# Likewise where a call of a whole layer is made for each bucket, with many small operations in it.
+MAX_WASTE_OF_STATES = 0.25
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,24 @@ class SideBySide:
         queries: [P] int64, packed position of each padded query position, bucket after bucket.
         keys: int64, packed position of each padded key position, bucket after bucket.
         target: [T] int64, padded query position of each packed position.
+        segment: int64 on the CPU, segment of each row, bucket after bucket.
     """
 
     buckets: tuple[Bucket, ...]
     queries: Tensor
     keys: Tensor
     target: Tensor
+    segment: Tensor
+
+    def rows_of(self, packed: Tensor) -> Iterator[Tensor]:
+        """[T, ...] of a packed row -> [rows, length, ...] of each bucket."""
+        parts = packed.index_select(0, self.queries).split([b.rows * b.queries for b in self.buckets])
+        for bucket, part in zip(self.buckets, parts, strict=True):
+            yield part.unflatten(0, (bucket.rows, bucket.queries))
+
+    def packed_of(self, rows: Sequence[Tensor]) -> Tensor:
+        """[rows, length, ...] of each bucket -> [T, ...] of the packed row."""
+        return torch.cat([part.flatten(0, 1) for part in rows]).index_select(0, self.target)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +135,20 @@ class SegmentBuckets:
         """Buckets by falling segment length, those without prefix first."""
         # Fewer queries than keys need a mask [queries, keys]. With a prefix shorter than the segment it is cheaper to
         # compute the queries of the prefix again, under a plain causal mask, and to drop them.
-        before = torch.where(self._before > self.length, self._before, 0)  # [S] keys without a query
+        return self._in_buckets(torch.where(self._before > self.length, self._before, 0), MAX_WASTE)
+
+    @cached_property
+    def whole(self) -> SideBySide:
+        """Buckets of whole samples, each with its prefix before it: for layers whose state runs along a row."""
+        return self._in_buckets(torch.zeros_like(self.length), MAX_WASTE_OF_STATES)
+
+    @cached_property
+    def whole_unpadded(self) -> SideBySide:
+        """As ``whole``, samples of one length to a bucket: for states that are kept, which padding would go on with."""
+        return self._in_buckets(torch.zeros_like(self.length), 0.0)
+
+    def _in_buckets(self, before: Tensor, max_waste: float) -> SideBySide:
+        """``before``: [S] keys of each segment that have no query."""
         width = self._before + self.length - before
         order = torch.argsort(width, descending=True, stable=True)
         order = order[torch.argsort(before[order], stable=True)]
@@ -129,7 +156,7 @@ class SegmentBuckets:
         buckets, queries, keys = [], [], []
         target = torch.empty(self.num_tokens, dtype=torch.int64)
         first = end = 0
-        for bucket in _buckets(before[order].tolist(), width[order].tolist()):
+        for bucket in _buckets(before[order].tolist(), width[order].tolist(), max_waste):
             members = order[first : first + bucket.rows].unsqueeze(1)  # [rows, 1]
             column = torch.arange(bucket.keys)
             last = self._before[members] + self.length[members] - 1
@@ -146,6 +173,7 @@ class SegmentBuckets:
             self._to_device(_concatenate(queries)),
             self._to_device(_concatenate(keys)),
             self._to_device(target),
+            order,
         )
 
     @cached_property
@@ -190,8 +218,8 @@ def _cumulative(length: Tensor) -> Tensor:
     return functional.pad(length.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _buckets(before: Sequence[int], widths: Sequence[int]) -> list[Bucket]:
-    """Split segments greedily into buckets whose padding stays within ``MAX_WASTE``.
+def _buckets(before: Sequence[int], widths: Sequence[int], max_waste: float = MAX_WASTE) -> list[Bucket]:
+    """Split segments greedily into buckets whose share of padding stays within ``max_waste``.
 
     Args:
         before: [S] keys without a query, equal values in a row.
@@ -202,7 +230,7 @@ def _buckets(before: Sequence[int], widths: Sequence[int]) -> list[Bucket]:
     for ahead, width in zip(before, widths, strict=True):
         last = buckets[-1] if buckets else Bucket(0, 0, 0)
         room = last.queries * (last.rows + 1)
-        if last.rows and last.keys - last.queries == ahead and room - (tokens + width) <= MAX_WASTE * room:
+        if last.rows and last.keys - last.queries == ahead and room - (tokens + width) <= max_waste * room:
             buckets[-1] = Bucket(last.rows + 1, last.queries, last.keys)
             tokens += width
         else:

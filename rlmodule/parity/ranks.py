@@ -38,6 +38,7 @@ from rlmodule.run.build.distributed import meet
 from rlmodule.run.build.models import build_module
 from rlmodule.run.build.trainer import build_trainer, silence_warnings
 from rlmodule.run.launchers.local import STORE
+from rlmodule.run.preflight.family import with_micro_batches_for
 from rlmodule.run.run import Run
 
 PRELOAD = ["rlmodule.parity.ranks"]
@@ -93,7 +94,7 @@ def run_for_layout(run: Run, layout: ParityLayout, parity: ParityConfig) -> Run:
         callbacks={},
         loggers={},
     )
-    return Run(config, run.run_dir, run.registry, dict(layout.options))
+    return Run(with_micro_batches_for(config), run.run_dir, run.registry, dict(layout.options))
 
 
 def run_layout(run: Run, parity: ParityConfig, *, is_reference: bool) -> Outcome | str:

@@ -40,7 +40,7 @@ from rlmodule.run.build.trainer import build_trainer, reraise_keyboard_interrupt
 from rlmodule.run.config import RunConfig
 from rlmodule.run.datasets import Prompts, TrainingDataset
 from rlmodule.run.offline_datasets import Demonstrations
-from rlmodule.run.preflight.family import check_families
+from rlmodule.run.preflight.family import check_families, with_micro_batches_for
 from rlmodule.run.preflight.responses import check_reward
 from rlmodule.run.run import Run
 
@@ -117,7 +117,7 @@ class EvaluationRun:
         config, dataset = self.config, self.dataset
         self.run.check_strategy()
         check_reward(config)
-        check_families(config)
+        check_families(config, self.run.strategy.layout)
         dataset.check_held_out(self.run.strategy.layout)
         if not dataset.val_prompts and not dataset.val_demonstrations:
             raise ConfigError(
@@ -130,7 +130,7 @@ class EvaluationRun:
 
     def evaluate(self) -> Record:
         """Evaluate once; every rank calls it. The record is the same on every rank but for times."""
-        config = self.config
+        config = with_micro_batches_for(self.config)
         meet(config.trainer.timeout * 60)
         silence_warnings()
         torch.set_num_threads(config.trainer.num_threads or 1)

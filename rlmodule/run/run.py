@@ -59,7 +59,7 @@ from rlmodule.run.planning.machine import PlannedMachine
 from rlmodule.run.planning.plan import Plan
 from rlmodule.run.planning.work import Lengths
 from rlmodule.run.preflight.checks import check
-from rlmodule.run.preflight.family import check_families
+from rlmodule.run.preflight.family import check_families, check_families_under, with_micro_batches_for
 from rlmodule.run.preflight.layout import check_layout
 from rlmodule.run.preflight.optimizers import check_optimizers
 from rlmodule.run.preflight.teacher import check_teacher
@@ -221,7 +221,7 @@ class Run:
             check_value_model(config, self.hf_config, load_model_config(critic_model(config), "critic"), layout)
         check_tokenizer(config.model, self.tokenizer, self.hf_config)
         check_teacher(config, self.hf_config, self.tokenizer)
-        check_families(config)
+        check_families(config, layout)
         if config.model.compile:
             check_compiler(self.machine.device)
         if config.model.activation_offload:
@@ -272,6 +272,7 @@ class Run:
             )
         check_optimizers(self.config, keeps_matrices=strategy.keeps_matrices)
         check_layout(self.hf_config, self.strategy.layout)
+        check_families_under(self.config, self.strategy.layout, gathers_inside_blocks=strategy.gathers_inside_blocks)
 
     def resume_from(self, say: Callable[[str], object] = lambda line: None) -> Path | None:
         """The checkpoint to go on from; None starts at the beginning.
@@ -315,7 +316,7 @@ class Run:
             CheckpointError: the checkpoint to resume from is damaged.
         """
         self.count_iterations()
-        config = self.config
+        config = self.config = with_micro_batches_for(self.config)
         silence_warnings()
         torch.set_num_threads(
             config.trainer.num_threads or max(1, min(2, os.cpu_count() or 1) // self.machine.num_processes)

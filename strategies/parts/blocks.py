@@ -29,13 +29,15 @@ def lm_of(model: nn.Module) -> Any:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Modules of the classes that a transformers model lists in ``_no_split_modules``, outermost first.
+    """Modules of the classes that a transformers model lists in ``_no_split_modules``; none of them inside another.
 
     Raises:
         ConfigError: it lists none.
     """
     names = set(lm_of(model)._no_split_modules or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    inside = {id(part) for block in found for part in block.modules() if part is not block}  # Mamba lists both
+    blocks = [block for block in found if id(block) not in inside]
     if not blocks:
         raise ConfigError(
             key="strategy",
@@ -73,4 +75,20 @@ def check_no_fp32_weights(names: Sequence[str], param_dtype: torch.dtype | None)
             got=str(param_dtype).removeprefix("torch."),
             because=f"the model keeps {names[0]} in float32, and this strategy would round it with the others",
             fix="Use strategy.param_dtype=float32 with model.precision=bf16-mixed",
+        )
+
+
+def check_no_state_layers(classes: Sequence[str]) -> None:
+    """Refuse to gather the weights of such a layer one module at a time: it reads those of modules that it never calls.
+
+    Raises:
+        ConfigError: names them.
+    """
+    if classes:
+        raise ConfigError(
+            key="strategy.stage",
+            got=3,
+            because="it gathers the weights of a module when that is called, and "
+            f"{', '.join(classes)} reads those of modules that it never calls",
+            fix="Use strategy.stage=2, or strategy=fsdp2",
         )

@@ -13,9 +13,11 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 # One of each kind: plain, transposed matrices, fused experts, latent attention, sizes that differ between layers, layers
-# before the head; and of each reason to refuse one.
-EXACT = ("llama", "gpt2", "mixtral", "deepseek_v3", "gemma4_text", "modernbert-decoder", "hyperclovax")
-REFUSED = ("mamba", "falcon", "bert", "nemotron", "moshi", "dory", "emu3", "phimoe")
+# before the head, layers with a state, one sample per row; and of each reason to refuse one.
+PACKED = ("llama", "gpt2", "mixtral", "deepseek_v3", "gemma4_text", "modernbert-decoder", "hyperclovax", "qwen3_next")
+ALONE = ("mamba", "falcon", "nemotron")
+EXACT = (*PACKED, *ALONE)
+REFUSED = ("bert", "electra", "dory", "emu3", "phimoe")
 PAGE = Path(families.__file__).parents[1] / "docs" / "models.md"
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -33,6 +35,7 @@ def test_the_docs_say_what_comes_out(family):
     found = families.compare_family(family)
     assert found.result == listed()[family] == ("exact" if family in EXACT else "refused")
     assert bool(found.worst) == (family in EXACT)
+    assert found.is_alone == (family in ALONE)
     assert found.reason or family in EXACT
     if found.worst:
         assert found.worst["reload"] == 0
@@ -51,14 +54,14 @@ def test_a_page_gets_its_table_between_the_markers(monkeypatch, tmp_path, capsys
     page = tmp_path / "models.md"
     page.write_text(f"before\n{families.START}\nold\n{families.END}\nafter\n")
     monkeypatch.setattr(
-        "sys.argv", ["families.py", "qwen3", "bloom", "--page", str(page), "--json", str(tmp_path / "found.json")]
+        "sys.argv", ["families.py", "qwen3", "bert", "--page", str(page), "--json", str(tmp_path / "found.json")]
     )
     families.main()
     text = page.read_text()
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "old" not in text
-    assert "2 families: 1 exact, 1 refused, 0 not tried" in text
-    assert "| bloom | refused | BloomForCausalLM has attention of its own |" in text
-    assert [row["family"] for row in json.loads((tmp_path / "found.json").read_text())] == ["qwen3", "bloom"]
+    assert "2 families: 1 exact (1 of them with samples laid end to end), 1 refused, 0 not tried" in text
+    assert "| bert | refused | BertLMHeadModel cannot be trained: more than a linear layer makes its logits" in text
+    assert [row["family"] for row in json.loads((tmp_path / "found.json").read_text())] == ["qwen3", "bert"]
     assert "qwen3" in capsys.readouterr().out

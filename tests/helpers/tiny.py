@@ -46,6 +46,7 @@ from strategies.ddp import DDPConfig, DDPStrategy
 from strategies.parts.collectives import GroupCollectives
 from strategies.parts.mesh import current_layout
 from strategies.single import SingleConfig, SingleStrategy
+from tests.helpers.hybrids import ALL_HYBRIDS
 
 VOCABULARY = 64
 POSITIONS = 64
@@ -127,7 +128,7 @@ WINDOWED = ("mistral", "gemma2", "qwen2_moe", "gpt_oss")
 
 def architecture(family: str = "qwen3", **changes: Any) -> dict[str, Any]:
     """What ``ModelConfig.architecture`` wants."""
-    return {"model_type": family, **FAMILIES.get(family, _SMALL), **changes}
+    return {"model_type": family, **{**FAMILIES, **ALL_HYBRIDS}.get(family, _SMALL), **changes}
 
 
 def tiny_policy(

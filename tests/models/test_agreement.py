@@ -11,12 +11,14 @@ import torch
 from transformers import AutoConfig
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.models.agreement import LOGPROBS, Agreement, compare, numbers_as_stars
+from rlmodule.models.agreement import Agreement, SmallModels, compare, compare_in, numbers_as_stars
+from rlmodule.models.alone import RowMode
 from rlmodule.models.building import build_policy, check_family, freeze, small_models
 from rlmodule.models.description import ModelConfig, load_model_config
 from rlmodule.models.lora import LoraConfig
 from rlmodule.models.output_head import OutputHead
 from rlmodule.models.policy import PolicyModel
+from rlmodule.models.reading import LOGPROBS
 from rlmodule.models.shrink import small_copies
 from rlmodule.models.value import VALUES, ValueModel, build_value_model, small_value_models
 from tests.helpers.tiny import architecture, tiny_policy
@@ -30,16 +32,18 @@ def config_of(family: str = "qwen3", **changes: Any) -> ModelConfig:
 
 
 def compared(change: Callable[[PolicyModel], object], config: ModelConfig | None = None) -> Agreement:
-    """The comparison, with something changed about the policy."""
+    """The comparison of samples laid end to end, with something changed about the policy."""
     config = config or config_of()
-    models = small_models(config)
+    return compare_in(RowMode.PACKED, load_model_config(config), changed(small_models(config), change), LOGPROBS)
 
-    def ours(hf_config: Any) -> PolicyModel:
-        policy = models.ours(hf_config)
+
+def changed(models: SmallModels[PolicyModel], change: Callable[[PolicyModel], object]) -> SmallModels[PolicyModel]:
+    def ours(hf_config: Any, rows: RowMode) -> PolicyModel:
+        policy = models.ours(hf_config, rows)
         change(policy)
         return policy
 
-    return compare(load_model_config(config), replace(models, ours=ours), LOGPROBS)
+    return replace(models, ours=ours)
 
 
 def test_a_right_policy_agrees():
@@ -54,12 +58,17 @@ def test_a_wrong_scale_of_the_logits_is_found():
     assert "log-probabilities of samples laid end to end differ" in str(found.problem)
 
 
-def test_a_window_that_is_not_kept_is_found():
-    def widen(policy: PolicyModel) -> None:
-        for layer in policy.lm.model.layers:
-            layer.self_attn.sliding_window = None
+def with_one_window_for_all(policy: PolicyModel) -> None:
+    """Layers forget their window; where transformers makes the mask, it still has one."""
+    for layer in policy.lm.model.layers:
+        layer.self_attn.sliding_window = None
 
-    assert compared(widen, config_of("gemma2")).worst["log-probabilities of samples laid end to end"] > 1e-2
+
+def test_a_window_that_is_not_kept_is_found():
+    assert (
+        compared(with_one_window_for_all, config_of("gemma2")).worst["log-probabilities of samples laid end to end"]
+        > 1e-2
+    )
 
 
 def test_a_weight_without_its_gradient_is_found():
@@ -76,7 +85,7 @@ def test_a_network_that_is_another_in_training_is_found():
     assert "log-probabilities in training differ" in str(found.problem)
 
 
-def test_decoding_that_forgets_is_found():
+def forgetful(policy: PolicyModel) -> None:
     """Keys of the oldest token are lost on the way to the cache."""
 
     def forget(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -84,12 +93,41 @@ def test_decoding_that_forgets_is_found():
         if cache is not None and cache.writing is None and cache.layers:
             cache.layers[0].keys[:, :, 0] = 0
 
-    def tamper(policy: PolicyModel) -> None:
-        policy.lm.model.layers[0].register_forward_pre_hook(forget, with_kwargs=True)
+    policy.lm.model.layers[0].register_forward_pre_hook(forget, with_kwargs=True)
 
-    found = compared(tamper)
+
+def test_decoding_that_forgets_is_found():
+    found = compared(forgetful)
     assert found.worst["log-probabilities in training"] < 1e-4
     assert "log-probabilities of decoded tokens differ" in str(found.problem)
+
+
+@pytest.mark.parametrize(
+    ("change", "rows", "why"),
+    [
+        (lambda policy: None, RowMode.PACKED, ""),
+        (forgetful, RowMode.PACKED_UNCACHED, "log-probabilities of decoded tokens differ"),
+        (with_one_window_for_all, RowMode.ALONE, "log-probabilities of samples laid end to end differ"),
+    ],
+)
+def test_the_first_way_that_is_right_is_taken_and_the_reason_said(change, rows, why):
+    config = config_of("gemma2")
+    found = compare(load_model_config(config), changed(small_models(config), change), LOGPROBS)
+    assert (found.problem, found.rows) == (None, rows)
+    assert why in found.why_not_packed
+    assert found.note == (f"{rows.value}, as {found.why_not_packed}" if why else "")
+    assert max(found.worst.values()) < 1e-4
+
+
+def test_where_no_way_is_right_the_first_problem_is_told():
+    config = config_of("llama")
+    found = compare(
+        load_model_config(config),
+        changed(small_models(config), lambda policy: setattr(policy, "head", OutputHead(scale=2.0))),
+        LOGPROBS,
+    )
+    assert found.rows is RowMode.PACKED
+    assert "samples laid end to end differ" in str(found.problem)
 
 
 def test_random_numbers_and_gradients_of_the_caller_are_left_alone():
@@ -125,8 +163,8 @@ def test_value_models_are_compared_too():
     config = config_of("qwen3")
     models = small_value_models(config, "critic")
 
-    def ours(hf_config: Any) -> ValueModel:
-        model = models.ours(hf_config)
+    def ours(hf_config: Any, rows: RowMode) -> ValueModel:
+        model = models.ours(hf_config, rows)
         model.lm.score.register_forward_hook(lambda module, args, value: 2 * value)
         return model
 
@@ -158,4 +196,4 @@ def test_a_family_of_transformers_defaults_is_small_enough():
     """Seven billion parameters in the configuration, some hundred thousand in the comparison."""
     config = AutoConfig.for_model("llama", hidden_size=8192, num_attention_heads=64, num_key_value_heads=8)
     lm = small_models(ModelConfig(architecture={"model_type": "llama"})).ours
-    assert sum(p.numel() for p in lm(next(small_copies(config))).parameters()) < 3_000_000
+    assert sum(p.numel() for p in lm(next(small_copies(config)), RowMode.PACKED).parameters()) < 3_000_000

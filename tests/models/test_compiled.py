@@ -15,9 +15,11 @@ from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.errors import ConfigError
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models import compiled
+from rlmodule.models.building import build_policy
 from rlmodule.models.compiled import check_compiler, compile_blocks
+from rlmodule.models.description import ModelConfig
 from rlmodule.models.policy import PolicyModel
-from tests.helpers.tiny import mixed_rows, share_rows, tiny_policy
+from tests.helpers.tiny import architecture, mixed_rows, share_rows, tiny_policy
 
 
 def step(policy: PolicyModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -31,8 +33,9 @@ def step(policy: PolicyModel) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-def test_compiled_blocks_give_the_same_numbers() -> None:
-    plain, policy = tiny_policy(), tiny_policy()
+@pytest.mark.parametrize("family", ["qwen3", "falcon_h1"])
+def test_compiled_blocks_give_the_same_numbers(family: str) -> None:
+    plain, policy = tiny_policy(family), tiny_policy(family)
     compile_blocks(policy.lm, backend="aot_eager")
     assert list(policy.state_dict()) == list(plain.state_dict())
     blocks = [m for m in policy.modules() if m._compiled_call_impl is not None]
@@ -44,6 +47,12 @@ def test_compiled_blocks_give_the_same_numbers() -> None:
         torch.testing.assert_close(
             compiled_gradients[name], gradient, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_a_model_of_one_sample_per_row_is_not_compiled() -> None:
+    config = ModelConfig(architecture=architecture("bloom"), compile=True)
+    with pytest.raises(ConfigError, match=r"model.compile=True: .* the model runs one sample per row"):
+        build_policy(config, seed=0, temperature=1.0)
 
 
 def test_a_machine_without_a_compiler_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,13 +17,15 @@ from rlmodule.batching.collate import pack_rows
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.parameters import Cast, fp32_names
 from rlmodule.core.types import StepTotals
-from rlmodule.models.agreement import LOGPROBS, compare
-from rlmodule.models.building import build_policy, build_policy_on_meta, save_pretrained, small_models
+from rlmodule.models.agreement import Agreement, compare
+from rlmodule.models.alone import RowMode
+from rlmodule.models.building import build_policy, build_policy_on_meta, check_family, save_pretrained, small_models
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import ModelConfig, load_model_config, positions_in_words, positions_of
 from rlmodule.models.lora import LoraConfig, merged
 from rlmodule.models.output_head import OutputHead
 from rlmodule.models.policy import PolicyModel
+from rlmodule.models.reading import LOGPROBS
 from rlmodule.models.value import build_value_model, build_value_model_on_meta
 from tests.helpers.tiny import FAMILIES, architecture, mixed_rows, row, sample, single, stock_scores, tiny_policy
 from tests.models.test_attention import prefill
@@ -52,6 +54,12 @@ def refusal(model_type: str, lora: LoraConfig | None = None, **values: Any) -> C
     with pytest.raises(ConfigError) as caught:
         build_policy(config, seed=0, temperature=1.0)
     return caught.value
+
+
+def family_of(model_type: str, **values: Any) -> Agreement:
+    """How a family is computed; it is not refused."""
+    config = ModelConfig(architecture={"model_type": model_type, **values})
+    return check_family(load_model_config(config), config)
 
 
 def adapted(family: str, lora: LoraConfig, **changes: Any) -> PolicyModel:
@@ -402,26 +410,41 @@ def test_t2a_15_both_lists_of_a_family_are_kept_in_an_export():
 # ---- families that are refused in words
 
 
-@pytest.mark.parametrize("model_type", ["falcon", "gpt_neo", "git", "bloom", "xglm"])
-def test_t2a_21_attention_of_its_own_is_refused_in_words(model_type):
-    error = refusal(model_type)
-    assert (error.key, error.got) == ("model.architecture.model_type", model_type)
-    assert "has attention of its own" in str(error)
+@pytest.mark.parametrize("model_type", ["falcon", "gpt_neo", "bloom"])
+def test_t2a_21_attention_of_its_own_has_one_sample_per_row_and_says_so(model_type):
+    assert family_of(model_type).note.startswith(
+        f"{RowMode.ALONE.value}, as log-probabilities of samples laid end to end"
+    )
 
 
-def test_t2a_19_layers_that_hand_no_keywords_on_are_refused_in_words():
-    error = refusal("nemotron", **SMALL)
-    assert error.got == "nemotron"
-    assert "its layers do not hand on to their attention where samples begin and end" in str(error)
+def test_t2a_21_a_model_that_no_text_alone_can_run_is_refused_in_words():
+    error = refusal("llama4_text")
+    assert (error.key, error.got) == ("model.architecture.model_type", "llama4_text")
+    assert "its head is a part of its trunk" in str(error)
+
+
+def test_t2a_19_layers_that_hand_no_keywords_on_have_one_sample_per_row_and_say_so():
+    """Nemotron: its attention is not told where samples begin and end."""
+    found = family_of("nemotron", **SMALL)
+    assert found.rows is RowMode.ALONE
+    assert "its layers do not hand on to their attention where samples begin and end" in found.note
 
 
 @pytest.mark.parametrize(
-    "model_type",
-    ["qwen3_next", "mamba", "jamba", "falcon_h1", "kimi_linear", "minimax", "recurrent_gemma", "llama4_text"],
+    ("model_type", "rows"),
+    [
+        ("qwen3_next", RowMode.PACKED),
+        ("jamba", RowMode.PACKED),
+        ("falcon_h1", RowMode.PACKED),
+        ("minimax", RowMode.PACKED_UNCACHED),
+        ("mamba", RowMode.ALONE),
+        ("recurrent_gemma", RowMode.ALONE_UNCACHED),
+    ],
 )
-def test_t2a_35_state_that_runs_along_a_row_is_refused(model_type):
-    error = refusal(model_type)
-    assert "in which samples laid end to end would see each other" in str(error)
+def test_t2a_35_a_state_that_runs_along_a_row_is_kept_to_its_sample(model_type, rows):
+    found = family_of(model_type)
+    assert found.rows is rows
+    assert max(found.worst.values()) < 1e-4
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss"])

@@ -227,27 +227,6 @@ def test_a_folder_without_weights_is_refused(tmp_path):
     assert caught.value.key == "model.path"
 
 
-@pytest.mark.parametrize(
-    ("family", "values", "says"),
-    [
-        ("mamba", {"hidden_size": 16, "num_hidden_layers": 1}, "MambaForCausalLM has linear_attention"),
-        ("bloom", {"hidden_size": 16, "n_layer": 1, "n_head": 2}, "BloomForCausalLM has attention of its own"),
-        (
-            "minimax",
-            {**FAMILIES["llama"], "layer_types": ["linear_attention", "full_attention"], "head_dim": 8},
-            "MiniMaxForCausalLM has linear_attention",
-        ),
-    ],
-)
-def test_a_model_in_which_packed_samples_would_see_each_other_is_refused(family, values, says):
-    config = ModelConfig(architecture={"model_type": family, **values, "vocab_size": 64})
-    with pytest.raises(ConfigError) as caught:
-        build_policy(config, seed=0, temperature=1.0)
-    assert (caught.value.key, caught.value.got) == ("model.architecture.model_type", family)
-    assert says in str(caught.value)
-    assert "attention interface" in str(caught.value)
-
-
 def test_samples_of_one_token_prompts_can_be_scored():
     """The first response token is predicted by the only prompt token."""
     policy = tiny_policy()

@@ -260,3 +260,22 @@ def test_t2a_17_sequence_ranks_must_divide_the_heads_of_every_layer():
         ConfigError, match="num_attention_heads=4 and num_key_value_heads=2 do not split over sp_size=3"
     ):
         check_layout(config, Layout(world_size=3, sp_size=3))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "inner", "groups", "state", "layers"),
+    [
+        ("mamba2", {}, 8192, 8, 128, 64),
+        ("bamba", {"attn_layer_indices": list(range(0, 32, 4))}, 8192, 1, 256, 24),
+        ("falcon_h1", {}, 1024, 1, 256, 32),
+    ],
+)
+def test_a_state_space_multiplies_within_chunks_once_per_group_and_head(family, settings, inner, groups, state, layers):
+    """Mamba 2 (arXiv:2405.21060): C with B and its product with x inside a chunk of 256, and x to the state and back."""
+    config = CONFIG_MAPPING[family](**settings)
+    shape, lm = shape_of(config), rlmodule.models.shape._model_on_meta(config)
+    weights = (
+        sum(p.numel() for p in lm.base_model.parameters() if p.ndim >= 2) - lm.get_input_embeddings().weight.numel()
+    )
+    scan = 256 * (state * groups + inner) + 2 * inner * state
+    assert shape.macs_per_token == pytest.approx(weights + layers * scan, rel=0.005)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from transformers import AutoConfig
 
 from rlmodule import cli
 from rlmodule.core.errors import ConfigError
+from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
+from rlmodule.models.description import ModelConfig
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
+from tests.helpers.tiny import architecture
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -56,7 +60,68 @@ def test_the_value_model(tmp_path):
 
 
 def test_the_teacher(tmp_path):
-    path = described(tmp_path / "moshi", "moshi")
+    path = described(tmp_path / "electra", "electra")
     error = refused(tmp_path, "algorithm=distill", f"algorithm.teacher={path}")
     assert (error.key, error.got) == ("algorithm.teacher", path)
-    assert "moshi would not be computed right" in str(error)
+    assert "electra would not be computed right" in str(error)
+
+
+# ---- layers with a state, and models of one sample per row
+
+
+def stored(folder: Path, family: str) -> str:
+    """A folder with a tiny random model of the family."""
+    tokenizer = byte_tokenizer()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = ModelConfig(architecture=architecture(family, vocab_size=len(tokenizer), **ends), tokenizer="byte")
+    save_pretrained(folder, build_policy(config, seed=0, temperature=1.0).lm, tokenizer)
+    return f"model.path={folder}"
+
+
+SMALL_RUN = (
+    "model=local",
+    "algorithm.train_batch_size=4",
+    "rollout.n=4",
+    "batching.mini_batch_size=8",
+    "environment.train_size=32",
+    "environment.test_size=4",
+    "trainer.num_threads=1",
+    "callbacks.report.curves=false",
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "says"),
+    [
+        (
+            "qwen3_next",
+            ["strategy=ulysses", "trainer.devices=2"],
+            "the state of Qwen3NextGatedDeltaNet runs along a row",
+        ),
+        ("mamba", ["strategy=ulysses", "trainer.devices=2"], "one sample per row, .*, whole on every process"),
+        (
+            "qwen3_next",
+            ["strategy=deepspeed", "strategy.stage=3"],
+            "Qwen3NextGatedDeltaNet reads those of modules that",
+        ),
+        ("mamba", ["batching.share_prompts=true"], "batching.share_prompts=True: the model runs one sample per row"),
+    ],
+)
+def test_what_a_state_rules_out_is_refused_in_words(tmp_path, family, overrides, says):
+    error = refused(tmp_path, *SMALL_RUN, stored(tmp_path / family, family), *overrides)
+    assert re.search(says, str(error)), str(error)
+
+
+@pytest.mark.parametrize(
+    ("family", "budget"),
+    [("qwen3_next", "tokens per micro-batch and device"), ("mamba", "1 samples per micro-batch and device")],
+)
+def test_a_run_says_how_samples_share_rows(tmp_path, family, budget):
+    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
+        config = hydra.compose("train", ["debug=fast", "logger=none", *SMALL_RUN, stored(tmp_path / family, family)])
+    run = Run.read(config, RunDirectory(tmp_path / "run"), STRATEGIES)
+    run.check()
+    parts = run.build()
+    lines = parts.context.describe
+    assert budget in lines["budget"]
+    assert ("one sample per row, as log-probabilities of samples laid end" in lines["model"]) == (family == "mamba")

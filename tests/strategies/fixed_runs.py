@@ -66,6 +66,7 @@ class FixedRun:
         lengths: (prompt, response) tokens of each sample; the third of a triple is the number of loss tokens.
         mini_batch_size: samples of a step.
         budget: tokens of a micro-batch.
+        per_micro_batch: samples of one instead, for models that run one sample per row.
         optimizer: AdamW settings.
         architecture: changes to the tiny model.
         precision: of the model.
@@ -86,6 +87,7 @@ class FixedRun:
     )
     mini_batch_size: int = 6
     budget: int = 40
+    per_micro_batch: int | None = None
     optimizer: AdamW = ADAMW
     architecture: Mapping[str, Any] = field(default_factory=dict)
     precision: str = "32-true"
@@ -194,7 +196,13 @@ class FixedData(RLDataModule):
 
     def train_dataloader(self) -> DataLoader:
         run = self.run
-        batching = BatchingConfig(mini_batch_size=run.mini_batch_size, max_token_len_per_gpu=run.budget, shuffle=False)
+        batching = BatchingConfig(
+            mini_batch_size=run.mini_batch_size,
+            use_dynamic_bsz=run.per_micro_batch is None,
+            max_token_len_per_gpu=run.budget,
+            micro_batch_size_per_gpu=run.per_micro_batch,
+            shuffle=False,
+        )
         sampler = BalancedSampler(
             [s.meta for s in run.samples()], batching, self.strategy.layout, seed=0, iteration=self.next_iteration
         )

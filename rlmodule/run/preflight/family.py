@@ -1,8 +1,12 @@
-"""Whether the models of a run are computed as their own forward does, before anything is started for them."""
+"""Whether and how the models of a run are computed as their own forward does, before anything is started for them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import Layout
+from rlmodule.models.agreement import Agreement
 from rlmodule.models.building import check_family
 from rlmodule.models.description import SEPARATE, load_model_config
 from rlmodule.models.value import check_value_family, value_config
@@ -10,7 +14,7 @@ from rlmodule.run.config import RunConfig
 from rlmodule.run.preflight.teacher import KEY, teacher_model
 
 
-def check_families(config: RunConfig) -> None:
+def compare_families(config: RunConfig) -> list[Agreement]:
     """Compare a small random model of each kind in both ways; ranks ask again when they build the real ones.
 
     Raises:
@@ -18,14 +22,78 @@ def check_families(config: RunConfig) -> None:
     """
     critic = value_config(config.model, config.critic.path, config.critic.architecture)
     if config.model.is_reward_model:
-        check_value_family(critic, "model")
-        return
-    check_family(load_model_config(config.model), config.model)
+        return [check_value_family(critic, "model")]
+    found = [check_family(load_model_config(config.model), config.model)]
     if config.model.value == SEPARATE:
-        check_value_family(critic, "critic")
+        found.append(check_value_family(critic, "critic"))
     if config.algorithm.teacher is not None:
         teacher = teacher_model(config)
         try:
-            check_family(load_model_config(teacher), teacher)
+            found.append(check_family(load_model_config(teacher), teacher))
         except ConfigError as error:
             raise ConfigError(key=KEY, got=error.got, because=error.because, fix=error.fix) from error
+    return found
+
+
+def check_families(config: RunConfig, layout: Layout) -> None:
+    """Refuse models that cannot be computed right, or not with these micro-batches.
+
+    Raises:
+        ConfigError: names the family or the key, and the reason.
+    """
+    alone = next((one for one in compare_families(config) if one.rows.is_alone), None)
+    if alone is None:
+        return
+    batching = config.batching
+    for key, got, cannot in (
+        ("batching.share_prompts", batching.share_prompts, True),
+        ("batching.keep_groups", batching.keep_groups, layout.dp_size > 1),
+    ):
+        if got and cannot:
+            raise ConfigError(
+                key=key,
+                got=got,
+                because=f"the model runs {alone.note}",
+                fix=f"Use {key}=false, or another model"
+                + (", or one process" if key == "batching.keep_groups" else ""),
+            )
+
+
+def check_families_under(config: RunConfig, layout: Layout, *, gathers_inside_blocks: bool) -> None:
+    """Refuse what layers whose state runs along a row cannot have, and models of one sample per row.
+
+    Raises:
+        ConfigError: rows are cut over sequence ranks, or weights gathered inside of blocks; names the layers.
+    """
+    if layout.sp_size == 1 and not gathers_inside_blocks:
+        return
+    for found in compare_families(config):
+        if gathers_inside_blocks and found.states:
+            raise ConfigError(
+                key="strategy.stage",
+                got=3,
+                because="it gathers the weights of a module when that is called, and "
+                f"{', '.join(found.states)} reads those of modules that it never calls",
+                fix="Use strategy.stage=2, or strategy=fsdp2",
+            )
+        if layout.sp_size > 1 and (found.rows.is_alone or found.states):
+            raise ConfigError(
+                key="strategy.sp_size",
+                got=layout.sp_size,
+                because=f"the model runs {found.note}, whole on every process"
+                if found.rows.is_alone
+                else f"the state of {', '.join(found.states)} runs along a row, which so cannot be cut over processes",
+                fix="Use strategy.sp_size=1",
+            )
+
+
+def with_micro_batches_for(config: RunConfig) -> RunConfig:
+    """The configuration as it is, or with one sample per micro-batch where a model runs one sample per row.
+
+    A micro-batch of several would be as many forward passes, and in a sharded model every process has to make the same
+    number of them.
+    """
+    if not any(one.rows.is_alone for one in compare_families(config)):
+        return config
+    size = config.group_size if config.batching.keep_groups else 1
+    return replace(config, batching=replace(config.batching, use_dynamic_bsz=False, micro_batch_size_per_gpu=size))
