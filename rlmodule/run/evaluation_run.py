@@ -130,7 +130,7 @@ class EvaluationRun:
 
     def evaluate(self) -> Record:
         """Evaluate once; every rank calls it. The record is the same on every rank but for times."""
-        config = with_micro_batches_for(self.config)
+        config = self.config
         meet(config.trainer.timeout * 60)
         silence_warnings()
         torch.set_num_threads(config.trainer.num_threads or 1)
@@ -150,7 +150,7 @@ class EvaluationRun:
         return context.metrics_log.records[-1]
 
     def _data(self, dataset: TrainingDataset, strategy: Strategy) -> NoRows:
-        config = self.config
+        config = with_micro_batches_for(self.config)
 
         def connect() -> RolloutEngine:
             return config.rollout.connect(
