@@ -149,11 +149,6 @@ def tagged(text: str, tag: str) -> str | None:
     return None if start < 0 else text[start + len(tag) + 2 : end].strip()
 
 
-def shorten(text: str, limit: int = 80) -> str:
-    """For messages."""
-    return text if len(text) <= limit else f"{text[:limit]}..."
-
-
 def _first_statement(rest: str) -> str:
     """The formula that ``rest`` begins with, or its first line that says something, up to the end of the sentence."""
     rest = rest.lstrip(" \t\r\n*_:")[: LONGEST_ANSWER + 1]
