@@ -36,7 +36,7 @@ from rlmodule.core.preemption import PreemptionHandler
 from rlmodule.core.renamed import instead_of
 from rlmodule.records import run_directory
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.records.secrets import from_environment, mask, to_environment, without_values
+from rlmodule.records.secrets import from_environment, mask, mask_arguments, to_environment, without_values
 from rlmodule.run.launchers import local as launch
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def job_of_sweep(config: DictConfig, run_dir: RunDirectory) -> float | None:
         code = BUG
     result = run_directory.result(run_dir) if code == 0 else None
     problem = str(problems[-1]) if problems else "" if code == 0 else f"exit code {code}"
-    JobResult(int(job.num), list(HydraConfig.get().overrides.task), code, result, problem).save(run_dir.root)
+    JobResult(int(job.num), mask_arguments(words_of_job()), code, result, problem).save(run_dir.root)
     if code in (launch.PREEMPTED, 130):
         raise SystemExit(code)
     return float("nan") if code else result
@@ -198,7 +198,7 @@ def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
         raise deferred_errors[0]
     command: Command = component(COMMANDS, config.command)
     config = with_settings_of_its_run(config)
-    config.overrides = without_values(HydraConfig.get().overrides.task)
+    config.overrides = without_values(words_of_job())
 
     def read_config() -> str:
         to_save, secrets = mask(without_environment(config))
@@ -228,7 +228,7 @@ def with_settings_of_its_run(config: DictConfig) -> DictConfig:
     folder = config.command.get("run")
     if folder is None:
         return config
-    words = list(HydraConfig.get().overrides.task)
+    words = words_of_job()
     saved = read_saved_config(Path(str(folder)))
     return with_settings(config, composed([f"command={config.command.name}"]), saved, words)
 
@@ -268,7 +268,14 @@ def without_environment(config: DictConfig) -> dict[str, Any]:
 def command_of_this_run() -> list[str]:
     """As typed; for a job of a sweep what would run it alone."""
     job = HydraConfig.get()
-    return sys.argv if job.mode == RunMode.RUN else [sys.argv[0], *job.overrides.task]
+    return sys.argv if job.mode == RunMode.RUN else [sys.argv[0], *words_of_job()]
+
+
+def words_of_job() -> list[str]:
+    """KEY=VALUE of this job as typed; a reference to the environment is not followed, since it may be a secret."""
+    words = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    assert isinstance(words, list)
+    return [str(word) for word in words]
 
 
 def load_run(arguments: Sequence[str]) -> tuple[Run, RankCommand]:

@@ -70,3 +70,17 @@ def test_a_run_without_a_name_is_named_by_what_it_overrides_and_so_are_jobs_of_a
     done = forked("compare", "outputs", "command.chart=null", cwd=tmp_path)
     assert done.code == 0, done.text
     assert "lr=0.01" in done.text and "lr=0.001" in done.text
+
+
+def test_a_job_of_a_sweep_writes_no_value_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither into the command that runs it alone nor into what it is named by."""
+    monkeypatch.setenv("MY_OTHER", SECRET)
+    (tmp_path / "judge.py").write_text(REWARD)
+    words = [word for word in SMALL if not word.startswith("reward.")]
+    done = forked(
+        "-m", *words, "seed=1", "reward=function", "reward.path=judge.py:score",
+        "reward.arguments.other=${oc.env:MY_OTHER}", "trainer.max_epochs=1", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.code == 0, done.text
+    for path in (path for path in (tmp_path / "outputs").rglob("*") if path.is_file()):
+        assert SECRET.encode() not in path.read_bytes(), path

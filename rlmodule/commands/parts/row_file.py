@@ -164,7 +164,7 @@ def _check_same(path: Path, beside: Path, now: Mapping[str, Any]) -> None:
         before = None
     if not isinstance(before, dict):
         raise _not_ours(path, beside)
-    changed = [name for name in sorted({**now, **before}) if now.get(name) != before.get(name)]
+    changed = [name for name in sorted({*now, *before}) if now.get(name) != before.get(name)]
     if changed:
         shown = [n if len(str(now.get(n))) > SHORT else f"{n} was {before.get(n)}, is {now.get(n)}" for n in changed]
         raise ConfigError(
