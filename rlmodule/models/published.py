@@ -14,8 +14,8 @@ from typing import Any
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from rlmodule.core.errors import ConfigError, did_you_mean
+from rlmodule.core.hub import is_cached
 from rlmodule.models.description import ModelConfig, load_model_config
-from rlmodule.models.hub import is_cached
 from rlmodule.models.lora import base_of
 
 

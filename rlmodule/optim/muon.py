@@ -53,7 +53,7 @@ class Muon(OptimizerConfig):
         trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
         matrices = {
             "params": [p for name, p in trainable if name in hidden],
-            "lr": self.lr,
+            "lr": self.peak_lr,
             "weight_decay": self.weight_decay,
             "momentum": self.momentum,
             "nesterov": self.nesterov,
@@ -69,7 +69,7 @@ class Muon(OptimizerConfig):
         return OrthogonalisedAdamW(
             [matrices] if matrices["params"] else [],
             [group for group in others if group["params"]],
-            lr=self.lr if self.adamw_lr is None else self.adamw_lr,
+            lr=self.peak_lr if self.adamw_lr is None else self.adamw_lr,
             betas=(self.betas[0], self.betas[1]),
             eps=self.eps,
             fused=True,

@@ -9,7 +9,7 @@ from huggingface_hub import HfApi, constants, is_offline_mode
 from huggingface_hub.errors import HfHubHTTPError
 
 from rlmodule.core.errors import ConfigError, in_one_line
-from rlmodule.models.hub import prefer_cache_if_unreachable
+from rlmodule.core.hub import prefer_cache_if_unreachable
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 KEY = "command.push"
