@@ -273,7 +273,7 @@ def test_t2a_17_sequence_ranks_must_divide_the_heads_of_every_layer():
 def test_a_state_space_multiplies_within_chunks_once_per_group_and_head(family, settings, inner, groups, state, layers):
     """Mamba 2 (arXiv:2405.21060): C with B and its product with x inside a chunk of 256, and x to the state and back."""
     config = CONFIG_MAPPING[family](**settings)
-    shape, lm = shape_of(config), rlmodule.models.shape._model_on_meta(config)
+    shape, lm = shape_of(config), rlmodule.models.shape.model_on_meta(config)
     weights = (
         sum(p.numel() for p in lm.base_model.parameters() if p.ndim >= 2) - lm.get_input_embeddings().weight.numel()
     )

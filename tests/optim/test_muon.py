@@ -95,11 +95,11 @@ def test_only_adapters_train_under_lora():
     model = stack()
     model.requires_grad_(False)
     model["layers"][0][0].weight.requires_grad_(True)
-    optimizer = Muon().build_for(model)
+    optimizer = Muon(lr=1e-3).build_for(model)
     assert [len(group["params"]) for group in optimizer.param_groups] == [1]
     train(model, optimizer, 1)
     nothing_hidden = nn.Sequential(nn.Linear(3, 2))
-    assert len(Muon().build_for(nothing_hidden).param_groups) == 2, "AdamW alone: a weight and a bias"
+    assert len(Muon(lr=1e-3).build_for(nothing_hidden).param_groups) == 2, "AdamW alone: a weight and a bias"
 
 
 @pytest.mark.parametrize(
