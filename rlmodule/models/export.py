@@ -6,7 +6,7 @@ Leaves out when that is done (``callbacks/export.py``, ``commands/export.py``) a
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,12 +54,22 @@ class ExportForm:
             # Merged in full precision, rounded once.
             whole = without_head(strategy.full_weights(name), head)
             stream = merged(whole, model.adapted) if self.lora == MERGED else adapter_only(whole)
-            cast = Cast(self.dtype, fp32_names(model))
-            weights = {key: cast(key, tensor) for key, tensor in stream}
+            weights = cast_tied(stream, Cast(self.dtype, fp32_names(model)))
         else:
             weights = dict(without_head(strategy.full_weights(name, self.dtype), head))
         check_finite(name, weights | head)
         return WholeModel(model, weights, head, self)
+
+
+def cast_tied(stream: Iterable[tuple[str, Tensor]], cast: Cast) -> dict[str, Tensor]:
+    """Name -> cast tensor; one that comes under several names, one after the other, is cast once and stays one."""
+    weights: dict[str, Tensor] = {}
+    before: Tensor | None = None
+    name_before = ""
+    for name, tensor in stream:
+        weights[name] = weights[name_before] if tensor is before else cast(name, tensor)
+        before, name_before = tensor, name
+    return weights
 
 
 @dataclass(frozen=True, eq=False)
