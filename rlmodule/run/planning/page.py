@@ -47,6 +47,7 @@ def as_data(plan: Plan, assumed: Assumed) -> dict[str, Any]:
             for error in plan.problems
         ],
         "notes": _notes(plan),
+        "does_not_fit": _does_not_fit(plan, assumed),
         "model": {
             "name": config.model.path or str(config.model.architecture.get("model_type")),
             "described_by": plan.model.source,
@@ -87,6 +88,24 @@ def _notes(plan: Plan) -> list[str]:
             "the strategy; model.activation_checkpointing=full keeps those of one block"
         )
     return notes + [f"note: the files of the model differ from model.shape: {line}" for line in plan.model.differences]
+
+
+def _does_not_fit(plan: Plan, assumed: Assumed) -> list[str]:
+    """Phases that need more memory than there is, each with what to do about it; a run is not refused for it."""
+    peak, found = plan.memory.peak(plan.budget), list[str]()
+    if peak > assumed.memory:
+        fits = plan.recommended_budget(assumed.memory)
+        smaller = "a strategy that shards" if fits is None else f"batching.max_token_len_per_gpu={fits} (or auto)"
+        found.append(
+            f"a step needs {_size(peak)} of {_size(assumed.memory)}: use {smaller}, or "
+            "model.activation_checkpointing=full, or more devices"
+        )
+    if plan.sampling is not None and plan.sampling.total > assumed.memory:
+        found.append(
+            f"sampling needs {_size(plan.sampling.total)} of {_size(assumed.memory)}: lower rollout.max_batch_size, or "
+            "use a smaller model"
+        )
+    return found
 
 
 def _by_checkpointing(plan: Plan) -> dict[str, int]:
@@ -150,7 +169,9 @@ def show(data: Mapping[str, Any], console: Console) -> None:
         console.print(Text(note))
     for problem in data["problems"]:
         console.print(Text(f"problem: {problem['key']}={problem['got']}: {problem['because']}. {problem['fix']}"))
-    if not data["problems"]:
+    for phase in data["does_not_fit"]:
+        console.print(Text(f"does not fit: {phase}"))
+    if not data["problems"] and not data["does_not_fit"]:
         console.print("no problems found")
 
 

@@ -216,6 +216,16 @@ def test_the_page_has_the_numbers_of_the_data():
     assert "no problems found" in text
 
 
+def test_a_step_that_is_larger_than_the_device_is_said_with_what_would_fit():
+    """A run is not refused for it: the memory of a machine elsewhere is an estimate."""
+    data, out = data_of(plan_of(*SEVEN, "batching.max_token_len_per_gpu=65536")), StringIO()
+    show(data, Console(file=out, width=300))
+    [step, *_] = data["does_not_fit"]
+    assert f"batching.max_token_len_per_gpu={data['budget']['recommended']} (or auto)" in step
+    assert f"does not fit: {step}" in out.getvalue()
+    assert "no problems found" not in out.getvalue()
+
+
 # ---- batching.max_token_len_per_gpu=auto
 
 
