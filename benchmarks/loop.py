@@ -97,7 +97,7 @@ def fit(loaded: Loaded, sizes: Sizes, strategy: Strategy, callbacks: list[L.Call
     """Train a random model on everything that is loaded."""
     silence_warnings()
     objective = Objective(PPOClip(), AlgorithmConfig())
-    trainable = Trainable("policy", objective, AdamW(warmup_steps=0), run_steps=2 * loaded.steps)
+    trainable = Trainable("policy", objective, AdamW(lr=2e-4, warmup_steps=0), run_steps=2 * loaded.steps)
     module = RLModule({"policy": PolicyModel(sizes.model())}, [trainable], max_skipped_in_a_row=1)
     trainer = L.Trainer(
         accelerator="cpu",

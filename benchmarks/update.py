@@ -88,7 +88,7 @@ class Ours:
         self.policy = PolicyModel(model)
         self.strategy = SingleStrategy(SingleConfig(), device="cpu", num_processes=1, num_nodes=1)
         self.strategy.shard({"policy": self.policy})
-        optimizer = AdamW(warmup_steps=0, max_grad_norm=MAX_GRAD_NORM)
+        optimizer = AdamW(lr=2e-4, warmup_steps=0, max_grad_norm=MAX_GRAD_NORM)
         self.optimizer = optimizer.build_for(self.policy)
         self.schedule = build_schedule(optimizer, self.optimizer, run_steps=1)
         objective = Objective(PPOClip(), AlgorithmConfig())

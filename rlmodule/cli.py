@@ -30,7 +30,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlmodule.commands.parts.arguments import with_command, with_open_mappings
-from rlmodule.commands.parts.saved_settings import read_saved_config, with_settings
 from rlmodule.commands.parts.sweep import JobResult, read_jobs, show_jobs
 from rlmodule.core.errors import ConfigError, Preempted, RLModuleError, TrainingError, did_you_mean, nearest
 from rlmodule.core.preemption import PreemptionHandler
@@ -39,6 +38,7 @@ from rlmodule.records import run_directory
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.records.secrets import from_environment, mask, mask_arguments, to_environment, without_values
 from rlmodule.run.launchers import local as launch
+from rlmodule.run.saved.saved_settings import read_saved_config, with_settings
 
 if TYPE_CHECKING:
     from rlmodule.commands import RankCommand

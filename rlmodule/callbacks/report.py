@@ -30,11 +30,11 @@ from rich.text import Text
 import rlmodule
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.callbacks.parts.context import RunContext, RunState
-from rlmodule.callbacks.parts.rows import without_nan
 from rlmodule.checkpoint.state import best_of, oldest_first, quality_of
 from rlmodule.core.config import at_least, at_most
 from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.records.metrics_log import Record, atomic_write
+from rlmodule.records.rows import without_nan
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.records.summary import (
     ACCURACY,

@@ -5,19 +5,15 @@ The file is the same on any number of ranks. Leaves out scores made for training
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import lightning as L
-from transformers import PreTrainedTokenizerBase
 
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.callbacks.parts.context import RunContext, RunState
-from rlmodule.callbacks.parts.rows import Row, evenly_spaced, write_rows
 from rlmodule.core.config import at_least
-from rlmodule.core.types import ScoredSample
+from rlmodule.records.rows import Row, evenly_spaced, to_row, write_rows
 
 FOLDER = "rollouts"
 PANEL = "samples/train"
@@ -77,43 +73,6 @@ class WriteSamples(L.Callback):
         self._shown = ()
 
 
-def to_row(
-    scored: ScoredSample, iteration: int, tokenizer: PreTrainedTokenizerBase, sampling: Mapping[str, float]
-) -> dict[str, Any]:
-    """One response as plain values; everything that ``data.rollouts`` needs to train on it again.
-
-    ``logprobs`` are the sampler's, in nats, rounded to float32, under the distribution that ``sampling`` describes;
-    ``loss_mask`` is present only if some token is not trained on; ``reward`` is null if the response could not be
-    scored; ``reward_diagnostics`` has what a reward function reports beside its components.
-    """
-    sample, prompt = scored.sample, scored.sample.prompt
-    row: dict[str, Any] = {
-        "iteration": iteration,
-        "sample_id": sample.sample_id,
-        "group_id": sample.group_id,
-        "source": prompt.source,
-        "prompt": prompt.text or tokenizer.decode(list(prompt.ids)),
-        "response": sample.text or tokenizer.decode(sample.response_ids, skip_special_tokens=True),
-        "answer": prompt.answer,
-        "reward": _finite_or_none(scored.score.value),
-        "reward_parts": {name: _finite_or_none(value) for name, value in sorted(scored.score.parts.items())},
-        "finish_reason": sample.finish_reason,
-        "prompt_ids": list(prompt.ids),
-        "response_ids": sample.response_ids.tolist(),
-        "logprobs": None if sample.rollout_logprob is None else sample.rollout_logprob.float().tolist(),
-        "sampling": dict(sampling),
-    }
-    if logged := {**scored.score.diagnostics, **scored.score.counts}:
-        row["reward_diagnostics"] = {name: _finite_or_none(value) for name, value in sorted(logged.items())}
-    if not bool(sample.loss_mask.all()):
-        row["loss_mask"] = sample.loss_mask.int().tolist()
-    return row
-
-
 def sort_by_sample_id(parts: Iterable[Iterable[Row]]) -> list[Row]:
     """All ranks' rows sorted by sample id, so the file does not depend on the number of ranks."""
     return sorted((row for part in parts for row in part), key=lambda row: int(row["sample_id"]))
-
-
-def _finite_or_none(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

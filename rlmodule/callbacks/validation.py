@@ -15,11 +15,11 @@ import lightning as L
 
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.callbacks.parts.context import RunContext, RunState
-from rlmodule.callbacks.parts.rows import evenly_spaced, without_nan, write_rows
 from rlmodule.core.config import at_least
 from rlmodule.core.evaluations import EvaluatedAnswer
 from rlmodule.experience.iteration_metrics import VALIDATE
 from rlmodule.records.metrics_log import Record
+from rlmodule.records.rows import evenly_spaced, without_nan, write_rows
 
 FOLDER = "validation"
 PANEL = "samples/validation"

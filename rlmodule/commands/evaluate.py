@@ -16,16 +16,16 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from rlmodule.callbacks.parts.rows import without_nan
 from rlmodule.commands import COMMANDS, Command, Invocation
-from rlmodule.commands.parts.policy_source import EXPORTED, NEWEST, Place, PolicySource, refuse_reward_model
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.metrics import CI_HIGH, CI_LOW
 from rlmodule.records.metrics_log import atomic_write
+from rlmodule.records.rows import without_nan
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.records.summary import CI_HIGH, CI_LOW
 from rlmodule.run.build.distributed import on_rank_zero
 from rlmodule.run.evaluation_run import EvaluationRun
 from rlmodule.run.run import Run
+from rlmodule.run.saved.policy_source import EXPORTED, NEWEST, Place, PolicySource, refuse_reward_model
 
 RESULT = "evaluation.json"
 ORDER = (EXPORTED, NEWEST)

@@ -9,14 +9,14 @@ from typing import ClassVar
 
 from rlmodule.commands import COMMANDS, Command, Invocation
 from rlmodule.commands.parts.hub import check_push, push
-from rlmodule.commands.parts.model_card import write_card
-from rlmodule.commands.parts.policy_source import EXPORTED, NEWEST, LoadedModels, Place, PolicySource, trained_names
 from rlmodule.core.config import one_of
 from rlmodule.core.errors import ConfigError, TrainingError
 from rlmodule.core.types import POLICY
 from rlmodule.models.export import ADAPTER, DTYPES, MERGED, ExportForm, in_place_of
 from rlmodule.models.lora import is_adapter
 from rlmodule.models.weights import disk_errors
+from rlmodule.run.saved.model_card import write_card
+from rlmodule.run.saved.policy_source import EXPORTED, NEWEST, LoadedModels, Place, PolicySource, trained_names
 
 _SIZE = re.compile(r"[1-9]\d*(KB|MB|GB|KiB|MiB|GiB)")
 
@@ -52,7 +52,7 @@ class Export(PolicySource, Command):
         """
         if self.push is not None:
             check_push(self.push)
-        place = self.place(invocation, (NEWEST, EXPORTED))
+        place = self.place(invocation.run, (NEWEST, EXPORTED))
         out = self._free_folder(place)
         self._check_form(place)
         print(f"from         {place.described}")

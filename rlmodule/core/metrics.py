@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+CI_LOW, CI_HIGH = "/ci95_low", "/ci95_high"  # what the ends of a metric's 95 % interval are called beside it
 
 
 class ReduceType(enum.IntEnum):
@@ -134,3 +136,8 @@ def from_rows(names: Iterable[str], rows: Tensor) -> dict[str, Metric]:
     """Inverse of ``to_rows``."""
     named_rows = zip(names, rows.tolist(), strict=True)
     return {name: Metric(value, weight, ReduceType(int(reduce))) for name, (value, weight, reduce) in named_rows}
+
+
+def mean(values: Sequence[float]) -> float:
+    """Mean, summed exactly; NaN of nothing."""
+    return math.fsum(values) / len(values) if values else math.nan

@@ -10,9 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from rlmodule.core.evaluations import EvaluatedAnswer
+from rlmodule.core.metrics import CI_HIGH, CI_LOW, mean
 from rlmodule.evaluation import VALIDATION
 from rlmodule.evaluation.estimates import bootstrap_interval, majority_reward, pass_at_k, powers_of_two
-from rlmodule.records.summary import CI_HIGH, CI_LOW, mean
 
 Group = Sequence[EvaluatedAnswer]
 

@@ -19,7 +19,6 @@ from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.sources import Source
 from rlmodule.experience.timer import Timer
-from rlmodule.ops.aggregate import PROMPT_MEAN, TOKEN_MEAN
 from rlmodule.training.reduction import reduce_metrics
 
 LOSS = f"{VALIDATION}/loss"
@@ -73,7 +72,7 @@ class PairEvaluator(OfflineEvaluator):
 
     best_metric: ClassVar[str] = f"{VALIDATION}/pair_accuracy"
     best_mode: ClassVar[str] = "max"
-    loss_agg_mode: ClassVar[str] = PROMPT_MEAN
+    loss_agg_mode: ClassVar[str] = "prompt-mean"
 
     def __call__(self) -> Evaluation:
         """Means over pairs: the loss, and what it says of pairs (``ops/pairs.py``)."""
@@ -85,7 +84,7 @@ class DemonstrationEvaluator(OfflineEvaluator):
 
     best_metric: ClassVar[str] = LOSS
     best_mode: ClassVar[str] = "min"
-    loss_agg_mode: ClassVar[str] = TOKEN_MEAN
+    loss_agg_mode: ClassVar[str] = "token-mean"
 
     def __call__(self) -> Evaluation:
         """``val/loss``, nats per trained token, and ``val/perplexity``, its exponential."""

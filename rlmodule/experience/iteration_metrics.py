@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from rlmodule.core.metrics import mean
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.sample_info import SampleInfo
 from rlmodule.records.metrics_log import Elapsed
-from rlmodule.records.summary import mean, standard_deviation
+from rlmodule.records.summary import standard_deviation
 
 VALIDATE = "validate"  # phase of the clock that is no part of an iteration
 

@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from rlmodule.core.metrics import CI_HIGH, CI_LOW, mean
 from rlmodule.records.metrics_log import Record
 
-CI_LOW, CI_HIGH = "/ci95_low", "/ci95_high"  # what the ends of a metric's 95 % interval are called beside it
 REWARD, ACCURACY = "val/reward/mean", "val/accuracy"  # one number: accuracy where every reward is 0 or 1
 PAIR_ACCURACY, LOSS = "val/pair_accuracy", "val/loss"
 # What runs are compared by, the first that was measured -> whether more is better.
@@ -19,11 +19,6 @@ HELD_OUT: Mapping[str, bool] = {REWARD: True, PAIR_ACCURACY: True, LOSS: False}
 COLLAPSED, WORSE = "collapsed", "worse"  # see HeldOut.loss
 ENDS = ("start", "end")
 NOTHING = 0.1  # share of the best held-out reward below which nothing is left of it
-
-
-def mean(values: Sequence[float]) -> float:
-    """Mean, summed exactly; NaN of nothing."""
-    return math.fsum(values) / len(values) if values else math.nan
 
 
 def standard_deviation(values: Sequence[float]) -> float:

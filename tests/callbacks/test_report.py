@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from rlmodule.callbacks.parts.context import RunContext
-from rlmodule.callbacks.parts.rows import without_nan
 from rlmodule.callbacks.report import (
     NOISY_FROM,
     PANELS,
@@ -20,6 +19,7 @@ from rlmodule.callbacks.report import (
 )
 from rlmodule.checkpoint.state import folder_of, write_folder
 from rlmodule.records.metrics_log import Record
+from rlmodule.records.rows import without_nan
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.records.summary import Change, held_out
 from tests.callbacks.builders import TOKENIZER

@@ -8,13 +8,13 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from rlmodule.callbacks.samples import to_row, write_rows
 from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.data.config import DataConfig
 from rlmodule.data.rollout_rows import Sampling
 from rlmodule.data.rollouts import load_rollouts
 from rlmodule.models.byte_tokenizer import byte_tokenizer
+from rlmodule.records.rows import to_row, write_rows
 
 TOKENIZER = byte_tokenizer()
 VOCABULARY, END, USER, ASSISTANT = 260, 257, 258, 259

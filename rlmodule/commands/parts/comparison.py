@@ -14,12 +14,12 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from rlmodule.commands.parts.saved_settings import OF_THE_OCCASION, read_saved_config
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.records.metrics_log import Record, read_records
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.records.summary import series
 from rlmodule.run.build.provenance import flat, name_of_overrides
+from rlmodule.run.saved.saved_settings import OF_THE_OCCASION, read_saved_config
 
 # Shown where a run has them and nothing is asked for: what is held out, then what is trained on.
 MAIN_METRICS = (

@@ -13,8 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 
 import rlmodule
 from rlmodule.checkpoint.state import read_manifest
-from rlmodule.commands.parts.policy_source import Place
-from rlmodule.commands.parts.saved_settings import read_saved_config
 from rlmodule.core.types import POLICY
 from rlmodule.models.export import WholeModel
 from rlmodule.records.metrics_log import Record, read_records
@@ -22,6 +20,8 @@ from rlmodule.records.run_directory import RunDirectory
 from rlmodule.records.secrets import MASK, looks_secret
 from rlmodule.records.summary import changes
 from rlmodule.run.build.provenance import flat, name_of_overrides
+from rlmodule.run.saved.policy_source import Place
+from rlmodule.run.saved.saved_settings import read_saved_config
 
 CARD = "README.md"
 # Sections of the configuration that say how the numbers came about; keys that name places on one machine stay out.

@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from rlmodule.commands.parts.policy_source import Place
+from rlmodule.run.saved.policy_source import Place
 
 ENDS = 1 << 20  # bytes at the beginning and at the end of a file that are read
 _KINDS = ("*.safetensors", "*.bin", "manifest.json")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from rlmodule.commands.parts.saved_settings import root_of_run, with_settings
 from rlmodule.core.errors import ConfigError
+from rlmodule.run.saved.saved_settings import root_of_run, with_settings
 from tests.helpers.runs import compose
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rlmodule.commands.parts.row_file import RowFile
 from rlmodule.core.errors import ConfigError, TrainingError
+from rlmodule.run.saved.row_file import RowFile
 
 SETTINGS = {"seed": 0, "files": ["a", "b"]}
 

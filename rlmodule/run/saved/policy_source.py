@@ -13,8 +13,6 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlmodule.checkpoint.state import best_of, newest_whole, oldest_first, verify
-from rlmodule.commands import Invocation
-from rlmodule.commands.parts.saved_settings import CHECKPOINTS, root_of_run
 from rlmodule.core.contract import RolloutEngine, Strategy
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.types import CRITIC, POLICY
@@ -32,6 +30,7 @@ from rlmodule.run.datasets import Prompts
 from rlmodule.run.launchers.local import launched_from_outside
 from rlmodule.run.preflight.tokens import check_tokenizer
 from rlmodule.run.run import Run
+from rlmodule.run.saved.saved_settings import CHECKPOINTS, root_of_run
 from rlmodule.run.warm_start import WarmStart
 
 NEWEST, BEST, EXPORTED, AUTO = "newest", "best", "exported", "auto"
@@ -44,17 +43,17 @@ class PolicySource:
     run: str | None = None  # run directory, or one of its checkpoints; its settings are taken as well
     checkpoint: str = AUTO  # of the run: newest, best, exported, or the name of one; auto: see the command
 
-    def place(self, invocation: Invocation, order: tuple[str, ...]) -> Place:
+    def place(self, run: Run, order: tuple[str, ...]) -> Place:
         """Where the weights are; nothing is loaded.
 
         Args:
-            invocation: of the command.
+            run: has the settings.
             order: what ``auto`` means: the first of these that there is.
 
         Raises:
             RLModuleError: there are no such weights, or the command was given several processes.
         """
-        return self.place_for(one_process(invocation), order)
+        return self.place_for(one_process(run), order)
 
     def place_for(self, run: Run, order: tuple[str, ...]) -> Place:
         """The same for a command that works on any number of processes; ``run`` has the settings.
@@ -91,13 +90,12 @@ class PolicySource:
         )
 
 
-def one_process(invocation: Invocation) -> Run:
+def one_process(run: Run) -> Run:
     """The run of a command that works on one process.
 
     Raises:
         ConfigError: several were asked for.
     """
-    run = invocation.run
     if launched_from_outside() or run.machine.world_size > 1:
         raise ConfigError(
             key="trainer.devices",
