@@ -31,6 +31,7 @@ from rlmodule.losses import LOSSES
 from rlmodule.models.description import ModelConfig
 from rlmodule.optim import OPTIMIZERS
 from rlmodule.records.run_directory import RunDirectory
+from rlmodule.records.secrets import looks_secret
 from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.parts.sampling import SamplingConfig
@@ -257,6 +258,18 @@ def test_conf_says_what_the_code_says():
                 value = value | {k: default[k] for k in purpose.get(field.name, ())}
                 value = {k: tuple(v) if isinstance(v, list) else v for k, v in value.items() if k != "name"}
             assert value == default, f"{group}.{field.name}"
+
+
+def test_no_key_of_ours_looks_like_a_secret():
+    """Its value would be masked in what a run saves; keys in mappings of the user's may be secrets."""
+
+    def keys(node):
+        for name, value in node.items() if isinstance(node, dict) else ():
+            yield str(name)
+            yield from keys(value)
+
+    files = {path: OmegaConf.to_container(OmegaConf.load(path), resolve=False) for path in cli.CONF.glob("**/*.yaml")}
+    assert [(path.name, key) for path, node in files.items() for key in keys(node) if looks_secret(key)] == []
 
 
 def test_the_name_that_is_printed_for_help_lists_every_menu():
