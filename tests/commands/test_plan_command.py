@@ -14,7 +14,8 @@ SEVEN = ("strategy=fsdp2", "model=qwen7b", "data=files", "data.train_files=[abse
 
 
 def test_a_plan_prints_a_page_writes_json_and_leaves_no_run(tmp_path):
-    done = forked("plan", *SEVEN, "trainer.accelerator=gpu", "command.json=plan.json", cwd=tmp_path)
+    room = "trainer.device_memory_gb=400"
+    done = forked("plan", *SEVEN, "trainer.accelerator=gpu", room, "command.json=plan.json", cwd=tmp_path)
     assert done.code == 0, done.text
     assert "7,615,616,512" in done.text
     assert "no problems found" in done.text
