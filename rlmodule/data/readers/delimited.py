@@ -12,18 +12,17 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-import numpy as np
-
 from rlmodule.core.errors import DataError
 from rlmodule.data.json_text import load_json
 from rlmodule.data.readers.content import UTF8_MARK, Content
-from rlmodule.data.tables import RawRow, RowTable
+from rlmodule.data.readers.indexed import IndexedTable
+from rlmodule.data.tables import RawRow
 
 _FIRST_KEYS = ("role", "from")  # of a turn
 _PRINTED_BY_PYTHON = tuple(f"[{{'{key}'" for key in _FIRST_KEYS)
 
 
-class DelimitedTable(RowTable):
+class DelimitedTable(IndexedTable):
     """The rows below a header line.
 
     Args:
@@ -35,40 +34,27 @@ class DelimitedTable(RowTable):
     """
 
     def __init__(self, content: Content, delimiter: str) -> None:
-        self.name = str(content.path)
-        self._content, self._delimiter = content, delimiter
+        self._delimiter, name = delimiter, str(content.path)
         starts, numbers = array("q"), array("q")
         with content.open() as file:
-            records = _records(file, self.name, delimiter)
+            records = _records(file, name, delimiter)
             _, number, header = next(records, (0, 1, []))
-            self.columns = _columns(header, f"{self.name}:{number}", delimiter)
+            self.columns = _columns(header, f"{name}:{number}", delimiter)
             for start, number, cells in records:
                 if len(cells) != len(header):
                     raise DataError(
-                        location=f"{self.name}:{number}",
+                        location=f"{name}:{number}",
                         because=f"the row has {len(cells)} values and the header names {len(header)} columns",
                         fix='Put values that hold separators or line breaks between "quotes", or delete the row',
                     )
-                self._row(cells, f"{self.name}:{number}")
+                self._row(cells, f"{name}:{number}")
                 starts.append(start)
                 numbers.append(number)
-        self._starts = np.frombuffer(starts, dtype=np.int64)  # bytes
-        self._numbers = np.frombuffer(numbers, dtype=np.int64)  # first lines of rows, from 1
+        super().__init__(content, self.columns, starts, numbers)
 
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def location(self, row: int) -> str:
-        return f"{self.name}:{self._numbers[row]}"
-
-    def select(self, rows: Sequence[int]) -> list[RawRow]:
-        found = []
-        with self._content.open() as file:
-            for row in rows:
-                file.seek(int(self._starts[row]))
-                _, _, cells = next(_records(file, self.name, self._delimiter))
-                found.append(self._row(cells, self.location(row)))
-        return found
+    def read_row(self, file: BinaryIO, location: str) -> RawRow:
+        _, _, cells = next(_records(file, self.name, self._delimiter))
+        return self._row(cells, location)
 
     def _row(self, cells: Sequence[str], location: str) -> RawRow:
         values = zip(self.columns, cells, strict=True)

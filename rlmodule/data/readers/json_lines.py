@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Callable
+from typing import Any, BinaryIO
 
 from rlmodule.core.errors import DataError
 from rlmodule.data.json_text import HALF_PAIR, is_unicode, load_json
 from rlmodule.data.readers.content import UTF8_MARK, Content
+from rlmodule.data.readers.indexed import IndexedTable
 from rlmodule.data.tables import MemoryTable, RawRow, RowTable
 
 
-class JsonLinesTable(RowTable):
+class JsonLinesTable(IndexedTable):
     """One JSON object a line. Opening it reads every line once and keeps only where each begins.
 
     A byte order mark, CRLF, blank lines and a missing last line break are fine.
@@ -25,8 +24,6 @@ class JsonLinesTable(RowTable):
     """
 
     def __init__(self, content: Content) -> None:
-        self.name = str(content.path)
-        self._content = content
         starts, numbers, columns = array("q"), array("q"), dict[str, None]()
         start = 0
         with content.open() as file:
@@ -36,26 +33,13 @@ class JsonLinesTable(RowTable):
                 text = line.removeprefix(UTF8_MARK) if number == 1 else line
                 if not text.strip():
                     continue
-                columns.update(dict.fromkeys(_parse_object(text, f"{self.name}:{number}")))
+                columns.update(dict.fromkeys(_parse_object(text, f"{content.path}:{number}")))
                 starts.append(begin)
                 numbers.append(number)
-        self.columns = tuple(columns)
-        self._starts = np.frombuffer(starts, dtype=np.int64)  # bytes
-        self._numbers = np.frombuffer(numbers, dtype=np.int64)  # lines, from 1, blank ones counted
+        super().__init__(content, tuple(columns), starts, numbers)
 
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def location(self, row: int) -> str:
-        return f"{self.name}:{self._numbers[row]}"
-
-    def select(self, rows: Sequence[int]) -> list[RawRow]:
-        found = []
-        with self._content.open() as file:
-            for row in rows:
-                file.seek(int(self._starts[row]))
-                found.append(_parse_object(file.readline(), self.location(row)))
-        return found
+    def read_row(self, file: BinaryIO, location: str) -> RawRow:
+        return _parse_object(file.readline(), location)
 
 
 def open_json(content: Content) -> RowTable:
