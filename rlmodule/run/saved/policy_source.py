@@ -56,7 +56,7 @@ class PolicySource:
         return self.place_for(one_process(run), order)
 
     def place_for(self, run: Run, order: tuple[str, ...]) -> Place:
-        """The same for a command that works on any number of processes; ``run`` has the settings.
+        """The same for a command that works on any number of processes, all of which call it; ``run`` has the settings.
 
         Raises:
             RLModuleError: there are no such weights.
@@ -69,6 +69,7 @@ class PolicySource:
                     because="a checkpoint is one of a run, and no run is given",
                     fix="Give command.run=RUN_DIR, or leave command.checkpoint out",
                 )
+            run.unpack_model()
             return Place(run, None, None)
         root = root_of_run(Path(self.run))
         run = replace(run, run_dir=RunDirectory(root))
