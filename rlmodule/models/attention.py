@@ -6,6 +6,8 @@ new token per row against a key-value buffer). Which one travels with the call a
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from rlmodule.core.contract import SequenceRanks
 from rlmodule.models.alone import GoingOn
 from rlmodule.models.row_states import RowStates
-from rlmodule.ops.attention import packed_attention, ragged_decode_attention
+from rlmodule.ops.attention import DecodeBlock, packed_attention, ragged_decode_attention
 from rlmodule.ops.segments import SegmentBuckets
 
 ATTENTION = "rlmodule"
@@ -36,6 +38,7 @@ def attention_forward(
     segments: SegmentBuckets | None = None,
     sequence: SequenceRanks | None = None,
     key_lengths: Tensor | None = None,
+    blocks: Sequence[DecodeBlock] | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -66,7 +69,7 @@ def attention_forward(
         return out if sequence is None else sequence.gather_heads(out), None
     assert key_lengths is not None, "its layers do not hand on to their attention where samples begin and end"
     return ragged_decode_attention(
-        query, key, value, key_lengths, scale, sliding_window=window, softcap=softcap, sinks=s_aux
+        query, key, value, key_lengths, scale, sliding_window=window, softcap=softcap, sinks=s_aux, blocks=blocks
     ), None
 
 
@@ -91,16 +94,19 @@ class Rows:
 
 
 class RaggedLayer(CacheLayerMixin):
-    """Keys and values of one layer, [B, heads, capacity, D], filled from the left up to ``lengths[b]`` in row b."""
+    """Keys and values of one layer, [B, heads, slots, D], filled from the left up to ``lengths[b]`` in row b.
+
+    There are as many slots as are needed, and some more; when they are full the buffers grow.
+    """
 
     def __init__(self, owner: RaggedCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate the buffers at their full size."""
+        """Allocate buffers for the rows as they are, and some more tokens."""
         _, heads, _, width = key_states.shape
-        shape = (len(self.owner.lengths), heads, self.owner.capacity)
+        shape = (len(self.owner.lengths), heads, self.owner.slots_for(self.owner.longest))
         self.keys = key_states.new_zeros(*shape, width)
         self.values = value_states.new_zeros(*shape, value_states.shape[-1])
         self.is_initialized = True
@@ -115,16 +121,27 @@ class RaggedLayer(CacheLayerMixin):
             self.keys[where.row, :, where.place] = key_states[0].transpose(0, 1).to(self.keys.dtype)
             self.values[where.row, :, where.place] = value_states[0].transpose(0, 1).to(self.values.dtype)
             return key_states, value_states
+        used = self.owner.longest + 1
+        if used > self.keys.shape[2]:
+            slots = self.owner.slots_for(used)
+            self.keys, self.values = with_slots(self.keys, slots), with_slots(self.values, slots)
         rows = torch.arange(len(key_states), device=key_states.device)
         self.keys[rows, :, self.owner.lengths] = key_states[:, :, 0].to(self.keys.dtype)
         self.values[rows, :, self.owner.lengths] = value_states[:, :, 0].to(self.values.dtype)
-        used = self.owner.longest + 1
         return self.keys[:, :, :used], self.values[:, :, :used]
 
     def repeat(self, rows: Tensor) -> None:
         """Row i becomes a copy of row ``rows[i]``; there may be more than before."""
         assert self.keys is not None and self.values is not None
         self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+
+    def join(self, other: RaggedLayer, rows: Tensor) -> None:
+        """Row i becomes a copy of number ``rows[i]`` of this layer's rows and, after them, those of ``other``."""
+        assert self.keys is not None and self.values is not None
+        assert other.keys is not None and other.values is not None
+        slots = max(self.keys.shape[2], other.keys.shape[2])
+        self.keys = _joined(self.keys, other.keys, rows, slots)
+        self.values = _joined(self.values, other.values, rows, slots)
 
     def move(self, target: Tensor, source: Tensor, count: int) -> None:
         """Copy rows ``source`` over rows ``target``, then drop all rows from ``count`` on."""
@@ -144,6 +161,28 @@ class RaggedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Entries a row can hold."""
         return self.owner.capacity
+
+
+def with_slots(buffer: Tensor, slots: int) -> Tensor:
+    """[B, heads, n, D] -> [B, heads, slots, D], new slots 0."""
+    batch, heads, before, width = buffer.shape
+    grown = buffer.new_zeros(batch, heads, slots, width)
+    grown[:, :, :before] = buffer
+    return grown
+
+
+def _joined(first: Tensor, second: Tensor, rows: Tensor, slots: int) -> Tensor:
+    """[len(rows), heads, slots, D] of rows of the two, counted on from the first into the second."""
+    count, heads, _, width = first.shape
+    joined = first.new_zeros(len(rows), heads, slots, width)
+    for buffer, mine, start in ((first, rows < count, 0), (second, rows >= count, count)):
+        joined[mine, :, : buffer.shape[2]] = buffer[rows[mine] - start]
+    return joined
+
+
+GRANULE = 64  # slots by which buffers grow at least
+MAX_BLOCKS = 4
+WORTH_CUTTING = 0.8  # of the slots of the whole rectangle; above, more calls of the attention gain nothing
 
 
 class RaggedCache(Cache):
@@ -166,7 +205,12 @@ class RaggedCache(Cache):
         self.lengths = lengths
         self.longest = int(lengths.max())
         self.writing: Rows | None = None
+        self.blocks = decode_blocks(lengths.tolist())
         super().__init__(layers=[])
+
+    def slots_for(self, used: int) -> int:
+        """Entries to make room for where rows have up to ``used``: half as many more, so that growing stays cheap."""
+        return max(used, min(self.capacity, math.ceil(1.5 * used / GRANULE) * GRANULE))
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -192,6 +236,25 @@ class RaggedCache(Cache):
         self._select_others(rows)
         self._now_has(rows)
 
+    def join(self, other: RaggedCache) -> Tensor:
+        """Take in the rows of ``other``, which is of no use afterwards; long rows come to stand before short ones.
+
+        Returns:
+            [B] int64 where each row comes from: a number of this cache's rows or, counted on from them, of the other's.
+        """
+        assert self.instead is None and other.instead is None, "rows of a cache of their own are not joined"
+        lengths = torch.cat([self.lengths, other.lengths])
+        rows = lengths.argsort(descending=True, stable=True)
+        self.capacity = max(self.capacity, other.capacity)
+        for mine, theirs in zip(self._ragged, other._ragged, strict=True):
+            mine.join(theirs, rows)
+        if self.states is not None and other.states is not None:
+            self.states.append(other.states)
+            self.states.select(rows)
+        self.lengths = lengths
+        self._now_has(rows)
+        return rows
+
     def keep(self, going: Tensor) -> Tensor:
         """Drop the rows where ``going`` [b] bool is False; returns [m] the old row of each row that is left.
 
@@ -215,12 +278,31 @@ class RaggedCache(Cache):
 
     def _now_has(self, rows: Tensor) -> None:
         self.lengths = self.lengths.index_select(0, rows)
-        self.longest = int(self.lengths.max())
+        lengths = self.lengths.tolist()
+        self.longest = max(lengths, default=0)
+        self.blocks = decode_blocks(lengths)
+
+    @property
+    def next_blocks(self) -> list[DecodeBlock]:
+        """How the rows are read once a token is added to each."""
+        return [DecodeBlock(block.rows, block.slots + 1) for block in self.blocks]
 
     def advance(self) -> None:
         """Count the token that was added to every row."""
         self.lengths = self.lengths + 1
         self.longest += 1
+        self.blocks = self.next_blocks
+
+
+def decode_blocks(lengths: Sequence[int]) -> list[DecodeBlock]:
+    """Cut rows of these lengths into a few blocks of neighbours, or none where that would save little reading."""
+    count = len(lengths)
+    whole = DecodeBlock(count, max(lengths, default=0))
+    size = math.ceil(count / MAX_BLOCKS)
+    parts = [lengths[start : start + size] for start in range(0, count, max(size, 1))]
+    blocks = [DecodeBlock(len(part), max(part)) for part in parts]
+    read = sum(block.rows * block.slots for block in blocks)
+    return blocks if read < WORTH_CUTTING * whole.rows * whole.slots else [whole]
 
 
 TRACED_ATTENTION = "rlmodule_traced"

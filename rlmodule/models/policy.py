@@ -205,6 +205,7 @@ class PolicyModel(nn.Module):
                 batch.input_ids[:, None],
                 cache.lengths[:, None],
                 key_lengths=cache.lengths + 1,
+                blocks=cache.next_blocks,
                 cache=cache,
                 use_cache=True,
             )[:, 0]
@@ -221,7 +222,8 @@ class PolicyModel(nn.Module):
     def _logits(self, hidden: Tensor) -> Tensor:
         """[B, H] -> [B, V] fp32 logits, temperature applied."""
         logits = self.lm.get_output_embeddings()(self.head.input(self.lm, hidden)).float()
-        return self.head.cap(logits) / self.temperature
+        logits = self.head.cap(logits)
+        return logits if self.temperature == 1.0 else logits / self.temperature
 
 
 def packed_hidden(

@@ -79,6 +79,11 @@ class RowStates:
             self.by_bucket = []
             self.select(rows)
 
+    def append(self, other: RowStates) -> None:
+        """The rows of ``other`` come after these; it is of no use afterwards."""
+        if self.cache is not None and other.cache is not None:
+            self.cache = join_rows([self.cache, other.cache])
+
     def select(self, rows: Tensor) -> None:
         """Row i becomes a copy of row ``rows[i]``; there may be more or fewer than before."""
         if self.cache is not None:

@@ -10,7 +10,8 @@ heads, ``C`` slots of a KV buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -175,6 +176,19 @@ def _kernel_runs_on(query: Tensor, value: Tensor) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class DecodeBlock:
+    """Neighbouring rows of a KV buffer that are read together.
+
+    Args:
+        rows: how many.
+        slots: entries that the longest of them has, that of its new token included.
+    """
+
+    rows: int
+    slots: int
+
+
 def ragged_decode_attention(
     query: Tensor,
     key: Tensor,
@@ -184,6 +198,7 @@ def ragged_decode_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    blocks: Sequence[DecodeBlock] | None = None,
 ) -> Tensor:
     """Attention of one new token per row against a KV buffer; rows use different numbers of slots.
 
@@ -196,6 +211,8 @@ def ragged_decode_attention(
         scaling: factor on query-key products.
         sliding_window: number of newest entries that the token sees, including its own; None for all.
         softcap, sinks: as in ``packed_attention``.
+        blocks: rows in the order of the buffer, so that short rows are not read as far as the longest; None reads all
+            C slots of every row.
 
     Returns:
         [B, 1, Hq, Dv], dtype of ``query``.
@@ -203,16 +220,27 @@ def ragged_decode_attention(
     batch, num_heads, one, size = query.shape
     assert one == 1, f"one new token per row is expected, got {one}"
     assert lengths.shape == (batch,), "one length per row"
-    slot = torch.arange(key.shape[2], device=query.device)
-    mask = slot < lengths.unsqueeze(1)  # [B, C]
-    if sliding_window is not None:
-        mask = mask & (slot >= (lengths - sliding_window).unsqueeze(1))
-    mask = mask[:, None, None, :]
+    blocks = blocks or (DecodeBlock(batch, key.shape[2]),)
     # Query heads that share a key/value head become query positions of it, so keys and values are not repeated.
     grouped = query.reshape(batch, key.shape[1], num_heads // key.shape[1], size)
-    if softcap is not None or sinks is not None:
-        shares = None if sinks is None else sinks.view(key.shape[1], -1, 1)
-        out = _eager_attention(grouped, key, value, mask, scaling, softcap, shares)
-    else:
-        out = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
-    return out.reshape(batch, 1, num_heads, value.shape[-1])
+    shares = None if sinks is None else sinks.view(key.shape[1], -1, 1)
+    rows = [block.rows for block in blocks]
+    outputs = []
+    by_block = zip(blocks, *(x.split(rows) for x in (grouped, key, value, lengths)), strict=True)
+    for block, q, k, v, filled in by_block:
+        k, v = k[:, :, : block.slots], v[:, :, : block.slots]
+        mask = _filled_slots(filled, block.slots, sliding_window)
+        if softcap is not None or sinks is not None:
+            outputs.append(_eager_attention(q, k, v, mask, scaling, softcap, shares))
+        else:
+            outputs.append(functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling))
+    return torch.cat(outputs).reshape(batch, 1, num_heads, value.shape[-1])
+
+
+def _filled_slots(lengths: Tensor, slots: int, sliding_window: int | None) -> Tensor:
+    """[B, 1, 1, slots] bool, the slots that the new token of each row sees."""
+    slot = torch.arange(slots, device=lengths.device)
+    mask = slot < lengths.unsqueeze(1)
+    if sliding_window is not None:
+        mask = mask & (slot >= (lengths - sliding_window).unsqueeze(1))
+    return mask[:, None, None, :]

@@ -1,19 +1,21 @@
 """In-process sampling with the policy's own weights: packed prefill of each distinct prompt, then ragged decoding.
 
-No padding token is computed, rows that have ended leave the batch, nothing is copied between a trainer and a server.
+No padding token is computed, new requests take the places of responses that have ended, and nothing is copied between a
+trainer and a server.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial
 from itertools import islice, takewhile
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.config import at_least
@@ -24,10 +26,13 @@ from rlmodule.models.policy import DecodeBatch, PrefillBatch
 from rlmodule.ops.random import uniform_of_token
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.parts.engine import EngineContext
-from rlmodule.rollout.parts.sampling import Truncation, draw, logprob_of
+from rlmodule.rollout.parts.sampling import Distribution, Truncation
 
 if TYPE_CHECKING:  # types alone
     from rlmodule.data.end_tokens import EndTokens
+
+REFILL_AT = 8  # new requests come in once an eighth of the places is free
+RETURN_AT = 8  # responses are handed back once an eighth of those at work has ended
 
 
 @ROLLOUTS.register
@@ -94,50 +99,71 @@ class HFEngine:
 
     @torch.no_grad()
     def generate(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
-        """One completion per request, as soon as it ends; the next batch begins when the last response of one has."""
+        """One completion per request, soon after it ends; new requests take the places of responses that have ended."""
         waiting = iter(requests)
         with self.generation_mode():
-            while batch := self._take(waiting):
-                yield from self._run(batch)
+            running: Running | None = None
+            while True:
+                running = self._refill(running, waiting)
+                if running is None:
+                    return
+                ended = self._go_on(running)
+                yield from (self._completion(running.batch, row) for row in ended)
+                if not len(running.batch.live):
+                    running = None
 
     @torch.no_grad()
     def stream(self, request: GenerationRequest) -> Generator[int, None, None]:
         """The tokens of one response, each as soon as it is drawn."""
         with self.generation_mode():
-            batch = DecodingBatch.start([request], self.truncation, self.end_tokens, self.tokenizer, self.device)
-            logits, cache = self._prefill([request])
+            running = self._prefill([request])
             while True:
-                goes_on = bool(batch.draw(logits))
-                yield int(batch.last)
+                goes_on = bool(running.batch.draw(running.logits))
+                yield int(running.batch.last)
                 if not goes_on:
                     return
-                logits = self.policy()(DecodeBatch(batch.last, cache))
+                running.logits = self.policy()(DecodeBatch(running.batch.last, running.cache))
 
-    def _take(self, waiting: Iterator[GenerationRequest | None]) -> list[GenerationRequest]:
-        """Requests of the next batch; none when there are no more."""
+    def _refill(self, running: Running | None, waiting: Iterator[GenerationRequest | None]) -> Running | None:
+        """Let as many requests in as there is room for; None where there is nothing to do.
+
+        Reading prompts copies the cache, so it waits until a share of the places is free.
+        """
+        room = self.max_batch_size - (len(running.batch.live) if running else 0)
+        if running is not None and (not running.can_grow or room < max(1, self.max_batch_size // REFILL_AT)):
+            return running
         there = takewhile(lambda request: request is not None, waiting)
-        batch = [request for request in islice(there, self.max_batch_size) if request is not None]
-        assert all(request.version <= self.version for request in batch), "a request wants newer weights than these"
-        return batch
+        fresh = [request for request in islice(there, room) if request is not None]
+        assert all(request.version <= self.version for request in fresh), "a request wants newer weights than these"
+        if not fresh:
+            return running
+        started = self._prefill(fresh)
+        return started if running is None else running.join(started)
 
-    def _run(self, requests: Sequence[GenerationRequest]) -> Iterator[Completion]:
-        [drawing] = {request.drawing for request in requests}
-        truncation = self.truncation if drawing is None else Truncation(top_p=drawing.top_p)
-        scale = 1.0 if drawing is None else self.temperature / drawing.temperature
-        batch = DecodingBatch.start(requests, truncation, self.end_tokens, self.tokenizer, self.device)
-        logits, cache = self._prefill(requests)
-        while True:
-            going = batch.draw(logits * scale if scale != 1.0 else logits)
-            ended = batch.live[~going].tolist()
-            yield from (self._completion(requests[row], *batch.response(row)) for row in ended)
-            if len(ended) == len(going):
-                return
-            if ended:
-                batch.keep(cache.keep(going))
-            logits = self.policy()(DecodeBatch(batch.last, cache))
+    def _go_on(self, running: Running) -> list[int]:
+        """Draw tokens until a share of the responses has ended; returns the rows of those.
 
-    def _prefill(self, requests: Sequence[GenerationRequest]) -> tuple[Tensor, RaggedCache]:
-        """Read every distinct prompt of a group once, then give each request its own row: ([B, V] logits, cache)."""
+        Under mixed precision weights are cast to the type of products once in here, and not for every token.
+        """
+        enough = max(1, len(running.batch.live) // RETURN_AT)
+        ended: list[int] = []
+        policy = self.policy()
+        dtype: torch.dtype | None = getattr(policy, "compute_dtype", None)
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            while len(ended) < enough:
+                going = running.batch.draw(running.logits)
+                over = running.batch.live[~going].tolist()
+                ended += over
+                if len(over) == len(going):
+                    running.batch.keep(going.nonzero().squeeze(1))
+                    break
+                if over:
+                    running.batch.keep(running.cache.keep(going))
+                running.logits = policy(DecodeBatch(running.batch.last, running.cache))
+        return ended
+
+    def _prefill(self, requests: Sequence[GenerationRequest]) -> Running:
+        """Read every distinct prompt of a group once, then give each request its own row."""
         keys = [(request.group_id, request.prompt_ids) for request in requests]
         place = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         ids = [prompt_ids for _, prompt_ids in place]
@@ -145,117 +171,201 @@ class HFEngine:
         ends = lengths.cumsum(0)
         capacity = max(len(request.prompt_ids) + request.max_tokens for request in requests)
         cache = RaggedCache(lengths.to(self.device), capacity)
-        batch = PrefillBatch(
+        prompts = PrefillBatch(
             input_ids=torch.tensor([t for i in ids for t in i], device=self.device),
             position_ids=torch.cat([torch.arange(n) for n in lengths.tolist()]).to(self.device),
             cu_seqlens=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32).to(self.device),
             last=(ends - 1).to(self.device),
             cache=cache,
         )
-        logits = self.policy()(batch)
+        logits = self.policy()(prompts)
         rows = torch.tensor([place[key] for key in keys], device=self.device)
         cache.repeat(rows)
-        return logits.index_select(0, rows), cache
+        return Running(self._batch(requests), cache, logits.index_select(0, rows))
 
-    def _completion(
-        self, request: GenerationRequest, token_ids: Tensor, logprobs: Tensor, finish_reason: str
-    ) -> Completion:
+    def _batch(self, requests: Sequence[GenerationRequest]) -> DecodingBatch:
+        [drawing] = {request.drawing for request in requests}
+        truncation = self.truncation if drawing is None else Truncation(top_p=drawing.top_p)
+        scale = 1.0 if drawing is None else self.temperature / drawing.temperature
+        rows = DecodingRows.start(requests, self.device)
+        return DecodingBatch(
+            truncation, scale, self.end_tokens, self.tokenizer, rows, torch.arange(len(requests), device=self.device)
+        )
+
+    def _completion(self, batch: DecodingBatch, row: int) -> Completion:
+        sample_id, token_ids, logprobs, finish_reason = batch.rows.response(row)
         text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
-        return Completion(request.sample_id, token_ids, logprobs, finish_reason, self.version, text)
+        return Completion(sample_id, token_ids, logprobs, finish_reason, self.version, text)
 
 
 @dataclass(eq=False)
-class DecodingBatch:
-    """Responses being drawn side by side; ``B`` of them, of which ``b`` are still growing.
+class Running:
+    """Responses being drawn, between two passes of the model.
 
     Args:
-        truncation: which tokens may be drawn.
-        end_tokens: where a response ends.
-        tokenizer: spells texts that end one.
-        end_ids: [K] int64, token ids that end one.
+        batch: what was drawn.
+        cache: what the model keeps of it; rows in the order of ``batch.live``.
+        logits: [b, V] of the next token of each.
+    """
+
+    batch: DecodingBatch
+    cache: RaggedCache
+    logits: Tensor
+
+    @property
+    def can_grow(self) -> bool:
+        """Whether others can join; rows that a model of its own ways keeps cannot be put beside others."""
+        return self.cache.instead is None
+
+    def join(self, other: Running) -> Running:
+        """Both side by side."""
+        rows = self.cache.join(other.cache)
+        self.batch.join(other.batch, rows)
+        self.logits = torch.cat([self.logits, other.logits]).index_select(0, rows)
+        return self
+
+
+@dataclass(eq=False)
+class DecodingRows:
+    """``B`` responses, some of which may have ended.
+
+    Args:
         seeds, sample_ids, first_positions: [B] int64, keys of the random numbers.
         greedy: [B] bool.
         max_tokens: [B] int64, tokens of each response at most.
-        live: [b] int64, rows of the responses still growing.
-        last: [b] int64, the token that each of them ends with so far.
         tokens, logprobs: [B, largest of max_tokens] what was drawn so far.
         lengths: [B] int64, tokens of each response.
         stopped: [B] bool, whether it ended by itself.
     """
 
-    truncation: Truncation
-    end_tokens: EndTokens
-    tokenizer: PreTrainedTokenizerBase
-    end_ids: Tensor
     seeds: Tensor
     sample_ids: Tensor
     first_positions: Tensor
     greedy: Tensor
     max_tokens: Tensor
-    live: Tensor
-    last: Tensor
     tokens: Tensor
     logprobs: Tensor
     lengths: Tensor
     stopped: Tensor
 
     @classmethod
-    def start(
-        cls,
-        requests: Sequence[GenerationRequest],
-        truncation: Truncation,
-        end_tokens: EndTokens,
-        tokenizer: PreTrainedTokenizerBase,
-        device: torch.device,
-    ) -> DecodingBatch:
-        """A batch before its first token."""
+    def start(cls, requests: Sequence[GenerationRequest], device: torch.device) -> DecodingRows:
+        """Responses before their first token."""
         count, limit = len(requests), max(r.max_tokens for r in requests)
         return cls(
-            truncation=truncation,
-            end_tokens=end_tokens,
-            tokenizer=tokenizer,
-            end_ids=torch.tensor(end_tokens.ids, device=device),
             seeds=torch.tensor([r.seed for r in requests], device=device),
             sample_ids=torch.tensor([r.sample_id for r in requests], device=device),
             first_positions=torch.tensor([r.first_position for r in requests], device=device),
             greedy=torch.tensor([r.greedy for r in requests], device=device),
             max_tokens=torch.tensor([r.max_tokens for r in requests], device=device),
-            live=torch.arange(count, device=device),
-            last=torch.empty(0, dtype=torch.int64, device=device),
             tokens=torch.zeros(count, limit, dtype=torch.int64, device=device),
             logprobs=torch.zeros(count, limit, device=device),
             lengths=torch.zeros(count, dtype=torch.int64, device=device),
             stopped=torch.zeros(count, dtype=torch.bool, device=device),
         )
 
+    def response(self, row: int) -> tuple[int, Tensor, Tensor, str]:
+        """(sample id, [R] ids, [R] log-probabilities, finish reason) of one response, on the host."""
+        length = int(self.lengths[row])
+        finish_reason = STOP if bool(self.stopped[row]) else LENGTH
+        ids, logprobs = self.tokens[row, :length].cpu(), self.logprobs[row, :length].cpu()
+        return int(self.sample_ids[row]), ids, logprobs, finish_reason
+
+    def joined(self, mine: Tensor, other: DecodingRows, theirs: Tensor) -> DecodingRows:
+        """Rows ``mine`` of these, then rows ``theirs`` of the other."""
+        limit = max(self.tokens.shape[1], other.tokens.shape[1])
+        parts = [(self, mine), (other, theirs)]
+        return DecodingRows(
+            **{
+                name.name: torch.cat([_as_wide(getattr(rows, name.name)[chosen], limit) for rows, chosen in parts])
+                for name in fields(self)
+            }
+        )
+
+
+def _as_wide(tensor: Tensor, width: int) -> Tensor:
+    """[b] as it is, [b, n] with zeros up to ``width``."""
+    return tensor if tensor.ndim == 1 else functional.pad(tensor, (0, width - tensor.shape[1]))
+
+
+@dataclass(eq=False)
+class DecodingBatch:
+    """Responses being drawn side by side, of which ``b`` are still growing.
+
+    Args:
+        truncation: which tokens may be drawn.
+        scale: factor on the model's logits.
+        end_tokens: where a response ends.
+        tokenizer: spells texts that end one.
+        rows: all responses, those that have ended among them.
+        live: [b] int64, rows of the responses still growing.
+        last: [b] int64, the token that each of them ends with so far.
+    """
+
+    truncation: Truncation
+    scale: float
+    end_tokens: EndTokens
+    tokenizer: PreTrainedTokenizerBase
+    rows: DecodingRows
+    live: Tensor
+    last: Tensor = field(init=False)
+    end_ids: Tensor = field(init=False)
+    has_greedy: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.last = torch.zeros_like(self.live)
+        self.end_ids = torch.tensor(self.end_tokens.ids, device=self.live.device)
+        self.has_greedy = bool(self.rows.greedy.any())
+
     def draw(self, logits: Tensor) -> Tensor:
-        """Draw one token for each live row from its [b, V] logits; returns [b] bool, which of them go on."""
-        rows = self.live
-        greedy, place = self.greedy[rows], self.lengths[rows]
-        allowed = self.truncation(logits)
-        uniform = uniform_of_token(self.seeds[rows], self.sample_ids[rows], self.first_positions[rows] + place)
-        self.last = torch.where(greedy, logits.argmax(-1), draw(allowed, uniform))
-        self.tokens[rows, place] = self.last
-        self.logprobs[rows, place] = logprob_of(torch.where(greedy[:, None], logits, allowed), self.last)
-        self.lengths[rows] += 1
+        """Draw one token for each live row; returns [b] bool, which of them go on.
+
+        Args:
+            logits: [b, V] of the model; overwritten.
+        """
+        live, rows = self.live, self.rows
+        place = rows.lengths[live]
+        uniform = uniform_of_token(rows.seeds[live], rows.sample_ids[live], rows.first_positions[live] + place)
+        logits = logits if self.scale == 1.0 else logits.mul_(self.scale)
+        if self.has_greedy:
+            self.last, logprobs = self._greedy_or_drawn(logits, rows.greedy[live], uniform)
+        else:
+            distribution = Distribution.of(self.truncation(logits))
+            self.last = distribution.tokens_at(uniform)
+            logprobs = distribution.logprob_of(self.last)
+        rows.tokens[live, place] = self.last
+        rows.logprobs[live, place] = logprobs
+        rows.lengths[live] += 1
         stopped = torch.isin(self.last, self.end_ids)
         if self.end_tokens.texts:
             stopped |= self._spelled()
-        self.stopped[rows] = stopped
-        return ~stopped & (self.lengths[rows] < self.max_tokens[rows])
+        rows.stopped[live] = stopped
+        return ~stopped & (rows.lengths[live] < rows.max_tokens[live])
+
+    def _greedy_or_drawn(self, logits: Tensor, greedy: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """[b] tokens and their log-probabilities; a greedy row takes the likeliest of the whole vocabulary."""
+        likeliest = logits.argmax(-1)
+        allowed = torch.where(greedy[:, None], logits, self.truncation(logits))
+        distribution = Distribution.of(allowed)
+        tokens = torch.where(greedy, likeliest, distribution.tokens_at(uniform))
+        return tokens, distribution.logprob_of(tokens)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with ``rows`` [m] of the live ones only, in this order."""
         self.live, self.last = self.live[rows], self.last[rows]
 
-    def response(self, row: int) -> tuple[Tensor, Tensor, str]:
-        """([R] ids, [R] log-probabilities, finish reason) of one response, on the host."""
-        length = int(self.lengths[row])
-        finish_reason = STOP if bool(self.stopped[row]) else LENGTH
-        return self.tokens[row, :length].cpu(), self.logprobs[row, :length].cpu(), finish_reason
+    def join(self, other: DecodingBatch, rows: Tensor) -> None:
+        """Take in the responses of ``other``; those that have ended here are forgotten.
+
+        ``rows`` [m] says which of the live ones of both, counted on from these into those, comes where.
+        """
+        self.rows = self.rows.joined(self.live, other.rows, other.live)
+        self.last = torch.cat([self.last, other.last])[rows]
+        self.live = rows
+        self.has_greedy |= other.has_greedy
 
     def _spelled(self) -> Tensor:
         """[b] bool, whether a live row has come to spell one of the texts that end it."""
-        ids = [self.tokens[row, : self.lengths[row]].tolist() for row in self.live.tolist()]
+        ids = [self.rows.tokens[row, : self.rows.lengths[row]].tolist() for row in self.live.tolist()]
         spelled = [self.end_tokens.spelled(of_row, self.tokenizer) for of_row in ids]
         return torch.tensor(spelled, device=self.live.device)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AttentionInterface
 
-from rlmodule.models.attention import ATTENTION, RaggedCache, attention_forward
+from rlmodule.models.attention import ATTENTION, RaggedCache, attention_forward, decode_blocks
 from rlmodule.models.policy import DecodeBatch, PrefillBatch
 from rlmodule.ops.segments import SegmentBuckets
 from tests.helpers.tiny import FAMILIES, VOCABULARY, stock, tiny_policy, tokens
@@ -90,6 +90,55 @@ def test_the_last_rows_take_the_places_of_those_that_have_ended():
         expected = whole(stock(policy), torch.cat([texts[row], new[place : place + 1]]))
         torch.testing.assert_close(logits[place], expected, rtol=0, atol=2e-5)
     assert cache.keep(torch.tensor([True, True, True])).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+@torch.no_grad()
+def test_caches_are_joined_and_grow(family):
+    """New prompts join rows that have come some way; long rows stand before short ones and buffers grow on the way."""
+    policy = tiny_policy(family).eval()
+    rng = torch.Generator().manual_seed(4)
+    texts = [tokens(n, rng) for n in (4, 40, 2, 60)]
+    _, cache = prefill(policy, texts[:2], capacity=200)
+    new = tokens(2, rng)
+    policy(DecodeBatch(new, cache))
+    texts[:2] = [torch.cat([text, token[None]]) for text, token in zip(texts[:2], new, strict=True)]
+    _, other = prefill(policy, texts[2:], capacity=20)
+    rows = cache.join(other).tolist()
+    assert rows == [3, 1, 0, 2]
+    assert [(block.rows, block.slots) for block in cache.blocks] == [(1, 60), (1, 41), (1, 5), (1, 2)]
+    texts = [texts[row] for row in rows]
+    before = cache.layers[0].keys.shape[2]
+    for _ in range(70):
+        new = tokens(4, rng)
+        texts = [torch.cat([text, token[None]]) for text, token in zip(texts, new, strict=True)]
+        logits = policy(DecodeBatch(new, cache))
+    assert before < 130 <= cache.layers[0].keys.shape[2] <= 200
+    for row, text in enumerate(texts):
+        torch.testing.assert_close(logits[row], whole(stock(policy), text), rtol=0, atol=2e-5)
+
+
+def test_buffers_have_room_for_what_is_used_and_some_more():
+    """Not for the limit, which is hardly ever reached: here 8,192 entries a row."""
+    policy = tiny_policy().eval()
+    with torch.no_grad():
+        _, cache = prefill(policy, [tokens(9, torch.Generator().manual_seed(0))] * 3, capacity=8192)
+    assert cache.layers[0].keys.shape[2] == 64
+    assert RaggedCache(torch.tensor([100]), 110).slots_for(100) == 110
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([9, 9, 9], [(3, 9)]),
+        ([100, 10, 10, 10], [(1, 100), (1, 10), (1, 10), (1, 10)]),
+        ([100, 90, 40, 30, 9, 8, 7, 6], [(2, 100), (2, 40), (2, 9), (2, 7)]),
+        ([7], [(1, 7)]),
+        ([], [(0, 0)]),
+    ],
+)
+def test_rows_are_read_in_blocks_where_that_saves_reading(lengths, expected):
+    assert [(block.rows, block.slots) for block in decode_blocks(lengths)] == expected
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlmodule.batching.collate import pack_rows
 from rlmodule.core.episodes import Drawing
@@ -124,8 +125,8 @@ def test_responses_come_as_they_end():
     assert lengths[0] < lengths[-1]
 
 
-def test_requests_are_read_a_batch_at_a_time_and_again_after_none():
-    """What comes up while a batch is drawn is in the next one; None ends a batch early."""
+def test_requests_are_read_as_far_as_there_is_room_and_again_after_none():
+    """A response that has ended makes room for another request; None says that there is none yet."""
     read, seen = [], []
 
     def requests():
@@ -140,8 +141,46 @@ def test_requests_are_read_a_batch_at_a_time_and_again_after_none():
     for completion in engine_of(tiny_policy(), max_batch_size=3).generate(requests()):
         seen.append((len(read), completion.sample_id))
     ids = [r.sample_id for r in REQUESTS]
-    assert [n for n, _ in seen] == [3, 3, 3, 4, 6, 6]
-    assert [{i for n, i in seen if n == count} for count in (3, 4, 6)] == [{*ids[:3]}, {ids[3]}, {*ids[4:]}]
+    counts = [n for n, _ in seen]
+    assert counts[0] == 3, "no room for a fourth"
+    assert counts == sorted(counts) and counts[-1] == 6
+    assert all(n <= place + 3 for place, (n, _) in enumerate(seen)), "never more than three at once"
+    assert {i for _, i in seen} == set(ids)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_places_of_ended_responses_are_taken_by_new_ones(family):
+    """Three places for twelve responses of two to ten tokens: fewer passes than in waves, and the same tokens."""
+    policy = tiny_policy(family)
+    requests = [ask(PROMPTS[i % 4], i, max_tokens=2 + (7 * i) % 9, seed=2) for i in range(12)]
+    passes = []
+    handle = policy.register_forward_pre_hook(lambda _, args: passes.append(len(args[0].input_ids)))
+    found = generate(engine_of(policy, max_batch_size=3), requests)
+    handle.remove()
+    alone = [generate(engine_of(policy), [request])[0] for request in requests]
+    assert ids_of(found) == ids_of(alone)
+    for one, other in zip(found, alone, strict=True):
+        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+    waves = sum(max(r.max_tokens for r in requests[start : start + 3]) for start in range(0, 12, 3))
+    assert sum(n <= 3 for n in passes) < waves
+
+
+def test_weights_are_cast_once_and_not_for_every_token():
+    """Mixed precision: the matrices are copied to bfloat16 as often as prompts are read or responses handed back."""
+    policy = tiny_policy()
+    policy.compute_dtype = torch.bfloat16
+    weight = policy.lm.base_model.layers[0].mlp.up_proj.weight
+    casts = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._to_copy.default and args[0].data_ptr() == weight.data_ptr():
+                casts.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Casts():
+        generate(engine_of(policy), [ask(PROMPTS[0], i, max_tokens=10) for i in range(4)])
+    assert 1 <= len(casts) <= 6, "4 responses of up to 10 tokens"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

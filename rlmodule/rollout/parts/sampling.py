@@ -14,6 +14,8 @@ from torch import Tensor
 from rlmodule.core.config import at_least, more_than
 from rlmodule.core.errors import ConfigError
 
+BLOCK = 128  # tokens whose probabilities are summed up together
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -83,16 +85,49 @@ class Truncation:
         return logits
 
 
-def draw(logits: Tensor, uniform: Tensor) -> Tensor:
-    """[B, V] logits and [B] numbers in [0, 1) -> [B] int64 tokens by inverting the cumulative distribution.
+@dataclass(frozen=True, eq=False)
+class Distribution:
+    """What the next token of each row is drawn from, kept so that drawing reads the vocabulary once.
 
-    A token of probability 0 is never drawn.
+    Args:
+        weights: [B, V] probabilities times a factor of the row; the largest of a row is 1.
+        blocks: [B, C] float64, sums of ``weights`` up to the end of each block of ``BLOCK`` tokens.
     """
-    cumulative = logits.softmax(dim=-1).double().cumsum(dim=-1)  # [B, V]
-    target = uniform[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+
+    weights: Tensor
+    blocks: Tensor
+
+    @classmethod
+    def of(cls, logits: Tensor) -> Distribution:
+        """The softmax of [B, V] logits, which are overwritten."""
+        weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).exp_()
+        whole = weights.shape[-1] // BLOCK * BLOCK
+        sums = weights[:, :whole].unflatten(-1, (-1, BLOCK)).sum(dim=-1, dtype=torch.float64)
+        if whole < weights.shape[-1]:
+            rest = weights[:, whole:].sum(dim=-1, dtype=torch.float64, keepdim=True)
+            sums = torch.cat([sums, rest], dim=-1)
+        return cls(weights, sums.cumsum(dim=-1))
+
+    def tokens_at(self, uniform: Tensor) -> Tensor:
+        """[B] numbers in [0, 1) -> [B] int64 tokens by inverting the cumulative distribution.
+
+        The block is found first, then the token in it. A token of probability 0 is never drawn.
+        """
+        target = uniform[:, None] * self.blocks[:, -1:]
+        block = _first_above(self.blocks, target)
+        start = torch.where(block > 0, self.blocks.gather(1, (block - 1).clamp(min=0)), 0.0)
+        tokens = block * BLOCK + torch.arange(BLOCK, device=uniform.device)  # [B, BLOCK]
+        exists = tokens < self.weights.shape[-1]
+        within = self.weights.gather(1, torch.where(exists, tokens, 0)).double().masked_fill(~exists, 0.0)
+        return (block * BLOCK + _first_above(within.cumsum(dim=-1), target - start)).squeeze(1)
+
+    def logprob_of(self, tokens: Tensor) -> Tensor:
+        """[B] float32 log-probability of each row's token."""
+        weight = self.weights.gather(1, tokens[:, None]).double()
+        return (weight.log() - self.blocks[:, -1:].log()).squeeze(1).float()
 
 
-def logprob_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """[B] float32 log-probability of each row's token."""
-    return logits.log_softmax(dim=-1).gather(-1, tokens[:, None]).squeeze(-1)
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """[B, 1] first column of the non-decreasing [B, C] above ``target`` [B, 1]; the last that adds anything if none."""
+    last = (cumulative < cumulative[:, -1:]).sum(dim=-1, keepdim=True)
+    return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)

@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.ops.random import uniform_of_token
-from rlmodule.rollout.parts.sampling import SamplingConfig, Truncation, draw, logprob_of
+from rlmodule.rollout.parts.sampling import Distribution, SamplingConfig, Truncation
 
 LARGEST = 1 - 2.0**-53  # the largest number below 1
+
+
+def draw(logits, uniform):
+    return Distribution.of(logits.clone()).tokens_at(uniform)
+
+
+def logprob_of(logits, tokens):
+    return Distribution.of(logits.clone()).logprob_of(tokens)
 
 
 def numbers(seed, samples, position):
@@ -95,6 +103,25 @@ def test_a_token_of_probability_0_is_never_drawn(vocabulary):
     for point in (0.0, 1e-300, 0.5, LARGEST):
         drawn = draw(logits, torch.full((64,), point, dtype=torch.float64))
         assert bool(logits.gather(-1, drawn[:, None]).isfinite().all()), point
+
+
+@given(st.integers(1, 400), st.integers(0, 2**31), st.floats(0, LARGEST))
+def test_a_draw_is_that_of_the_plain_cumulative_sum(vocabulary, seed, point):
+    """Blocks are only a way to find it: the token is the first whose cumulative probability is above the number."""
+    rng = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, vocabulary, generator=rng) * 4
+    logits[torch.rand(3, vocabulary, generator=rng) < 0.3] = -torch.inf
+    logits[:, seed % vocabulary] = 0.0
+    weights = (logits - logits.amax(-1, keepdim=True)).exp().double()
+    cumulative = weights.cumsum(-1)
+    uniform = torch.full((3,), point, dtype=torch.float64)
+    drawn = draw(logits, uniform)
+    above = cumulative.gather(1, drawn[:, None])[:, 0] / cumulative[:, -1]
+    below = above - weights.gather(1, drawn[:, None])[:, 0] / cumulative[:, -1]
+    assert bool((below - 1e-12 <= uniform).all()) and bool((uniform <= above + 1e-12).all())
+    torch.testing.assert_close(
+        logprob_of(logits, drawn), logits.log_softmax(-1).gather(1, drawn[:, None])[:, 0], rtol=0, atol=2e-6
+    )
 
 
 def test_draws_follow_the_distribution():
