@@ -37,7 +37,7 @@ class AlgorithmConfig:
     kl_loss_coef: float = 0.001  # weight of the KL loss
     kl_loss_type: str = "k3"  # estimator of the KL loss
     # recompute: one scoring pass; rollout: those of the rollout engine; available: rollout where stored, else
-    # recompute; auto: available for stored rollouts, else recompute
+    # recompute; auto: available for stored rollouts, none where an iteration is one optimizer step, else recompute
     old_logprob: str = "auto"
     skip_zero_advantage: bool = True  # skip samples whose gradient is certainly 0
     use_kl_in_reward: bool = False  # subtract the KL to the frozen starting policy from the reward

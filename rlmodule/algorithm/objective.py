@@ -44,8 +44,24 @@ class Objective:
 
     @property
     def needs_old_logprob(self) -> bool:
-        """Whether the policy that starts the update must score the samples."""
-        return self.needs("old_logprob") or self.config.use_kl_in_reward or self.config.compares_rollouts
+        """Whether the policy that starts the update must score the samples, in an iteration of several steps."""
+        return self.needs("old_logprob") or self.old_logprob_is_read_before
+
+    @property
+    def old_logprob_is_read_before(self) -> bool:
+        """Whether the scores of the policy that starts the update are wanted before the update."""
+        return self.config.use_kl_in_reward or self.config.compares_rollouts
+
+    def scores_old_logprob(self, steps: int) -> bool:
+        """Whether a pass of its own gives old log-probabilities in an iteration of so many optimizer steps.
+
+        The only step of an iteration computes them anyway: its ratios are exactly 1. Where some samples come with the
+        log-probabilities they were drawn with (``available``), a pass is needed for the others alone.
+        """
+        wanted = self.config.old_logprob
+        if not self.needs_old_logprob or wanted == "rollout":
+            return False
+        return wanted != "auto" or steps > 1 or self.old_logprob_is_read_before
 
     @property
     def ignores_zero_advantage(self) -> bool:

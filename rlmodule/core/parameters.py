@@ -70,6 +70,22 @@ def fp32_modules(model: nn.Module, names: re.Pattern[str], prefix: str = "") -> 
             yield from fp32_modules(child, names, f"{prefix}{name}.")
 
 
+def linear_weights(model: nn.Module) -> frozenset[str]:
+    """All names of the tensors that nothing but ``nn.Linear`` reads, so that autocast casts them whenever it reads them.
+
+    Those tied to a tensor of another kind of module (an embedding) are not among them, nor are those of layers with a
+    forward of their own.
+    """
+    read_by: dict[int, bool] = {}  # id of a parameter -> whether each of its readers casts it
+    names: dict[str, int] = {}
+    for prefix, module in model.named_modules():
+        casts = type(module) is nn.Linear and "forward" not in vars(module)
+        for leaf, parameter in module.named_parameters(prefix, recurse=False):
+            names[leaf] = id(parameter)
+            read_by[id(parameter)] = casts and read_by.get(id(parameter), True)
+    return frozenset(name for name, parameter in names.items() if read_by[parameter])
+
+
 @dataclass(frozen=True)
 class Cast:
     """Turns floating-point tensors into ``dtype`` (None leaves them); those with a name in ``fp32`` into float32."""

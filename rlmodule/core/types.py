@@ -175,7 +175,7 @@ class TrainingSample:
     Args:
         sample: ids and loss mask.
         advantage: [R] float32.
-        old_logprob: [R] float32 under the policy that starts the update.
+        old_logprob: [R] float32 under the policy that starts the update; None where it is the policy of every step.
         ref_logprob: [R] float32 under the frozen reference.
         teacher_logprob: [R] float32 under the frozen teacher.
         rollout_weight: [R] float32 factor of each token's policy loss, None for 1.
@@ -367,7 +367,11 @@ class LossInputs:
         over_slices: Callable[[Tensor], Tensor] | None = identity,
         top_logprob: Tensor | None = None,
     ) -> LossInputs:
-        """Inputs for the loss tokens ``part`` of a micro-batch, with their log-probabilities [C] (and [C, K])."""
+        """Inputs for the loss tokens ``part`` of a micro-batch, with their log-probabilities [C] (and [C, K]).
+
+        A micro-batch without old log-probabilities is of the only step of its iteration: the policy that started the
+        update is the one that gave ``logprob``.
+        """
 
         def take(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[part]
@@ -376,7 +380,7 @@ class LossInputs:
             logprob=logprob,
             sequence=batch.sequence[part],
             loss_tokens=batch.loss_tokens,
-            old_logprob=take(batch.old_logprob),
+            old_logprob=logprob.detach() if batch.old_logprob is None else take(batch.old_logprob),
             advantage=take(batch.advantage),
             ref_logprob=take(batch.ref_logprob),
             teacher_logprob=take(batch.teacher_logprob),

@@ -89,7 +89,7 @@ class Scorer:
         """
         rows = {p: TrainingSample(s, teacher_logprob=s.teacher_logprob) for p, s in samples.items()}
         as_sampled = self._as_sampled(samples)
-        for one in self._passes(self._must_score(samples, as_sampled), with_energy):
+        for one in self._passes(self._must_score(samples, as_sampled, len(sampler.plans)), with_energy):
             with timer.phase(one.phase):
                 scores = self._cached_or_scored(one, samples, sampler)
             rows = {
@@ -121,14 +121,11 @@ class Scorer:
             return {}
         return {p: s.rollout_logprob for p, s in samples.items() if s.rollout_logprob is not None}
 
-    def _must_score(self, samples: Mapping[int, Sample], as_sampled: Mapping[int, Tensor]) -> bool:
+    def _must_score(self, samples: Mapping[int, Sample], as_sampled: Mapping[int, Tensor], steps: int) -> bool:
         """Whether the policy computes old log-probabilities; all ranks decide alike."""
-        wanted = self.objective.config.old_logprob
-        if not self.objective.needs_old_logprob or wanted == "rollout":
-            return False
-        if wanted == "available":
+        if self.objective.scores_old_logprob(steps) and self.objective.config.old_logprob == "available":
             return not all(self.strategy.collectives.gather_objects(len(as_sampled) == len(samples)))
-        return True
+        return self.objective.scores_old_logprob(steps)
 
     def _passes(self, must_score: bool, with_energy: bool) -> list[ScoringPass]:
         """The forward passes to run: one per model, with all the outputs wanted from it."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig
 
+from rlmodule.core.parameters import linear_weights, tied
 from rlmodule.models.lora import LoraConfig, add_adapter
 from rlmodule.models.shape import model_on_meta
 
@@ -21,6 +22,7 @@ class ModelSize:
         blocks: of each transformer block.
         outside: outside of the blocks: embedding, head, last norm.
         largest: of the largest tensor.
+        matrices: those that only linear layers read, which products under autocast cast.
     """
 
     total: int
@@ -28,6 +30,7 @@ class ModelSize:
     blocks: tuple[int, ...]
     outside: int
     largest: int
+    matrices: int
 
 
 _sizes: dict[tuple[str, str], ModelSize] = {}  # by configuration and adapters: building a large model takes a second
@@ -60,6 +63,7 @@ def _count(config: PreTrainedConfig, lora: LoraConfig | None) -> ModelSize:
         blocks=blocks,
         outside=total - sum(blocks),
         largest=max(p.numel() for p in lm.parameters()),
+        matrices=sum(p.numel() for names, p in tied(lm) if linear_weights(lm).issuperset(names)),
     )
 
 

@@ -2,7 +2,8 @@
 
 Sampling runs a model a different number of times on each rank, which a sharded forward does not allow. So every rank
 samples with a plain copy of the model, filled with whole weights tensor by tensor and dropped afterwards. This costs
-the memory of one whole model in fp32 while sampling, and decoding needs no communication.
+the memory of one whole model while sampling, and decoding needs no communication. Matrices are held in the type that
+products are computed in, as autocast would cast them at every token, and all else in fp32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rlmodule.core.parameters import put
+from rlmodule.core.parameters import linear_weights, put
 from strategies.parts.distributed import DistributedStrategy
 from strategies.parts.strategy_mixin import local, sum_of_squares
 
@@ -70,8 +71,12 @@ class ShardedStrategy(DistributedStrategy):
         copied = self._meta_copies[name]
         if self._depth[name] == 0:
             with self.parameters_on_device(name):
+                dtype: torch.dtype | None = getattr(copied, "compute_dtype", None)
+                matrices = linear_weights(copied)
                 for names, tensor in self.full_parameters(name):
-                    weight = nn.Parameter(tensor.detach().to(self.root_device), requires_grad=False)
+                    held = dtype if matrices.issuperset(names) else None
+                    # Autocast keeps what it has cast only of weights that may have gradients.
+                    weight = nn.Parameter(tensor.detach().to(self.root_device, held), requires_grad=held is None)
                     for full_name in names:
                         put(copied, full_name, weight)
         self._depth[name] += 1
@@ -82,7 +87,7 @@ class ShardedStrategy(DistributedStrategy):
             self._depth[name] -= 1
             if self._depth[name] == 0:
                 for full_name, weight in list(copied.named_parameters(remove_duplicate=False)):
-                    put(copied, full_name, nn.Parameter(weight.to("meta"), requires_grad=False))
+                    put(copied, full_name, nn.Parameter(weight.detach().to("meta"), requires_grad=False))
 
 
 def meta_copy(model: nn.Module) -> nn.Module:

@@ -23,6 +23,7 @@ from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.sample_info import gather_sample_info
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.timer import Timer
+from rlmodule.losses.gspo import GSPO
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
 from rlmodule.training.reduction import reduce_metrics
@@ -179,12 +180,12 @@ def test_the_first_ratio_is_exactly_1_on_ranks():
     assert run_on_ranks(2, partial(first_drift, config=BUDGET)) == [0, 0]
 
 
-def trained(rank, **algorithm):
+def trained(rank, config=BUDGET, loss=None, **algorithm):
     """Weights after one iteration of two mini-batches, with what each step logged, and how many samples were computed."""
     algorithm = AlgorithmConfig(log_entropy=False, **algorithm)
-    stepper = Stepper(tiny_policy(), wrap_here, algorithm=algorithm, optimizer=SMOOTH)
+    stepper = Stepper(tiny_policy(), wrap_here, algorithm=algorithm, optimizer=SMOOTH, loss=loss)
     strategy = stepper.strategy
-    maker = maker_of(strategy, **vars(algorithm))
+    maker = maker_of(strategy, loss=loss, config=config, **vars(algorithm))
     iteration = maker(lambda: my_samples(strategy.layout, scored_samples()), Timer())
     steps = []
     for share in iteration.sampler.shares(iteration.sampler.plans):
@@ -251,6 +252,24 @@ def test_sampler_log_probabilities_that_are_missing_end_all_ranks_with_the_reaso
     for text in run_on_ranks(2, collect_without):
         assert "without the log-probabilities it was drawn with" in text
         assert "algorithm.old_logprob=recompute" in text
+
+
+WHOLE = BatchingConfig(mini_batch_size=12, max_token_len_per_gpu=16)
+
+
+@pytest.mark.parametrize("loss", [PPOClip(), GSPO()], ids=["ppo_clip", "gspo"])
+def test_an_iteration_of_one_step_needs_no_pass_for_old_log_probabilities(loss):
+    """The update gives them itself: losses, norms and weights are those of a run with the pass, to the bit."""
+    got, expected = (trained(0, config=WHOLE, loss=loss, old_logprob=old) for old in ("auto", "recompute"))
+    assert got[0] == expected[0] and got[2] == expected[2]
+    assert all(np.array_equal(got[1][name], value) for name, value in expected[1].items())
+    phases = []
+    for config, extra in ((WHOLE, {}), (BUDGET, {}), (WHOLE, {"use_kl_in_reward": True})):
+        timer = Timer()
+        models = {"policy": tiny_policy(), "reference": tiny_policy(seed=1).requires_grad_(False)}
+        maker_of(single(models), loss=loss, config=config, **extra)(scored_samples, timer)
+        phases.append("old_logprob" in timer.seconds)
+    assert phases == [False, True, True], "several steps, and a KL in the reward, read them before"
 
 
 def test_only_what_the_loss_needs_is_scored():

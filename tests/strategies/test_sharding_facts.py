@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from rlmodule.models.attention import RaggedCache
 from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.description import ModelConfig, load_tokenizer
-from rlmodule.models.policy import PrefillBatch
+from rlmodule.models.policy import DecodeBatch, PrefillBatch
 from rlmodule.optim.adamw import AdamW
 from tests.helpers.memory import Allocations
 from tests.helpers.ranks import run_on_ranks
@@ -180,6 +180,39 @@ def test_prec_05_a_norm_that_is_not_finite_changes_nothing_anywhere(backend, opt
         assert (taken, skipped) == (1, 1)
         assert lr == pytest.approx(1e-2 / 2), "the schedule advanced once (warm-up of two steps)"
         assert relative_difference(reference, outcome) < 1e-5
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_copy_to_sample_with_holds_matrices_in_the_type_of_products(tied):
+    """Half the bytes, and to the bit the logits of whole fp32 weights that autocast casts."""
+    config = ModelConfig(architecture={**ARCHITECTURE, "tie_word_embeddings": tied}, tokenizer="byte")
+
+    def timer(trainer: Any, module: Any) -> tuple[bool, str, str, float]:
+        whole = build_policy(config, seed=5, temperature=1.0).eval()
+        whole.compute_dtype = torch.bfloat16
+        whole.lm.load_state_dict({name: w.clone() for name, w in trainer.strategy.full_weights("policy")}, strict=False)
+        with trainer.strategy.generation_mode("policy"):
+            copied = trainer.strategy.generator("policy")
+            types = {name: str(p.dtype) for name, p in copied.lm.named_parameters()}
+            matrix = types["model.layers.0.mlp.up_proj.weight"]
+            others = {kind for name, kind in types.items() if "norm" in name or "embed" in name}
+            logits = [first_logits(policy) for policy in (copied, whole)]
+        return torch.equal(*logits), matrix, "".join(others), float(logits[0].abs().max())
+
+    run = FixedRun(backend="fsdp2", architecture={"tie_word_embeddings": tied}, precision="bf16-mixed", timer=timer)
+    for outcome in on_two(run):
+        same, matrix, others, largest = outcome.extra
+        assert (same, matrix, others) == (True, "torch.bfloat16", "torch.float32")
+        assert largest > 0
+
+
+@torch.no_grad()
+def first_logits(policy: Any) -> torch.Tensor:
+    """[1, V] after a prompt and one more token."""
+    cache, ids = RaggedCache(torch.tensor([12]), 14), torch.arange(2, 14)
+    ends = torch.tensor([0, 12], dtype=torch.int32)
+    policy(PrefillBatch(ids, torch.arange(12), ends, torch.tensor([11]), cache))
+    return policy(DecodeBatch(torch.tensor([5]), cache))
 
 
 @pytest.mark.parametrize(("backend", "options", "tied"), EXPORTING, ids=label)

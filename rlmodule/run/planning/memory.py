@@ -208,7 +208,7 @@ class SamplingMemory:
 
     Args:
         resident: weights and moments of all models.
-        copied: the whole fp32 copy that a sharded model samples with.
+        copied: the whole copy that a sharded model samples with, its matrices in the type of products.
         cache: keys and values.
         logits: of one step of decoding.
     """

@@ -178,13 +178,14 @@ class Plan:
         everything = (self.policy_memory, *self.other_models)
         samples = math.ceil(config.algorithm.train_batch_size * config.group_size / self.layout.dp_size)
         rows = min(samples, int(getattr(config.rollout, "max_batch_size", samples)))
-        dtype = PRECISIONS[config.model.precision]
+        itemsize = FP32 if (dtype := PRECISIONS[config.model.precision]) is None else dtype.itemsize
+        copied = self.size.total * FP32 - self.size.matrices * (FP32 - itemsize)
         per_token = sum(a.num_layers * a.num_kv_heads * (a.key_dim + a.value_dim) for a in self.shape.attention)
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         return SamplingMemory(
             resident=sum(m.weights + m.moments for m in everything),
-            copied=self.size.total * FP32 if self.sharding.copies_to_sample else 0,
-            cache=rows * config.longest_sample * per_token * (FP32 if dtype is None else dtype.itemsize),
+            copied=copied if self.sharding.copies_to_sample else 0,
+            cache=rows * config.longest_sample * per_token * itemsize,
             logits=rows * vocabulary * 2 * FP32,
         )
 
@@ -242,7 +243,8 @@ class Plan:
             prompts = config.algorithm.train_batch_size
             found["sampling"] = sampling_flops(self.shape, samples, prompts, self.expected)
             once = FORWARD_SHARE * update_flops(self.shape, samples, self.expected)
-            scored = (not config.algorithm.uses_rollout_logprob) + config.objective.needs_reference
+            objective = config.objective
+            scored = objective.scores_old_logprob(self.steps_per_iteration) + objective.needs_reference
             found["scoring"] = scored * once
         return found
 
