@@ -71,7 +71,7 @@ def fp32_modules(model: nn.Module, names: re.Pattern[str], prefix: str = "") -> 
 
 
 def linear_weights(model: nn.Module) -> frozenset[str]:
-    """All names of the tensors that nothing but ``nn.Linear`` reads, so that autocast casts them whenever it reads them.
+    """All names of the tensors that ``nn.Linear`` alone reads, so that autocast casts them whenever they are read.
 
     Those tied to a tensor of another kind of module (an embedding) are not among them, nor are those of layers with a
     forward of their own.

@@ -133,14 +133,14 @@ def test_the_recorded_log_probabilities_are_those_of_the_whole_episode(finished)
 
 
 def noting(engine, batches):
-    """The engine, which notes the requests of each batch that it draws."""
-    run = engine._run
+    """The engine, which notes the requests that it lets in together."""
+    prefill = engine._prefill
 
     def noted(batch):
         batches.append(batch)
-        return run(batch)
+        return prefill(batch)
 
-    engine._run = noted
+    engine._prefill = noted
     return engine
 
 

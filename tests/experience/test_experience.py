@@ -142,7 +142,7 @@ def first_drift(rank, config, family="qwen3", whole_sequences=False):
     """Largest |log ratio| in the forward pass of the first update."""
     policy = tiny_policy(family)
     strategy = wrap_here({"policy": policy})
-    maker = maker_of(strategy, config=config, skip_zero_advantage=False)
+    maker = maker_of(strategy, config=config, skip_zero_advantage=False, old_logprob="recompute")
     iteration = maker(lambda: my_samples(strategy.layout, scored_samples()), Timer())
     share = iteration.sampler.shares(iteration.sampler.plans)[0]
     moved = [0.0]

@@ -246,7 +246,10 @@ def test_auto_takes_the_recommended_budget_of_the_memory_there_is():
     ("words", "says"),
     [
         (("trainer.device_memory_gb=24",), "may use 21.60 GB"),
-        (("trainer.device_memory_gb=48", "model.activation_checkpointing=full"), "sampling needs 4"),
+        (
+            ("trainer.device_memory_gb=48", "model.activation_checkpointing=full", "rollout.max_response_length=6000"),
+            "sampling needs",
+        ),
         (("trainer.device_memory_gb=0",), "must be greater than 0"),
         (("trainer.device_memory_gb=80", "batching=fixed"), "counted in samples"),
         (("trainer.device_memory_gb=80", "strategy.sp_size=3"), "processes"),
