@@ -59,7 +59,7 @@ class FSDP2Strategy(PipelinedStrategy):
 
     @classmethod
     def sharding_of(cls, config: FSDP2Config, layout: Layout) -> Sharding:
-        """Everything is cut over data and sequence ranks of one copy, matrices over tensor ranks as well."""
+        """Everything is cut over data and sequence ranks of a copy, matrices over tensor ranks, blocks over stages."""
         group = layout.dp_sp_size // config.dp_replicate
         return Sharding(
             weights=group * layout.tp_size,
@@ -76,6 +76,7 @@ class FSDP2Strategy(PipelinedStrategy):
             copies_to_sample=True,
             group=group,
             split=layout.tp_size,
+            stages=layout.pp_size,
             gathers_per_micro_step=2 if config.reshard_after_forward else 1,
             reduces_per_micro_step=1 if config.reduce_every_micro_batch else 0,
             reduces_per_step=0 if config.reduce_every_micro_batch else 1,

@@ -79,7 +79,7 @@ class Anatomy:
     width: int
 
     @classmethod
-    def of(cls, model: nn.Module) -> Anatomy:
+    def of(cls, model: nn.Module, pp_size: int) -> Anatomy:
         """Find it out by running the trunk of ``model`` on two tokens, without any of its weights.
 
         Raises:
@@ -95,8 +95,8 @@ class Anatomy:
                     break
         raise ConfigError(
             key="strategy.pp_size",
-            got=type(lm_of(model)).__name__,
-            because=f"the blocks of this model cannot be dealt out to stages: {reason}",
+            got=pp_size,
+            because=f"the blocks of {type(lm_of(model)).__name__} cannot be dealt out to stages: {reason}",
             fix="Use strategy.pp_size=1",
         )
 
@@ -274,7 +274,7 @@ def cut(model: nn.Module, rank: int, size: int, dtype: torch.dtype) -> Stage:
     Raises:
         ConfigError: there are fewer blocks than stages, or it cannot be cut.
     """
-    found = Anatomy.of(model)
+    found = Anatomy.of(model, size)
     blocks: Any = model.get_submodule(found.blocks)
     bounds = first_blocks(len(blocks), size)
     check_stages(len(blocks), size)
