@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlmodule.core.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -83,6 +85,10 @@ class Layout:
         """This process's place among the ``dp_sp_size`` ranks; tensor ranks and pipeline stages repeat it."""
         return self.dp_rank * self.sp_size + self.sp_rank
 
+    def bubble(self, micro_steps: int) -> float:
+        """Time of a step over that of its work if micro-batches cost the same: 1 + (p - 1) / M (arXiv:2104.04473)."""
+        return 1.0 + (self.pp_size - 1) / micro_steps
+
     @property
     def sizes(self) -> dict[str, int]:
         """Number of processes, and of ranks along each dimension; written into manifests and summaries."""
@@ -104,3 +110,18 @@ class Layout:
     def is_rank_zero(self) -> bool:
         """Whether this process writes files and talks to the user."""
         return self.rank == 0
+
+
+def check_stages(num_blocks: int, pp_size: int) -> None:
+    """Refuse stages without a block.
+
+    Raises:
+        ConfigError: there are more stages than blocks.
+    """
+    if pp_size > num_blocks:
+        raise ConfigError(
+            key="strategy.pp_size",
+            got=pp_size,
+            because=f"the model has {num_blocks} blocks, and every stage needs one",
+            fix=f"Use strategy.pp_size={num_blocks} or less",
+        )

@@ -37,6 +37,7 @@ class ParityLayout:
 
 SHARED = {"share_prompts": True}
 FIXED_SIZE = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+NO_FLOOR = {"min_micro_steps": 1}  # of micro-steps under a pipeline: the reference's own are cut in no other way
 
 REFERENCE = ParityLayout("single", "single")
 LAYOUTS: Sequence[ParityLayout] = (
@@ -55,6 +56,10 @@ LAYOUTS: Sequence[ParityLayout] = (
     ParityLayout("fsdp2_2_sp2", "fsdp2 dp2 x sp2", "fsdp2", 4, {"sp_size": 2}),
     ParityLayout("fsdp2_tp2", "fsdp2 dp1 x tp2", "fsdp2", 2, {"tp_size": 2}),
     ParityLayout("fsdp2_sp2_tp2", "fsdp2 dp1 x sp2 x tp2", "fsdp2", 4, {"sp_size": 2, "tp_size": 2}),
+    ParityLayout("fsdp2_pp2", "fsdp2 dp1 x pp2", "fsdp2", 2, {"pp_size": 2}),
+    ParityLayout("fsdp2_2_pp2", "fsdp2 dp2 x pp2", "fsdp2", 4, {"pp_size": 2}),
+    ParityLayout("fsdp2_sp2_pp2", "fsdp2 dp1 x sp2 x pp2", "fsdp2", 4, {"sp_size": 2, "pp_size": 2}),
+    ParityLayout("fsdp2_tp2_pp2", "fsdp2 dp1 x tp2 x pp2", "fsdp2", 4, {"tp_size": 2, "pp_size": 2}, NO_FLOOR),
     ParityLayout("deepspeed_1", "deepspeed 2, stage 1", "deepspeed", 2, {"stage": 1}),
     ParityLayout("deepspeed_2", "deepspeed 2, stage 2", "deepspeed", 2, {"stage": 2}),
     ParityLayout("deepspeed_3", "deepspeed 2, stage 3", "deepspeed", 2, {"stage": 3}),

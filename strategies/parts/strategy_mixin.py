@@ -186,9 +186,13 @@ class StrategyMixin(SavedState):
                 tensor = cast(names[0], tensor)
                 for full_name in names:
                     yield full_name.removeprefix(HF_PREFIX), tensor
-        for key, buffer in persistent_buffers(self._models[name]):
+        for key, buffer in persistent_buffers(self.whole_model(name)):
             if key.startswith(HF_PREFIX):
                 yield key.removeprefix(HF_PREFIX), cast(key, buffer)
+
+    def whole_model(self, name: str) -> nn.Module:
+        """A module with every buffer of model ``name``."""
+        return self._models[name]
 
     def generator(self, name: str) -> nn.Module:
         """The module to sample with inside ``generation_mode``: whole weights, no communication in its forward."""
