@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from rlmodule.core.parameters import tied
 from rlmodule.core.sharding import Sharding, waiting_on_host
 from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, fp32_parts, lm_of
 from strategies.parts.distributed import OffloadParallelConfig
+from strategies.parts.experts import ExpertMesh, check_expert_degree
 from strategies.parts.loading import load
 from strategies.parts.offload import check_offload_once
 from strategies.parts.sharded import ShardedStrategy, full_tensor
@@ -29,6 +31,7 @@ class FSDP2Config(OffloadParallelConfig):
     """Config of ``strategy=fsdp2``."""
 
     tp_size: int = 1  # processes that share every matrix (tensor parallelism, from the model's own plan)
+    ep_size: int = 1  # processes that share the experts of a layer (expert parallelism, from the model's own plan)
     dp_replicate: int = 1  # copies of the whole sharded model (HSDP); shards stay within one copy
     reshard_after_forward: bool = True  # drop a block's whole weights between forward and backward
     param_dtype: str = "float32"  # dtype weights are gathered and computed in: float32 or bfloat16; masters are float32
@@ -38,6 +41,7 @@ class FSDP2Config(OffloadParallelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("tp_size", self.tp_size, 1)
+        at_least("ep_size", self.ep_size, 1)
         at_least("dp_replicate", self.dp_replicate, 1)
         one_of("param_dtype", self.param_dtype, DTYPES)
         check_offload_once(self.cpu_offload, self)
@@ -54,6 +58,25 @@ class FSDP2Strategy(ShardedStrategy):
 
     config_class: ClassVar[type] = FSDP2Config
     config: FSDP2Config
+    experts: ExpertMesh | None = None  # None where every process has all experts
+
+    def __init__(self, config: FSDP2Config, **place: Any) -> None:
+        super().__init__(config, **place)
+        world_size = place["num_processes"] * place["num_nodes"]
+        check_expert_degree(world_size, config.ep_size, tp_size=config.tp_size, replicas=config.dp_replicate)
+
+    @classmethod
+    def layout_of(cls, config: FSDP2Config, world_size: int) -> Layout:  # type: ignore[override]
+        """The grid, with the ranks that share experts, which are no dimension of it."""
+        return replace(super().layout_of(config, world_size), ep_size=config.ep_size)
+
+    def setup_distributed(self) -> None:
+        """Lay the experts' mesh over the same processes."""
+        super().setup_distributed()
+        self.layout = replace(self.layout, ep_size=self.config.ep_size)
+        if self.config.ep_size > 1:
+            device, tensor = self.root_device.type, self.mesh.grid["tensor"]
+            self.experts = ExpertMesh.of_running(self.layout, device, tensor, replicas=self.config.dp_replicate)
 
     @classmethod
     def sharding_of(cls, config: FSDP2Config, layout: Layout) -> Sharding:
@@ -81,14 +104,19 @@ class FSDP2Strategy(ShardedStrategy):
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Shard in place: modules keep their names, their parameters become DTensors."""
+        param_dtype = DTYPES[self.config.param_dtype]
+        lm, plan = lm_of(model), {} if self.experts is None else self.experts.plan(lm_of(model))
         if self.mesh.tensor is not None:
-            apply_tensor_parallel(lm_of(model), self.mesh.tensor)
-        reduce: dict[str, Any] = {
-            "mesh": self.mesh.sharding,
+            apply_tensor_parallel(lm, self.mesh.tensor, apart=plan)
+        everywhere: dict[str, Any] = {
             "reshard_after_forward": self.config.reshard_after_forward,
             "offload_policy": self._offload_policy(),
         }
-        param_dtype = DTYPES[self.config.param_dtype]
+        for experts in [] if self.experts is None else self.experts.cut(lm, plan):
+            load(model, experts, self.root_device)
+            mixed = MixedPrecisionPolicy(param_dtype, torch.float32)
+            self.experts.shard(experts, partial(fully_shard, mp_policy=mixed, **everywhere))
+        reduce = {**everywhere, "mesh": self.mesh.sharding}
         for part in fp32_parts(model, param_dtype):
             load(model, part, self.root_device)
             fully_shard(part, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32), **reduce)
