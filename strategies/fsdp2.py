@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,6 +97,7 @@ class FSDP2Strategy(ShardedStrategy):
             copies_to_sample=True,
             group=group,
             split=layout.tp_size,
+            experts=layout.ep_size,
             gathers_per_micro_step=2 if config.reshard_after_forward else 1,
             reduces_per_micro_step=1 if config.reduce_every_micro_batch else 0,
             reduces_per_step=0 if config.reduce_every_micro_batch else 1,
@@ -105,17 +106,13 @@ class FSDP2Strategy(ShardedStrategy):
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Shard in place: modules keep their names, their parameters become DTensors."""
         param_dtype = DTYPES[self.config.param_dtype]
-        lm, plan = lm_of(model), {} if self.experts is None else self.experts.plan(lm_of(model))
-        if self.mesh.tensor is not None:
-            apply_tensor_parallel(lm, self.mesh.tensor, apart=plan)
         everywhere: dict[str, Any] = {
             "reshard_after_forward": self.config.reshard_after_forward,
             "offload_policy": self._offload_policy(),
         }
-        for experts in [] if self.experts is None else self.experts.cut(lm, plan):
-            load(model, experts, self.root_device)
-            mixed = MixedPrecisionPolicy(param_dtype, torch.float32)
-            self.experts.shard(experts, partial(fully_shard, mp_policy=mixed, **everywhere))
+        self._split(
+            model, partial(fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32), **everywhere)
+        )
         reduce = {**everywhere, "mesh": self.mesh.sharding}
         for part in fp32_parts(model, param_dtype):
             load(model, part, self.root_device)
@@ -129,6 +126,17 @@ class FSDP2Strategy(ShardedStrategy):
         # Its weights (embedding, head) are needed again at once when backward begins.
         fully_shard(model, mp_policy=outermost, **{**reduce, "reshard_after_forward": False})
         return model
+
+    def _split(self, model: nn.Module, fully_shard_with: Callable[..., object]) -> None:
+        """Cut matrices over tensor ranks, and deal out experts, which are read and sharded over a mesh of their own."""
+        lm, experts = lm_of(model), self.experts
+        plan = {} if experts is None else experts.plan(lm)
+        if self.mesh.tensor is not None:
+            apply_tensor_parallel(lm, self.mesh.tensor, apart=plan)
+        if experts is not None:
+            for module in experts.cut(lm, plan):
+                load(model, module, self.root_device)
+                experts.shard(module, fully_shard_with)
 
     def _offload_policy(self) -> OffloadPolicy:
         if not self.config.cpu_offload:

@@ -91,8 +91,10 @@ class StoredWeights(Protocol):
     def where(self, name: str) -> str:
         """The file and the name in it, for messages."""
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor of the parameter ``name``, on the CPU and in the dtype it is stored in; read-only."""
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """The tensor of the parameter ``name``, or these entries of its first dimension; on the CPU, in the dtype it is
+        stored in, and read-only.
+        """
 
 
 # Kinds of models that a strategy may be registered for.

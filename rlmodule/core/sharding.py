@@ -25,6 +25,7 @@ class Sharding:
         copies_to_sample: whether sampling needs a whole fp32 copy of the model on every process.
         group: processes that exchange weights and gradients.
         split: processes that share every matrix (tensor parallelism), whose own exchange is of activations.
+        experts: processes that share the experts of a layer; a block is gathered with its share of them.
         gathers_per_micro_step: times that all weights are gathered in a micro-step.
         reduces_per_micro_step: times that all gradients are reduced (scattered) in a micro-step.
         gathers_per_step, reduces_per_step: the same, once in an optimizer step.
@@ -44,6 +45,7 @@ class Sharding:
     copies_to_sample: bool = False
     group: int = 1
     split: int = 1
+    experts: int = 1
     gathers_per_micro_step: int = 0
     reduces_per_micro_step: int = 0
     gathers_per_step: int = 0

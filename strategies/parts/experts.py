@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
-from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from rlmodule.core.errors import ConfigError
@@ -69,11 +68,10 @@ class ExpertMesh:
                 because=f"strategy.ep_size={layout.ep_size} deals out experts, and their adapters cannot go with them",
                 fix="List layers of the attention (q_proj, k_proj, v_proj, o_proj), or use strategy.ep_size=1",
             )
-        degrees = DistributedConfig(tp_size=layout.tp_size, fsdp_size=layout.dp_sp_size, ep_size=layout.ep_size)
-        try:
-            return lm._resolve_parallel_plans(degrees)[1]  # type: ignore[no-any-return]
-        except ValueError as error:
-            raise _refused(layout, str(error).splitlines()[0]) from None
+        plan: dict[str, str] = lm._expand_parallel_plan(dict(lm.ep_plan))
+        if DISPATCHED not in plan.values():
+            raise _refused(layout, f"{type(lm).__name__} has no experts, or brings no plan to spread them")
+        return plan
 
     def cut(self, lm: Any, plan: Mapping[str, str]) -> list[nn.Module]:
         """Leave each rank its share of the experts of ``lm``, and let tokens travel; returns the modules with experts.
@@ -85,7 +83,7 @@ class ExpertMesh:
         try:
             apply_expert_parallelism(lm, self.grid["experts"], self.tensor, dict(plan), EXCHANGE)
         except ValueError as error:
-            raise _refused(self.layout, str(error)) from None
+            raise _refused(self.layout, str(error).rstrip(".")) from None
         for module in modules:
             for key, parameter in module.named_parameters():
                 assert isinstance(parameter, DTensor), f"the plan of {type(lm).__name__} leaves {key} whole"
@@ -116,9 +114,7 @@ def _divided_dimension(parameter: nn.Parameter, shards: int) -> Shard | None:
 
 
 def _refused(layout: Layout, because: str) -> ConfigError:
-    return ConfigError(
-        key="strategy.ep_size", got=layout.ep_size, because=because, fix="Use strategy.ep_size=1, or a divisor"
-    )
+    return ConfigError(key="strategy.ep_size", got=layout.ep_size, because=because, fix="Use strategy.ep_size=1")
 
 
 def check_expert_degree(world_size: int, ep_size: int, *, tp_size: int = 1, replicas: int = 1) -> None:

@@ -73,6 +73,16 @@ class ModelMemory:
         outside = min(self.size.outside, parameters) if parameters == self.size.total else 0
         return (parameters + (self.sharding.split - 1) * outside) // ranks
 
+    def _on_a_process(self, block: int) -> int:
+        """Elements of a block once it is gathered: whole matrices or a tensor rank's part, and its share of experts."""
+        size, s = self.size, self.sharding
+        experts = size.experts[block] if s.experts > 1 else 0
+        return (size.blocks[block] - experts) // s.split + experts // s.experts
+
+    @property
+    def _largest_block(self) -> int:
+        return max((self._on_a_process(block) for block in range(len(self.size.blocks))), default=0)
+
     @property
     def weights(self) -> int:
         """Bytes of weights that the process holds, masters included."""
@@ -84,8 +94,13 @@ class ModelMemory:
     def gradients(self) -> int:
         """Bytes of gradients once all are there."""
         s = self.sharding
-        away = "gradients" in s.on_host or not self.is_trained
-        return 0 if away else self._numel(self.size.trained, s.gradients) * FP32 * s.gradient_copies
+        if "gradients" in s.on_host or not self.is_trained:
+            return 0
+        numel = self._numel(self.size.trained, s.gradients)
+        if s.experts > 1 and s.gradients == s.split and self.size.trained == self.size.total:  # whole ones are kept
+            experts = sum(self.size.experts)
+            numel += experts // s.experts - experts // s.split
+        return numel * FP32 * s.gradient_copies
 
     @property
     def moments(self) -> int:
@@ -99,8 +114,9 @@ class ModelMemory:
         s = self.sharding
         if not s.gathers_blocks or s.group == 1:
             return 0
-        blocks = sum(self.size.blocks) if s.keeps_gathered else 2 * max(self.size.blocks, default=0)
-        return (blocks + self.size.outside) * s.gathered_bytes // s.split
+        every = sum(self._on_a_process(block) for block in range(len(self.size.blocks)))
+        blocks = every if s.keeps_gathered else 2 * self._largest_block
+        return (blocks + self.size.outside // s.split) * s.gathered_bytes
 
     @property
     def reducing(self) -> int:
@@ -108,8 +124,8 @@ class ModelMemory:
         s = self.sharding
         if not self.is_trained or s.group == 1 or s.gradients == s.split:
             return 0
-        block = min(max(self.size.blocks, default=0), self.size.trained)
-        return (block + min(s.bucket_numel, self.size.trained)) * FP32 // s.split
+        trained = self.size.trained // s.split
+        return (min(self._largest_block, trained) + min(s.bucket_numel, trained)) * FP32
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,19 @@
-"""Sequence parallelism: the attention heads of a model must split over the sequence ranks."""
+"""Sequence and expert parallelism: heads must split over sequence ranks, and experts over the ranks that share them."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from transformers import PreTrainedConfig
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
-from rlmodule.models.shape import shape_of
+from rlmodule.models.experts import numbers_of_experts
+from rlmodule.models.shape import model_on_meta, shape_of
 
 
 def check_layout(hf_config: PreTrainedConfig, layout: Layout) -> None:
-    """Check that the heads of every layer split over the sequence ranks.
+    """Check that the heads of every layer split over the sequence ranks, and its experts over those that share them.
 
     Raises:
         ConfigError: names the numbers and what works.
@@ -18,6 +21,26 @@ def check_layout(hf_config: PreTrainedConfig, layout: Layout) -> None:
     if layout.sp_size > 1:
         for heads, kv_heads in sorted({(kind.num_heads, kind.num_kv_heads) for kind in shape_of(hf_config).attention}):
             _check_heads(heads, kv_heads, layout)
+    if layout.ep_size > 1:
+        _check_experts(numbers_of_experts(model_on_meta(hf_config)), hf_config, layout)
+
+
+def _check_experts(numbers: Collection[int], hf_config: PreTrainedConfig, layout: Layout) -> None:
+    if not numbers:
+        raise ConfigError(
+            key="strategy.ep_size",
+            got=layout.ep_size,
+            because=f"{hf_config.model_type} has no experts, or brings no plan to spread them (base_model_ep_plan)",
+            fix="Use strategy.ep_size=1",
+        )
+    for number in sorted(numbers):
+        if number % layout.ep_size:
+            raise ConfigError(
+                key="strategy.ep_size",
+                got=layout.ep_size,
+                because=f"it does not divide the {number} experts of a layer",
+                fix=f"Use one of {_divisors(number)}",
+            )
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, layout: Layout) -> None:
