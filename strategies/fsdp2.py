@@ -110,16 +110,15 @@ class FSDP2Strategy(ShardedStrategy):
             "reshard_after_forward": self.config.reshard_after_forward,
             "offload_policy": self._offload_policy(),
         }
-        self._split(
-            model, partial(fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32), **everywhere)
-        )
+        mixed = MixedPrecisionPolicy(param_dtype, torch.float32)
+        self._split(model, partial(fully_shard, mp_policy=mixed, **everywhere))
         reduce = {**everywhere, "mesh": self.mesh.sharding}
         for part in fp32_parts(model, param_dtype):
             load(model, part, self.root_device)
             fully_shard(part, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32), **reduce)
         for block in blocks_of(model):
             load(model, block, self.root_device)
-            fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32), **reduce)
+            fully_shard(block, mp_policy=mixed, **reduce)
         # The outermost module is given micro-batches: casting its inputs would round old log-probabilities.
         outermost = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
         load(model, model, self.root_device)
