@@ -49,7 +49,7 @@ class FSDP2Config(OffloadParallelConfig):
     @property
     def grid(self) -> dict[str, int]:
         """Keywords of ``Mesh.of_running``."""
-        return {"sp_size": self.sp_size, "tp_size": self.tp_size, "replicas": self.dp_replicate}
+        return {**super().grid, "tp_size": self.tp_size, "replicas": self.dp_replicate}
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="fsdp2", device=["cpu", "cuda", "npu", "xpu"])

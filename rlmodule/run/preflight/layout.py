@@ -18,7 +18,7 @@ def check_layout(hf_config: PreTrainedConfig, layout: Layout) -> None:
     Raises:
         ConfigError: names the numbers and what works.
     """
-    if layout.sp_size > 1:
+    if layout.heads_size > 1:
         for heads, kv_heads in sorted({(kind.num_heads, kind.num_kv_heads) for kind in shape_of(hf_config).attention}):
             _check_heads(heads, kv_heads, layout)
     if layout.ep_size > 1:
@@ -44,7 +44,7 @@ def _check_experts(numbers: Collection[int], hf_config: PreTrainedConfig, layout
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, layout: Layout) -> None:
-    sp_size = layout.sp_size
+    sp_size = layout.heads_size
     heads, kv_heads = num_heads // layout.tp_size, max(1, num_kv_heads // layout.tp_size)
     fits = [s for s in _divisors(heads) if kv_heads % s == 0 or s % kv_heads == 0]
     if sp_size not in fits:
@@ -55,7 +55,7 @@ def _check_heads(num_heads: int, num_kv_heads: int, layout: Layout) -> None:
             f"over sp_size={sp_size}"
             + (f" after tp_size={layout.tp_size}" if layout.tp_size > 1 else "")
             + ": it must divide the former, and divide or be a multiple of the latter",
-            fix=f"Use one of {fits}",
+            fix=f"Use one of {fits}, and strategy.cp_size for more processes",
         )
 
 
