@@ -107,6 +107,13 @@ class Layout:
         }
 
     @property
+    def in_words(self) -> str:
+        """The grid, and how ranks share rows and experts where they do it in other ways than the usual one."""
+        row = "" if self.cp_size == 1 else f" ({self.heads_size} by heads x {self.cp_size} by context)"
+        experts = "" if self.ep_size == 1 else f", experts over {self.ep_size}"
+        return f"{self.dp_size} data x {self.sp_size} sequence{row} x {self.tp_size} tensor{experts}"
+
+    @property
     def has_outputs(self) -> bool:
         """Whether this process speaks for its data rank: sequence, tensor and pipeline replicas count once."""
         return self.sp_rank == 0 and self.tp_rank == 0 and self.pp_rank == 0

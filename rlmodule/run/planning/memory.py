@@ -166,6 +166,7 @@ class MemoryModel:
         head: its language-model head.
         longest: tokens of the longest sample.
         loss_share: loss tokens of a token of the micro-batch, at most.
+        gathered_keys: bytes of keys and values of other parts of the row, for each token of this process.
         micro_steps_accumulate: whether a step has several micro-batches, so that whole gradients are there already.
     """
 
@@ -175,6 +176,7 @@ class MemoryModel:
     head: HeadShape
     longest: int
     loss_share: float = 1.0
+    gathered_keys: float = 0.0
     micro_steps_accumulate: bool = True
 
     def step(self, budget: int) -> StepMemory:
@@ -187,7 +189,7 @@ class MemoryModel:
             gradients=model.gradients if self.micro_steps_accumulate else 0,
             moments=sum(m.moments for m in everything),
             gathered=model.gathered + model.reducing,
-            activations=int(self.footprint.kept(budget, longest)),
+            activations=int(self.footprint.kept(budget, longest) + budget * self.gathered_keys),
             head=head.chunk(of_loss) + head.around(of_loss) + head.gradient,
             backward=int(max(0.0, self.footprint.backward(budget, longest))) + of_head,
         )
