@@ -77,7 +77,7 @@ class FSDPConfig(OffloadParallelConfig):
     @property
     def grid(self) -> dict[str, int]:
         """Keywords of ``Mesh.of_running``."""
-        return {"sp_size": self.sp_size, "replicas": self.dp_replicate}
+        return {**super().grid, "replicas": self.dp_replicate}
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="fsdp", device=["cpu", "cuda", "npu"])

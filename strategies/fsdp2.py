@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from rlmodule.core.config import at_least, one_of
+from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
 from rlmodule.core.sharding import Sharding, waiting_on_host
 from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, fp32_parts, lm_of
 from strategies.parts.distributed import OffloadParallelConfig
+from strategies.parts.experts import ExpertMesh, check_expert_degree
 from strategies.parts.loading import load
 from strategies.parts.offload import check_offload_once
 from strategies.parts.pipelined import PipelinedStrategy
@@ -29,6 +32,7 @@ class FSDP2Config(OffloadParallelConfig):
 
     pp_size: int = 1  # stages that share the blocks of a model (pipeline parallelism)
     tp_size: int = 1  # processes that share every matrix (tensor parallelism, from the model's own plan)
+    ep_size: int = 1  # processes that share the experts of a layer (expert parallelism, from the model's own plan)
     dp_replicate: int = 1  # copies of the whole sharded model (HSDP); shards stay within one copy
     reshard_after_forward: bool = True  # drop a block's whole weights between forward and backward
     param_dtype: str = "float32"  # dtype weights are gathered and computed in: float32 or bfloat16; masters are float32
@@ -39,15 +43,27 @@ class FSDP2Config(OffloadParallelConfig):
         super().__post_init__()
         at_least("pp_size", self.pp_size, 1)
         at_least("tp_size", self.tp_size, 1)
+        at_least("ep_size", self.ep_size, 1)
         at_least("dp_replicate", self.dp_replicate, 1)
         one_of("param_dtype", self.param_dtype, DTYPES)
         check_offload_once(self.cpu_offload, self)
+        if self.ep_size > 1 and self.pp_size > 1:
+            raise ConfigError(
+                key="ep_size",
+                got=self.ep_size,
+                because=f"experts are shared over all processes, and pp_size={self.pp_size} gives them other blocks",
+                fix="Use strategy.pp_size=1 or strategy.ep_size=1",
+            )
 
     @property
     def grid(self) -> dict[str, int]:
         """Keywords of ``Mesh.of_running``."""
-        sizes = {"sp_size": self.sp_size, "tp_size": self.tp_size, "pp_size": self.pp_size}
-        return {**sizes, "replicas": self.dp_replicate}
+        return {
+            **super().grid,
+            "tp_size": self.tp_size,
+            "pp_size": self.pp_size,
+            "replicas": self.dp_replicate,
+        }
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="fsdp2", device=["cpu", "cuda", "npu", "xpu"])
@@ -56,6 +72,25 @@ class FSDP2Strategy(PipelinedStrategy):
 
     config_class: ClassVar[type] = FSDP2Config
     config: FSDP2Config
+    experts: ExpertMesh | None = None  # None where every process has all experts
+
+    def __init__(self, config: FSDP2Config, **place: Any) -> None:
+        super().__init__(config, **place)
+        world_size = place["num_processes"] * place["num_nodes"]
+        check_expert_degree(world_size, config.ep_size, tp_size=config.tp_size, replicas=config.dp_replicate)
+
+    @classmethod
+    def layout_of(cls, config: FSDP2Config, world_size: int) -> Layout:  # type: ignore[override]
+        """The grid, with the ranks that share experts, which are no dimension of it."""
+        return replace(super().layout_of(config, world_size), ep_size=config.ep_size)
+
+    def setup_distributed(self) -> None:
+        """Lay the experts' mesh over the same processes."""
+        super().setup_distributed()
+        self.layout = replace(self.layout, ep_size=self.config.ep_size)
+        if self.config.ep_size > 1:
+            device, tensor = self.root_device.type, self.mesh.grid["tensor"]
+            self.experts = ExpertMesh.of_running(self.layout, device, tensor, replicas=self.config.dp_replicate)
 
     @classmethod
     def sharding_of(cls, config: FSDP2Config, layout: Layout) -> Sharding:
@@ -77,6 +112,7 @@ class FSDP2Strategy(PipelinedStrategy):
             group=group,
             split=layout.tp_size,
             stages=layout.pp_size,
+            experts=layout.ep_size,
             gathers_per_micro_step=2 if config.reshard_after_forward else 1,
             reduces_per_micro_step=1 if config.reduce_every_micro_batch else 0,
             reduces_per_step=0 if config.reduce_every_micro_batch else 1,
@@ -86,25 +122,36 @@ class FSDP2Strategy(PipelinedStrategy):
         """Shard in place: modules keep their names, their parameters become DTensors."""
         param_dtype = DTYPES[self.config.param_dtype]
         self.cut_into_stages(name, model, param_dtype or torch.float32)
-        if self.mesh.tensor is not None:
-            apply_tensor_parallel(lm_of(model), self.mesh.tensor)
-        reduce: dict[str, Any] = {
-            "mesh": self.mesh.sharding,
+        everywhere: dict[str, Any] = {
             "reshard_after_forward": self.config.reshard_after_forward,
             "offload_policy": self._offload_policy(),
         }
+        mixed = MixedPrecisionPolicy(param_dtype, torch.float32)
+        self._split(model, partial(fully_shard, mp_policy=mixed, **everywhere))
+        reduce = {**everywhere, "mesh": self.mesh.sharding}
         for part in fp32_parts(model, param_dtype):
             load(model, part, self.root_device)
             fully_shard(part, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32), **reduce)
         for block in blocks_of(model):
             load(model, block, self.root_device)
-            fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype, torch.float32), **reduce)
+            fully_shard(block, mp_policy=mixed, **reduce)
         # The outermost module is given micro-batches: casting its inputs would round old log-probabilities.
         outermost = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
         load(model, model, self.root_device)
         # Its weights (embedding, head) are needed again at once when backward begins.
         fully_shard(model, mp_policy=outermost, **{**reduce, "reshard_after_forward": False})
         return model
+
+    def _split(self, model: nn.Module, fully_shard_with: Callable[..., object]) -> None:
+        """Cut matrices over tensor ranks, and deal out experts, which are read and sharded over a mesh of their own."""
+        lm, experts = lm_of(model), self.experts
+        plan = {} if experts is None else experts.plan(lm)
+        if self.mesh.tensor is not None:
+            apply_tensor_parallel(lm, self.mesh.tensor, apart=plan)
+        if experts is not None:
+            for module in experts.cut(lm, plan):
+                load(model, module, self.root_device)
+                experts.shard(module, fully_shard_with)
 
     def _offload_policy(self) -> OffloadPolicy:
         if not self.config.cpu_offload:

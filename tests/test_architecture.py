@@ -61,6 +61,7 @@ LIBRARIES = {
     "rlmodule/models/byte_tokenizer.py": {"tokenizers"},
     "rlmodule/models/lora.py": {"peft", "safetensors"},
     "rlmodule/models/weights.py": {"safetensors"},
+    "rlmodule/models/places.py": {"safetensors"},
     "rlmodule/models/value.py": {"safetensors"},
     "rlmodule/data": TORCH | {"transformers", "numpy"},
     "rlmodule/data/chat.py": {"jinja2"},
@@ -110,6 +111,7 @@ LIBRARIES = {
     "strategies": TORCH | {"lightning"},
     "strategies/deepspeed.py": {"deepspeed"},
     "strategies/parts/tensor_parallel.py": {"transformers"},
+    "strategies/parts/experts.py": {"transformers"},
     "strategies/parts/shards.py": {"safetensors"},
     "strategies/parts/snapshot.py": {"safetensors"},
 }

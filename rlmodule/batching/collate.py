@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rlmodule.batching.membership import numbered_by_appearance
 from rlmodule.batching.sampler import RankShare
+from rlmodule.core.slices import slice_positions
 from rlmodule.core.types import MicroBatch, MiniBatch, Prompt, Sample, StepTotals, TrainingSample
 
 IGNORED_LABEL = -100  # what torch's cross entropy ignores by default
@@ -48,7 +49,8 @@ class DynamicCollator:
     Args:
         pad_token_id: token id of padding samples, dummy micro-batches and the padding segment.
         sp_size: sequence-parallel ranks; the packed row is padded to a multiple of it by an extra segment.
-        sp_rank: which shard of the row this process keeps.
+        sp_rank: which slice of the row this process keeps.
+        cp_size: parts of the row whose tokens attend on different ranks.
         share_prompts: compute a prompt once for all samples of its group that are in the same micro-batch.
         num_top_tokens: likeliest tokens of a teacher at each position; 0 without.
     """
@@ -58,6 +60,7 @@ class DynamicCollator:
     sp_rank: int = 0
     share_prompts: bool = False
     num_top_tokens: int = 0
+    cp_size: int = 1
 
     def __call__(self, fetched: tuple[RankShare, Sequence[Sequence[TrainingSample]]]) -> MiniBatch:
         """(share of this rank, its samples by micro-batch) -> MiniBatch."""
@@ -75,7 +78,7 @@ class DynamicCollator:
             none = torch.zeros(0, self.num_top_tokens)
             packed = replace(packed, teacher_top_ids=none.long(), teacher_top_logprob=none)
         packed = pad_to_multiple(packed, self.sp_size, self.pad_token_id)
-        return shard_for_rank(packed, self.sp_rank, self.sp_size)
+        return shard_for_rank(packed, self.sp_rank, self.sp_size, self.cp_size)
 
 
 def pack_rows(
@@ -224,25 +227,26 @@ def shifted_labels(batch: MicroBatch) -> Tensor:
     return labels
 
 
-def shard_for_rank(batch: MicroBatch, sp_rank: int, sp_size: int) -> MicroBatch:
-    """Keep the ``sp_rank``-th of ``sp_size`` equal slices of a packed row.
+def shard_for_rank(batch: MicroBatch, sp_rank: int, sp_size: int, cp_size: int = 1) -> MicroBatch:
+    """Keep the ``sp_rank``-th of ``sp_size`` equal slices of a packed row (``core/slices.py``).
 
-    ``cu_seqlens``, ``prefix`` and ``max_length`` still describe the whole row: attention sees all of it (Ulysses).
+    ``cu_seqlens``, ``prefix`` and ``max_length`` still describe the whole row, all of which attention sees.
     """
     if sp_size == 1:
         return batch
-    width, rest = divmod(len(batch.input_ids), sp_size)
-    assert rest == 0, f"{len(batch.input_ids)} positions do not split over {sp_size} sequence ranks"
-    first = sp_rank * width
-    mine = (batch.loss_positions >= first) & (batch.loss_positions < first + width)
+    held = slice_positions(batch.cu_seqlens, sp_rank, sp_size, cp_size)
+    place = torch.full_like(batch.input_ids, -1)
+    place[held] = torch.arange(len(held))
+    mine = place[batch.loss_positions] >= 0
     values: dict[str, Tensor | None] = {name: getattr(batch, name) for name in LOSS_TOKEN_FIELDS + TOP_TOKEN_FIELDS}
     return replace(
         batch,
-        input_ids=batch.input_ids[first : first + width],
-        position_ids=batch.position_ids[first : first + width],
-        loss_positions=batch.loss_positions[mine] - first,
+        input_ids=batch.input_ids[held],
+        position_ids=batch.position_ids[held],
+        loss_positions=place[batch.loss_positions[mine]],
         labels=batch.labels[mine],
         sequence=batch.sequence[mine],
+        places=mine.nonzero().squeeze(1),
         **{name: None if value is None else value[mine] for name, value in values.items()},  # type: ignore[arg-type]
     )
 

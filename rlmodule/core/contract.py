@@ -61,7 +61,9 @@ class Collectives(Protocol):
 class SequenceRanks(Protocol):
     """The sequence-parallel group, as a model and its loss see it: each rank holds one slice of the packed row.
 
-    Every method but the two numbers is a collective: all ranks of the group call it in the same order.
+    Which positions that are is in ``core/slices.py``. A row may be cut into parts whose tokens attend on different
+    ranks (context parallelism); without, there is one part. Every method but ``own_heads`` is a collective: all ranks
+    of the group call it in the same order.
     """
 
     @property
@@ -70,19 +72,37 @@ class SequenceRanks(Protocol):
 
     @property
     def rank(self) -> int:
-        """This process's place in the group, which is the place of its slice in the row."""
+        """This process's place in the group, which is the number of its slice."""
+
+    @property
+    def num_parts(self) -> int:
+        """Parts of the row."""
+
+    @property
+    def part(self) -> int:
+        """The part whose queries this process computes."""
 
     def scatter_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[1, heads, T/size, D] of this slice -> [1, heads/size, T, D] of the whole row; differentiable."""
+        """[1, heads, T/size, D] of this slice -> its share of the heads, h of them; differentiable.
+
+        Queries [1, h, T/num_parts, D] of this process's part, keys and values [1, h, T, D] of the whole row, one part
+        after the other.
+        """
 
     def gather_heads(self, out: Tensor) -> Tensor:
-        """[1, T, heads/size, D] of the whole row -> [1, T/size, heads, D] of this slice; differentiable."""
+        """[1, T/num_parts, h, D] of this process's part -> [1, T/size, heads, D] of its slice; differentiable."""
+
+    def own_heads(self, values: Tensor) -> Tensor:
+        """[heads, ...] -> [h, ...]: those of the heads whose attention this process computes."""
 
     def sum_over_slices(self, value: Tensor) -> Tensor:
         """The sum of all ranks' ``value``, on every rank; differentiable. For losses over whole sequences."""
 
-    def gather_slices(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """[n] of this slice, for each micro-batch -> [N] of its whole row, on every rank; one exchange for all."""
+    def gather_slices(self, values: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
+        """[n] of this slice, for each micro-batch -> [N] of its whole row, on every rank; one exchange for all.
+
+        ``places`` [n] int64 says where each belongs in the row (``MicroBatch.places``).
+        """
 
 
 class StoredWeights(Protocol):
@@ -91,8 +111,10 @@ class StoredWeights(Protocol):
     def where(self, name: str) -> str:
         """The file and the name in it, for messages."""
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor of the parameter ``name``, on the CPU and in the dtype it is stored in; read-only."""
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """The tensor of the parameter ``name``, or these entries of its first dimension; on the CPU, in the dtype it is
+        stored in, and read-only.
+        """
 
 
 # Kinds of models that a strategy may be registered for.

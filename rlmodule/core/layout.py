@@ -22,7 +22,9 @@ class Layout:
         world_size: processes of the run.
         rank: this process.
         tp_size: ranks that share every matrix (tensor parallelism).
-        sp_size: ranks that share a packed row (Ulysses sequence parallelism).
+        sp_size: ranks that share a packed row: each holds one slice of it, however attention is computed.
+        cp_size: parts of the row whose tokens attend on different ranks (context parallelism); a divisor of
+            ``sp_size``. The ``heads_size`` ranks of a part are neighbours and exchange heads (Ulysses).
         pp_size: ranks that share the layers of a model (pipeline parallelism).
         ep_size: ranks that share the experts of a layer (expert parallelism).
     """
@@ -33,11 +35,14 @@ class Layout:
     sp_size: int = 1
     pp_size: int = 1
     ep_size: int = 1
+    cp_size: int = 1
 
     def __post_init__(self) -> None:
         assert min(self.tp_size, self.sp_size, self.pp_size, self.ep_size) >= 1, f"{self} has a size below 1"
         assert self.world_size % (self.tp_size * self.sp_size * self.pp_size) == 0, f"{self} does not tile"
         assert self.stage_size % self.ep_size == 0, f"{self} does not tile: ep_size must divide dp x sp x tp"
+        assert self.cp_size >= 1, f"{self} has a size below 1"
+        assert self.sp_size % self.cp_size == 0, f"{self} does not tile: cp_size must divide sp_size"
         assert 0 <= self.rank < self.world_size, f"{self} is outside its world"
 
     @property
@@ -59,6 +64,11 @@ class Layout:
     def sp_rank(self) -> int:
         """This process's place in its sequence-parallel group."""
         return self.rank // self.tp_size % self.sp_size
+
+    @property
+    def heads_size(self) -> int:
+        """Ranks that exchange heads around attention (Ulysses): those that share a part of the row."""
+        return self.sp_size // self.cp_size
 
     @property
     def tp_rank(self) -> int:
@@ -99,7 +109,16 @@ class Layout:
             "tp_size": self.tp_size,
             "pp_size": self.pp_size,
             "ep_size": self.ep_size,
+            "cp_size": self.cp_size,
         }
+
+    @property
+    def in_words(self) -> str:
+        """The grid, and how ranks share rows, blocks and experts where they do it in other ways than the usual one."""
+        stages = "" if self.pp_size == 1 else f" x {self.pp_size} pipeline stages"
+        row = "" if self.cp_size == 1 else f" ({self.heads_size} by heads x {self.cp_size} by context)"
+        experts = "" if self.ep_size == 1 else f", experts over {self.ep_size}"
+        return f"{self.dp_size} data x {self.sp_size} sequence{row} x {self.tp_size} tensor{stages}{experts}"
 
     @property
     def has_outputs(self) -> bool:

@@ -26,6 +26,7 @@ class Sharding:
         group: processes that exchange weights and gradients.
         split: processes that share every matrix (tensor parallelism), whose own exchange is of activations.
         stages: of a pipeline; each has its share of the blocks, and the first and the last what is around them.
+        experts: processes that share the experts of a layer; a block is gathered with its share of them.
         gathers_per_micro_step: times that all weights are gathered in a micro-step.
         reduces_per_micro_step: times that all gradients are reduced (scattered) in a micro-step.
         gathers_per_step, reduces_per_step: the same, once in an optimizer step.
@@ -46,6 +47,7 @@ class Sharding:
     group: int = 1
     split: int = 1
     stages: int = 1
+    experts: int = 1
     gathers_per_micro_step: int = 0
     reduces_per_micro_step: int = 0
     gathers_per_step: int = 0

@@ -258,6 +258,7 @@ class MicroBatch:
         group: [B] int64, group numbers from 0; each padding sample and padding segment is a group of its own.
         selected: [N] bool, tokens that the loss selected over the whole mini-batch; None for losses that do not select.
         positions: index of each sample in the iteration; shorter than B if there are padding samples or segments.
+        places: [N] int64, place of each loss token among those of the whole row, where this is a slice of it.
     """
 
     input_ids: Tensor
@@ -283,6 +284,7 @@ class MicroBatch:
     group: Tensor | None = None
     selected: Tensor | None = None
     positions: tuple[int, ...] = ()
+    places: Tensor | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         """Copy the tensors to ``device``."""

@@ -173,26 +173,34 @@ class Scorer:
         """
         count, outputs = len(sampler.metas), frozenset(one.fields.values())
         shares = [_share_of_given(share, samples, count) for share in sampler.shares(sampler.first_pass)]
-        batches = self._packed(self.experience({p: TrainingSample(s) for p, s in samples.items()}, count), shares)
+        places: list[Tensor | None] = []
+        experience = self.experience({p: TrainingSample(s) for p, s in samples.items()}, count)
+        batches = self._packed(experience, shares, places)
         found = self.strategy.forward(one.model, batches, outputs, with_adapter=one.with_adapter)
         positions = [step for share in shares for step in share.micro_batches]
         scores: dict[str, dict[int, Tensor]] = {output: {} for output in one.fields.values()}
         for output, by_position in scores.items():
-            for row, places in zip(self._whole_rows(found, output), positions, strict=True):
-                by_position |= by_sample(row, places, samples)
+            for row, step in zip(self._whole_rows(found, places, output), positions, strict=True):
+                by_position |= by_sample(row, step, samples)
         return scores
 
-    def _packed(self, experience: Experience, shares: Sequence[RankShare]) -> Iterator[MicroBatch]:
-        """Every micro-batch on the device, packed one mini-batch at a time and moved when it is due."""
+    def _packed(
+        self, experience: Experience, shares: Sequence[RankShare], places: list[Tensor | None]
+    ) -> Iterator[MicroBatch]:
+        """Every micro-batch on the device, packed one mini-batch at a time and moved when it is due.
+
+        ``places`` is given, of each, where its loss tokens belong in the whole row; None where rows are not cut.
+        """
         for share in shares:
             for micro_batch in self.collator(experience.__getitems__(share)).micro_batches:
+                places.append(micro_batch.places)
                 yield micro_batch.to(self.device)
 
-    def _whole_rows(self, found: Sequence[TokenOutputs], output: str) -> list[Tensor]:
+    def _whole_rows(self, found: Sequence[TokenOutputs], places: Sequence[Tensor | None], output: str) -> list[Tensor]:
         """[N] on the CPU of each micro-batch's whole row, also where ranks hold slices of it."""
         # After the last pass: reading a result off a device waits for it.
         rows, sequence = [outputs[output].cpu() for outputs in found], self.strategy.sequence
-        return rows if sequence is None else sequence.gather_slices(rows)
+        return rows if sequence is None else sequence.gather_slices(rows, [p for p in places if p is not None])
 
 
 def _share_of_given(share: RankShare, samples: Mapping[int, Sample], count: int) -> RankShare:

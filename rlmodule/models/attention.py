@@ -44,8 +44,8 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention signature: query [1 or B, heads, T or 1, D] -> [1 or B, T or 1, heads, D].
 
-    With ``sequence`` the row is cut over ranks: each gets the whole row for its share of the heads, and ``segments``
-    are those of the whole row.
+    With ``sequence`` the row is cut over ranks: each gets its part of the row for its share of the heads, with the keys
+    and values of the whole row, and ``segments`` are those of its part.
 
     Dropout is ignored on purpose: the update pass must see the same network as the pass that gave the old log-probs.
     """
@@ -55,7 +55,7 @@ def attention_forward(
     if segments is not None:
         if sequence is not None:
             query, key, value = sequence.scatter_heads(query, key, value)
-            s_aux = None if s_aux is None else s_aux.chunk(sequence.size)[sequence.rank]
+            s_aux = None if s_aux is None else sequence.own_heads(s_aux)
         out = packed_attention(
             query,
             key,

@@ -242,6 +242,8 @@ def packed_hidden(
     if rows.is_alone:
         assert sequence is None, "one sample per row, and its attention is not cut over sequence ranks"
         return hidden_alone(lm, batch.input_ids, segments)
+    if sequence is not None:
+        segments = segments.of_part(sequence.part, sequence.num_parts)
     return hidden_states(lm, batch.input_ids[None], batch.position_ids[None], segments=segments, sequence=sequence)[0]
 
 

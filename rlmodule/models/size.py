@@ -8,6 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from rlmodule.core.parameters import linear_weights, tied
+from rlmodule.models.experts import expert_modules
 from rlmodule.models.lora import LoraConfig, add_adapter
 from rlmodule.models.shape import model_on_meta
 
@@ -20,6 +21,7 @@ class ModelSize:
         total: all of them, adapters included.
         trained: those that train: all, or the adapters.
         blocks: of each transformer block.
+        experts: of each block, those in experts that processes may share.
         outside: outside of the blocks: embedding, head, last norm.
         largest: of the largest tensor.
         matrices: those that only linear layers read, which products under autocast cast.
@@ -30,7 +32,8 @@ class ModelSize:
     blocks: tuple[int, ...]
     outside: int
     largest: int
-    matrices: int
+    matrices: int = 0
+    experts: tuple[int, ...] = ()
 
 
 _sizes: dict[tuple[str, str], ModelSize] = {}  # by configuration and adapters: building a large model takes a second
@@ -55,7 +58,8 @@ def _count(config: PreTrainedConfig, lora: LoraConfig | None) -> ModelSize:
     if lora is not None:
         add_adapter(lm, lora, seed=0, base=None)
     names = set(lm._no_split_modules or ())
-    blocks = tuple(_parameters(module) for module in lm.modules() if type(module).__name__ in names)
+    found = [module for module in lm.modules() if type(module).__name__ in names]
+    blocks, experts = tuple(map(_parameters, found)), set(expert_modules(lm))
     total = _parameters(lm)
     return ModelSize(
         total=total,
@@ -64,6 +68,7 @@ def _count(config: PreTrainedConfig, lora: LoraConfig | None) -> ModelSize:
         outside=total - sum(blocks),
         largest=max(p.numel() for p in lm.parameters()),
         matrices=sum(p.numel() for names, p in tied(lm) if linear_weights(lm).issuperset(names)),
+        experts=tuple(sum(_parameters(part) for part in experts & set(block.modules())) for block in found),
     )
 
 

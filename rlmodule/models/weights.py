@@ -1,8 +1,9 @@
 """Weights that stay on disk until a strategy reads them: the model is built with its parameters on the meta device.
 
 All else about such a model is real: buffers (rotary frequencies too), ties, generation settings. It is built only if
-the files hold each tensor under its own name and in its own shape. transformers renames, fuses or unties weights of
-some families while it loads them; it loads those as a whole (``pretrained.py``).
+the files hold each tensor in its own shape, under its own name or as experts that are stacked (``places.py``).
+transformers renames or unties weights of some families while it loads them, or fuses others than experts; it loads
+those as a whole (``pretrained.py``).
 Leaves out which part of a tensor a process keeps (``strategies/parts/loading.py``).
 """
 
@@ -17,12 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file  # type: ignore[attr-defined]
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from rlmodule.core.parameters import put, tied
 from rlmodule.models.lora import plain_name
+from rlmodule.models.places import EVERYTHING, Piece, Place, fusion_of
 
 FLOATING = ("F64", "F32", "F16", "BF16")  # dtypes, by their names in safetensors, that a plain copy turns into fp32
 
@@ -51,11 +52,11 @@ class StoredWeights:
     """The files that hold the tensors of a transformers model; implements ``core.contract.StoredWeights``.
 
     Args:
-        places: name in the model -> (safetensors file, name in it); tied tensors under each of their names.
+        places: name in the model -> where it lies; tied tensors under each of their names.
         unused: names in the files that no tensor of the model has.
     """
 
-    places: Mapping[str, tuple[str, str]]
+    places: Mapping[str, Place]
     unused: frozenset[str] = frozenset()
 
     @classmethod
@@ -69,21 +70,23 @@ class StoredWeights:
         try:
             files = _files(path)
             places = _places(lm, files, may_lack)
-            return cls(places, frozenset(name for name in files.keys() - places.keys() if not is_ignored(lm, name)))
+            used = {piece.name for place in places.values() for parts in place.pieces for piece in parts}
+            unused = files.keys() - places.keys() - used
+            return cls(places, frozenset(name for name in unused if not is_ignored(lm, name)))
         except SafetensorError as error:
             raise OSError(f"a safetensors file is damaged or no such file: {error}") from error
 
     def where(self, name: str) -> str:
         """The file and the name in it, for messages."""
-        file, stored_name = self._place(name)
-        return f"{stored_name} of {file}"
+        first = self._place(name).first
+        return f"{first.name} of {first.file}"
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor in the dtype it is stored in, mapped from the file: read-only."""
-        return _read(*self._place(name))
+    def read(self, name: str, rows: slice = EVERYTHING) -> Tensor:
+        """The tensor, or these entries of its first dimension, in the dtype it is stored in; it may be read-only."""
+        return self._place(name).read(rows)
 
-    def _place(self, name: str) -> tuple[str, str]:
-        """(file, name in it) of a parameter of a policy or value model, with ``lm.`` before it and adapters around."""
+    def _place(self, name: str) -> Place:
+        """That of a parameter of a policy or value model, with ``lm.`` before it and adapters around."""
         return self.places[plain_name(name.removeprefix("lm."))]
 
 
@@ -154,25 +157,25 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
-def _places(lm: PreTrainedModel, files: Mapping[str, str], may_lack: Collection[str]) -> dict[str, tuple[str, str]]:
+def _places(lm: PreTrainedModel, files: Mapping[str, str], may_lack: Collection[str]) -> dict[str, Place]:
     if getattr(lm.config, "quantization_config", None) is not None:
         raise NotByNameError("they are quantised")
-    for transform in get_model_conversion_mapping(lm):
-        changed = next((key for key in files if transform.rename_source_key(key)[1] is not None), None)
-        if changed is not None:
-            raise NotByNameError(f"transformers renames or fuses some while it loads them ({changed})")
-    places: dict[str, tuple[str, str]] = {}
+    fusion = fusion_of(lm, files)
+    if fusion.not_understood is not None:
+        raise NotByNameError(f"transformers renames or fuses some while it loads them ({fusion.not_understood})")
+    places: dict[str, Place] = {}
     for names, tensor in _kept(lm):
-        held = [name for name in names if name in files]
+        held = [name for name in names if name in files or name in fusion.places]
         if not held and names[0] in may_lack:
             continue
         if not held:
             raise NotByNameError(f"the files hold no {names[0]}")
-        shape, dtype = _described(files[held[0]], held[0])
+        found = [fusion.places.get(name) or Place.whole(Piece(files[name], name)) for name in held]
+        shape, dtype = found[0].described
         if shape != tensor.shape or dtype not in FLOATING:
             raise NotByNameError(f"{held[0]} is {dtype} {list(shape)} in the files, not {list(tensor.shape)}")
-        places |= dict.fromkeys(names, (files[held[0]], held[0]))
-        if any(not torch.equal(_read(files[name], name), _read(*places[name])) for name in held[1:]):
+        places |= dict.fromkeys(names, found[0])
+        if any(not torch.equal(other.read(), found[0].read()) for other in found[1:]):
             raise NotByNameError(f"{' and '.join(held)} are one tensor in the model and two in the files")
     return places
 
@@ -189,17 +192,6 @@ def _files(path: str) -> dict[str, str]:
     shards, sample_info = get_checkpoint_shard_files(path, index)
     files = dict(zip(sorted(set(sample_info["weight_map"].values())), shards, strict=True))
     return {key: files[shard] for key, shard in sample_info["weight_map"].items()}
-
-
-def _described(file: str, key: str) -> tuple[tuple[int, ...], str]:
-    with safe_open(file, framework="pt") as stored:
-        part = stored.get_slice(key)
-        return tuple(part.get_shape()), part.get_dtype()
-
-
-def _read(file: str, key: str) -> Tensor:
-    with safe_open(file, framework="pt") as stored:
-        return stored.get_tensor(key)  # type: ignore[no-any-return]
 
 
 def _kept(lm: PreTrainedModel) -> list[tuple[tuple[str, ...], Tensor]]:

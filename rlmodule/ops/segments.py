@@ -7,18 +7,23 @@ NaN) can leak in.
 
 A segment may continue another one, its prefix: its tokens see the whole prefix, which is computed once for all segments
 that continue it (the responses to one prompt). The keys of such a segment are gathered from the prefix and itself.
+
+Where ranks share a row, each computes the queries of its part of it (``core/slices.py``) against the keys of the whole
+row. A run of consecutive queries then stands for a segment: its keys are those of the segment up to its last query.
 The attention is in ``attention.py``. ``S`` is the number of segments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from rlmodule.core.slices import part_positions
 
 # Largest share of padding in a bucket. Measured on one CPU core, forward and backward of 64 to 256 segments: the same
 # time from 0 to 0.05, and 7 to 15 % more at 0.15, because a call is cheap and padding is not.
@@ -90,6 +95,21 @@ class EndToEnd:
 
 
 @dataclass(frozen=True, eq=False)
+class RowPart:
+    """A part of a packed row, where runs of its queries stand for segments.
+
+    Args:
+        ahead: [S] int64, tokens of the same segment before the first query of each run.
+        query_place: [T] int64, place of each position of the row among the queries; -1 where another rank has it.
+        key_place: [T] int64, place of each position of the row among the keys.
+    """
+
+    ahead: Tensor
+    query_place: Tensor
+    key_place: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class SegmentBuckets:
     """The segments of a packed row; each layout is computed when it is first used.
 
@@ -98,16 +118,19 @@ class SegmentBuckets:
     Args:
         start: [S] int64 on the CPU, first position of each segment.
         length: [S] int64 on the CPU, tokens of each segment.
-        prefix: [S] int64 on the CPU, segment that each segment continues, -1 for none. A prefix has no prefix itself.
+        prefix_start, prefix_length: [S] int64 on the CPU, of the segment that each continues; 0 for none.
         num_tokens: T, tokens of the packed row.
         device: device of the tokens.
+        part: where only a part of the row has its queries here; None for all of it.
     """
 
     start: Tensor
     length: Tensor
-    prefix: Tensor
+    prefix_start: Tensor
+    prefix_length: Tensor
     num_tokens: int
     device: torch.device
+    part: RowPart | None = None
 
     @classmethod
     def from_cu_seqlens(
@@ -128,14 +151,43 @@ class SegmentBuckets:
             prefix = torch.full_like(length, -1)
         assert bool((prefix[prefix[prefix >= 0]] < 0).all()), "a prefix must not have a prefix itself"
         token_device = cu_seqlens.device if device is None else torch.device(device)
-        return cls(borders[:-1], length, prefix, int(borders[-1]), token_device)
+        prefix_length = torch.where(prefix >= 0, length[prefix], 0)
+        return cls(borders[:-1], length, borders[:-1][prefix], prefix_length, int(borders[-1]), token_device)
+
+    def of_part(self, part: int, num_parts: int) -> SegmentBuckets:
+        """The queries of one of the parts that ranks share a row by, against the keys of all parts, laid end to end."""
+        if num_parts == 1:
+            return self
+        borders = functional.pad(self.length.cumsum(0), (1, 0))
+        positions = part_positions(borders, num_parts)
+        held = positions[part]
+        segment = torch.searchsorted(borders, held, right=True) - 1
+        begins = torch.ones_like(held, dtype=torch.bool)
+        begins[1:] = (held.diff() != 1) | (segment.diff() != 0)
+        first = begins.nonzero().squeeze(1)  # [S] of the runs, which stand for segments from here on
+        of_run = segment[first]
+        return replace(
+            self,
+            start=held[first],
+            length=functional.pad(first, (0, 1), value=len(held)).diff(),
+            prefix_start=self.prefix_start[of_run],
+            prefix_length=self.prefix_length[of_run],
+            num_tokens=len(held),
+            part=RowPart(
+                ahead=held[first] - self.start[of_run],
+                query_place=_inverse(held, borders[-1]),
+                key_place=_inverse(positions.flatten(), borders[-1]),
+            ),
+        )
 
     @cached_property
     def side_by_side(self) -> SideBySide:
         """Buckets by falling segment length, those without prefix first."""
         # Fewer queries than keys need a mask [queries, keys]. With a prefix shorter than the segment it is cheaper to
-        # compute the queries of the prefix again, under a plain causal mask, and to drop them.
-        return self._in_buckets(torch.where(self._before > self.length, self._before, 0), MAX_WASTE)
+        # compute the queries of the prefix again, under a plain causal mask, and to drop them; unless another rank has
+        # them.
+        keep = torch.ones_like(self.length, dtype=torch.bool) if self.part is not None else self._before > self.length
+        return self._in_buckets(torch.where(keep, self._before, 0), MAX_WASTE)
 
     @cached_property
     def whole(self) -> SideBySide:
@@ -163,10 +215,10 @@ class SegmentBuckets:
             seen = self._position(members, torch.minimum(column, last))  # [rows, keys]
             computed = seen[:, bucket.keys - bucket.queries :]
             is_own = ((column >= self._before[members]) & (column <= last))[:, bucket.keys - bucket.queries :]
-            target[computed[is_own]] = end + is_own.flatten().nonzero().squeeze(1)
+            target[self._query_place(computed[is_own])] = end + is_own.flatten().nonzero().squeeze(1)
             buckets.append(bucket)
-            queries.append(computed.flatten())
-            keys.append(seen.flatten())
+            queries.append(self._query_place(computed.flatten()))
+            keys.append(self._key_place(seen.flatten()))
             first, end = first + bucket.rows, end + computed.numel()
         return SideBySide(
             tuple(buckets),
@@ -183,10 +235,10 @@ class SegmentBuckets:
         cu_queries, cu_keys = (self._to_device(_cumulative(x)) for x in (self.length, count))
         longest = [int(x.max()) if len(x) else 0 for x in (self.length, count)]
         keys = None
-        if bool((self.prefix >= 0).any()):
+        if self.part is not None or bool((self.prefix_length > 0).any()):
             segment = torch.arange(len(count)).repeat_interleave(count)
             column = torch.arange(len(segment)) - (count.cumsum(0) - count)[segment]
-            keys = self._to_device(self._position(segment, column))
+            keys = self._to_device(self._key_place(self._position(segment, column)))
         return EndToEnd(cu_queries, cu_keys, longest[0], longest[1], keys)
 
     @cached_property
@@ -196,17 +248,30 @@ class SegmentBuckets:
 
     @cached_property
     def _before(self) -> Tensor:
-        """[S] tokens of each segment's prefix."""
-        return torch.where(self.prefix >= 0, self.length[self.prefix], 0)
+        """[S] keys before the first query of each segment: those of its prefix, and of its own on other ranks."""
+        return self.prefix_length if self.part is None else self.prefix_length + self.part.ahead
 
     def _position(self, segment: Tensor, column: Tensor) -> Tensor:
         """Packed position of key number ``column`` of ``segment``, counted from the start of its prefix."""
-        before = self._before[segment]
-        in_prefix = self.start[self.prefix[segment]] + column
-        return torch.where(column < before, in_prefix, self.start[segment] + column - before)
+        in_prefix = self.prefix_start[segment] + column
+        in_segment = self.start[segment] + column - self._before[segment]
+        return torch.where(column < self.prefix_length[segment], in_prefix, in_segment)
+
+    def _query_place(self, position: Tensor) -> Tensor:
+        return position if self.part is None else self.part.query_place[position]
+
+    def _key_place(self, position: Tensor) -> Tensor:
+        return position if self.part is None else self.part.key_place[position]
 
     def _to_device(self, x: Tensor) -> Tensor:
         return x.to(self.device, non_blocking=True)
+
+
+def _inverse(positions: Tensor, total: Tensor) -> Tensor:
+    """[P] positions -> [total] place of each position among them, -1 where it is not."""
+    place = torch.full((int(total),), -1)
+    place[positions] = torch.arange(len(positions))
+    return place
 
 
 def _concatenate(parts: Sequence[Tensor]) -> Tensor:

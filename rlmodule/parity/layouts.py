@@ -50,6 +50,9 @@ LAYOUTS: Sequence[ParityLayout] = (
     ParityLayout("ddp_sp2", "ddp dp1 x sp2", "ddp", 2, {"sp_size": 2}),
     ParityLayout("ddp_2_sp2", "ddp dp2 x sp2", "ddp", 4, {"sp_size": 2}),
     ParityLayout("ddp_2_sp2_shared", "ddp dp2 x sp2, prompts shared", "ddp", 4, {"sp_size": 2}, SHARED),
+    ParityLayout("ddp_cp2", "ddp dp1 x cp2", "ddp", 2, {"cp_size": 2}),
+    ParityLayout("ddp_2_cp2_shared", "ddp dp2 x cp2, prompts shared", "ddp", 4, {"cp_size": 2}, SHARED),
+    ParityLayout("ddp_cp8", "ddp dp1 x cp8", "ddp", 8, {"cp_size": 8}),  # more slices than heads
     ParityLayout("fsdp_2", "fsdp 2", "fsdp", 2),
     ParityLayout("fsdp_sp2", "fsdp dp1 x sp2", "fsdp", 2, {"sp_size": 2}),
     ParityLayout("fsdp2_2", "fsdp2 2", "fsdp2", 2),
@@ -60,9 +63,16 @@ LAYOUTS: Sequence[ParityLayout] = (
     ParityLayout("fsdp2_2_pp2", "fsdp2 dp2 x pp2", "fsdp2", 4, {"pp_size": 2}),
     ParityLayout("fsdp2_sp2_pp2", "fsdp2 dp1 x sp2 x pp2", "fsdp2", 4, {"sp_size": 2, "pp_size": 2}),
     ParityLayout("fsdp2_tp2_pp2", "fsdp2 dp1 x tp2 x pp2", "fsdp2", 4, {"tp_size": 2, "pp_size": 2}, NO_FLOOR),
+    ParityLayout("fsdp2_cp4", "fsdp2 dp1 x cp4", "fsdp2", 4, {"cp_size": 4}),
+    ParityLayout("fsdp2_sp2_cp2", "fsdp2 dp1 x sp2 x cp2", "fsdp2", 4, {"sp_size": 2, "cp_size": 2}),
+    ParityLayout("fsdp2_cp2_tp2", "fsdp2 dp1 x cp2 x tp2", "fsdp2", 4, {"cp_size": 2, "tp_size": 2}),
+    ParityLayout("fsdp2_2_ep2", "fsdp2 dp2, experts over 2", "fsdp2", 2, {"ep_size": 2}),
+    ParityLayout("fsdp2_4_ep2", "fsdp2 dp4, experts over 2", "fsdp2", 4, {"ep_size": 2}),
+    ParityLayout("fsdp2_2_tp2_ep2", "fsdp2 dp2 x tp2, experts over 2", "fsdp2", 4, {"tp_size": 2, "ep_size": 2}),
     ParityLayout("deepspeed_1", "deepspeed 2, stage 1", "deepspeed", 2, {"stage": 1}),
     ParityLayout("deepspeed_2", "deepspeed 2, stage 2", "deepspeed", 2, {"stage": 2}),
     ParityLayout("deepspeed_3", "deepspeed 2, stage 3", "deepspeed", 2, {"stage": 3}),
+    ParityLayout("deepspeed_3_cp2", "deepspeed dp1 x cp2, stage 3", "deepspeed", 2, {"stage": 3, "cp_size": 2}),
     ParityLayout("deepspeed_3_sp2", "deepspeed dp1 x sp2, stage 3", "deepspeed", 2, {"stage": 3, "sp_size": 2}),
 )
 

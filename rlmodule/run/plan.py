@@ -85,8 +85,7 @@ class RunPlan:
             + (f", teacher {s.algorithm.teacher}" if s.algorithm.teacher else "")
             + (f", KL {s.algorithm.kl_loss_type} x {s.algorithm.kl_loss_coef}" if s.algorithm.use_kl_loss else ""),
             "lr": learning_rate_in_words(s),
-            "layout": f"{s.backend} on {self.num_devices}: {self.layout.dp_size} data x "
-            f"{self.layout.sp_size} sequence x {self.layout.tp_size} tensor",
+            "layout": f"{s.backend} on {self.num_devices}: {self.layout.in_words}",
             **({"pipeline": self._pipeline()} if self.layout.pp_size > 1 else {}),
             "iteration": f"{self.samples}{again}, {steps} optimizer steps of {s.batching.mini_batch_size} samples",
             "budget": micro,

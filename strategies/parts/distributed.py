@@ -17,23 +17,25 @@ from strategies.parts.collectives import GroupCollectives
 from strategies.parts.failures import first_error
 from strategies.parts.mesh import Mesh, check_degrees
 from strategies.parts.offload import OffloadConfig
+from strategies.parts.shared_row import SharedRow
 from strategies.parts.strategy_mixin import StrategyMixin, inner_models_of
-from strategies.parts.ulysses import Ulysses
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """How processes are laid out; part of the config of every strategy of several processes."""
 
-    sp_size: int = 1  # processes that share a packed row (Ulysses sequence parallelism)
+    sp_size: int = 1  # processes that share a packed row by exchanging heads (Ulysses sequence parallelism)
+    cp_size: int = 1  # times as many share it by gathering keys and values (context parallelism)
 
     def __post_init__(self) -> None:
         at_least("sp_size", self.sp_size, 1)
+        at_least("cp_size", self.cp_size, 1)
 
     @property
     def grid(self) -> dict[str, int]:
-        """Keywords of ``Mesh.of_running``."""
-        return {"sp_size": self.sp_size}
+        """Keywords of ``Mesh.of_running``; a row has one slice for each of the processes that share it in any way."""
+        return {"sp_size": self.sp_size * self.cp_size, "cp_size": self.cp_size}
 
     @property
     def offload(self) -> OffloadConfig:
@@ -76,7 +78,7 @@ class DistributedStrategy(StrategyMixin, LightningDDPStrategy):
         self.layout = self.mesh.layout
         self.exchange_device = torch.device("cpu") if self._process_group_backend == "gloo" else self.root_device
         self.collectives = GroupCollectives(self.exchange_device, self.mesh.token_group)
-        self.sequence = Ulysses.of(self.mesh.sequence_group, self.exchange_device)
+        self.sequence = SharedRow.of(self.mesh, self.exchange_device)
 
     def model_to_device(self) -> None:
         """Nothing: ``wrap`` moves what this process keeps to the device."""

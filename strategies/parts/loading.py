@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rlmodule.core.contract import StoredWeights
 from rlmodule.core.errors import TrainingError
@@ -46,11 +46,24 @@ def drop_unread(model: nn.Module) -> None:
 
 def read(stored: StoredWeights, name: str, like: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The stored tensor of that name, in the dtype of ``like`` and sharded like it."""
-    full_tensor = torch.empty(like.shape, dtype=like.dtype, device=device).copy_(stored.read(name))
-    check_finite(stored.where(name), full_tensor)
+
+    def take(rows: slice = slice(None)) -> torch.Tensor:
+        taken = stored.read(name, rows).to(device=device, dtype=like.dtype, copy=True)
+        check_finite(stored.where(name), taken)
+        return taken
+
     if not isinstance(like, DTensor):
-        return full_tensor
-    return distribute_tensor(full_tensor, like.device_mesh, like.placements, src_data_rank=None)
+        return take()
+    mesh = like.device_mesh
+    if tuple(like.placements) != (Shard(0),) or like.shape[0] % mesh.size():
+        return distribute_tensor(take(), mesh, like.placements, src_data_rank=None)
+    # One share after the other: all are looked at, so that every process refuses the same, and one is kept.
+    size, mine = like.shape[0] // mesh.size(), None
+    for rank in range(mesh.size()):
+        share = take(slice(rank * size, (rank + 1) * size))
+        mine = share if rank == mesh.get_local_rank() else mine
+    assert mine is not None, "this process has a place in the mesh"
+    return DTensor.from_local(mine, mesh, like.placements, run_check=False)
 
 
 def check_finite(where: str, weight: torch.Tensor) -> None:

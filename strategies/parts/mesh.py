@@ -32,11 +32,12 @@ def detect_vendor(device: str) -> str:
     return next((vendor for vendor in ("metax", "iluvatar", "moorethreads") if vendor in name), "nvidia")
 
 
-def current_layout(sp_size: int = 1, tp_size: int = 1, pp_size: int = 1) -> Layout:
+def current_layout(sp_size: int = 1, tp_size: int = 1, cp_size: int = 1, pp_size: int = 1) -> Layout:
     """The layout of the running process group, or of a single process."""
     if not (dist.is_available() and dist.is_initialized()):
         return Layout()
-    return Layout(dist.get_world_size(), dist.get_rank(), sp_size=sp_size, tp_size=tp_size, pp_size=pp_size)
+    sizes = {"sp_size": sp_size, "tp_size": tp_size, "cp_size": cp_size, "pp_size": pp_size}
+    return Layout(world_size=dist.get_world_size(), rank=dist.get_rank(), **sizes)
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,17 @@ class Mesh:
 
     @classmethod
     def of_running(
-        cls, device: str, *, sp_size: int = 1, tp_size: int = 1, replicas: int = 1, pp_size: int = 1
+        cls,
+        device: str,
+        *,
+        sp_size: int = 1,
+        tp_size: int = 1,
+        replicas: int = 1,
+        cp_size: int = 1,
+        pp_size: int = 1,
     ) -> Mesh:
-        """Lay the mesh over the running process group; every process calls it."""
-        layout = current_layout(sp_size, tp_size, pp_size)
+        """Lay the mesh over the running process group; every process calls it. ``sp_size`` is that of the layout."""
+        layout = current_layout(sp_size, tp_size, cp_size, pp_size)
         sizes = (pp_size, replicas, layout.dp_size // replicas, sp_size, tp_size)
         names = ("stage", "replicate", "shard", "sequence", "tensor")
         return cls(layout, init_device_mesh(device, sizes, mesh_dim_names=names))
@@ -86,6 +94,15 @@ class Mesh:
         return self.grid["sequence"].get_group() if self.layout.sp_size > 1 else None
 
     @property
+    def row_groups(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """Of the processes that share a row: those of the same part, and those with the same heads; None for one."""
+        heads, parts = self.layout.heads_size, self.layout.cp_size
+        if parts == 1 or heads == 1:
+            return (self.sequence_group, None) if parts == 1 else (None, self.sequence_group)
+        grid = self.grid["sequence"]._unflatten(0, (parts, heads), ("parts", "heads"))
+        return grid["heads"].get_group(), grid["parts"].get_group()
+
+    @property
     def tensor(self) -> DeviceMesh | None:
         """Processes that share every matrix; None where matrices are not cut."""
         return self.grid["tensor"] if self.layout.tp_size > 1 else None
@@ -104,14 +121,22 @@ class Mesh:
         return self.grid[names]._flatten("_".join(names))
 
 
-def check_degrees(world_size: int, *, sp_size: int = 1, tp_size: int = 1, replicas: int = 1, pp_size: int = 1) -> None:
+def check_degrees(
+    world_size: int, *, sp_size: int = 1, tp_size: int = 1, replicas: int = 1, cp_size: int = 1, pp_size: int = 1
+) -> None:
     """Check, before any process is started, that the degrees divide the number of processes.
 
     Raises:
         ConfigError: one of them does not.
     """
     left = world_size
-    for key, size in (("pp_size", pp_size), ("tp_size", tp_size), ("sp_size", sp_size), ("dp_replicate", replicas)):
+    for key, size in (
+        ("pp_size", pp_size),
+        ("tp_size", tp_size),
+        ("sp_size", sp_size // cp_size),
+        ("cp_size", cp_size),
+        ("dp_replicate", replicas),
+    ):
         if left % size:
             raise ConfigError(
                 key=f"strategy.{key}",

@@ -6,7 +6,7 @@ by chunk, outside of its forward. The entry points of transformers are semi-publ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
@@ -22,8 +22,13 @@ from rlmodule.core.errors import ConfigError
 SPLIT_OF_ADAPTER = {"colwise": "lora_B", "rowwise": "lora_A"}
 
 
-def apply_tensor_parallel(lm: Any, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(lm: Any, mesh: DeviceMesh, apart: Collection[str] = ()) -> None:
     """Split the attention and feed-forward matrices of a transformers model over ``mesh``.
+
+    Args:
+        lm: the model.
+        mesh: processes that share every matrix.
+        apart: modules and parameters that are cut in another way (experts).
 
     Raises:
         ConfigError: the model has no plan, its plan splits no matrix of a block, or its heads cannot be dealt out.
@@ -36,7 +41,7 @@ def apply_tensor_parallel(lm: Any, mesh: DeviceMesh) -> None:
             key="strategy.tp_size", got=mesh.size(), because=str(error).splitlines()[0], fix="Use strategy.tp_size=1"
         ) from None
     whole = {lm.get_input_embeddings(), lm.get_output_embeddings()}
-    kept = tuple(f"{name}." for name, module in lm.named_modules() if module in whole)
+    kept = tuple(f"{name}." for name in (*apart, *(name for name, module in lm.named_modules() if module in whole)))
     of_blocks = {name: style for name, style in plan.items() if not f"{name}.".startswith(kept)}
     apply_tensor_parallelism(lm, mesh, _with_adapters(lm, of_blocks))
     if not any(isinstance(parameter, DTensor) for parameter in lm.parameters()):

@@ -208,7 +208,8 @@ def test_the_summary_says_what_the_run_came_to(finished):
     assert taken + flat == 6, "a mini-batch without a gradient is no step"
     assert (summary["iterations"], summary["optimizer_steps"], summary["samples"]) == (3, taken, 24)
     assert (summary["skipped_steps"], summary["empty_steps"], summary["seed"]) == (0, 0, 0)
-    assert summary["layout"] == {"world_size": 1, "dp_size": 1, "sp_size": 1, "tp_size": 1, "pp_size": 1, "ep_size": 1}
+    sizes = ("world_size", "dp_size", "sp_size", "tp_size", "pp_size", "ep_size", "cp_size")
+    assert summary["layout"] == dict.fromkeys(sizes, 1)
     assert {"python", "torch", "lightning", "transformers", "rlmodule"} == set(summary["versions"])
     assert summary["wall_seconds"]["total"] == pytest.approx(
         sum(v for k, v in summary["wall_seconds"].items() if k != "total")

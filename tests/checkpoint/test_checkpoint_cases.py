@@ -240,6 +240,7 @@ def test_held_out_accuracy_at_the_end_ranks_the_last_checkpoint_too(finished):
         "tp_size": 1,
         "pp_size": 1,
         "ep_size": 1,
+        "cp_size": 1,
     }
     assert folders[-1]["config"]["optimizer.lr"] == 1e-2
 

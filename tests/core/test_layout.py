@@ -78,6 +78,7 @@ def test_sizes_name_every_dimension():
         "tp_size": 4,
         "pp_size": 8,
         "ep_size": 16,
+        "cp_size": 1,
     }
     assert layout.stage_size == 128
 

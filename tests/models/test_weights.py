@@ -17,8 +17,7 @@ from rlmodule.models.description import ModelConfig
 from rlmodule.models.lora import LoraConfig
 from tests.helpers.tiny import FAMILIES, filled, tiny_policy
 
-FUSED = ("qwen3_moe", "qwen2_moe", "deepseek_v3")  # their experts are fused at load
-BY_NAME = [family for family in FAMILIES if family not in FUSED]
+FUSED = ("qwen3_moe", "qwen2_moe", "deepseek_v3")  # their files have experts one by one
 FILE = "model.safetensors"
 
 
@@ -30,7 +29,7 @@ def saved(folder, family="qwen3", dtype=None, **changes):
     return ModelConfig(path=str(folder))
 
 
-@pytest.mark.parametrize("family", BY_NAME)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_outline_has_no_numbers_and_becomes_the_loaded_model(tmp_path, family):
     config = saved(tmp_path, family)
     expected, outlined = (make(config, seed=0, temperature=1.0) for make in (build_policy, build_policy_on_meta))
@@ -135,13 +134,26 @@ def test_a_tensor_stored_twice_with_equal_numbers_is_one(tmp_path):
     assert policy.lm.get_output_embeddings().weight is policy.lm.get_input_embeddings().weight
 
 
-def test_experts_that_are_fused_at_load_are_loaded_whole_and_right(tmp_path):
+@pytest.mark.parametrize("family", FUSED)
+def test_experts_are_read_one_by_one_and_no_others(tmp_path, family):
+    """Twelve of them, so that the tenth must not come before the second."""
+    count = {"qwen3_moe": "num_experts", "qwen2_moe": "num_experts", "deepseek_v3": "n_routed_experts"}[family]
+    config = saved(tmp_path, family, **{count: 12})
+    outlined = build_policy_on_meta(config, seed=0, temperature=1.0)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
+    fused = [name for name in stock if "experts." in name and stock[name].ndim == 3 and "shared" not in name]
+    assert fused
+    for name in fused:
+        assert torch.equal(outlined.stored.read(f"lm.{name}"), stock[name])
+        assert torch.equal(outlined.stored.read(f"lm.{name}", slice(9, 11)), stock[name][9:11])
+        assert len({piece.name for parts in outlined.stored.places[name].pieces[9:11] for piece in parts}) <= 4
+
+
+def test_a_file_that_lacks_an_expert_is_left_to_transformers_which_refuses_it(tmp_path):
     config = saved(tmp_path, "qwen3_moe")
-    outlined, expected = (make(config, seed=0, temperature=1.0) for make in (build_policy_on_meta, build_policy))
-    assert outlined.stored is None
-    assert "read whole by every process: transformers renames or fuses" in outlined.loading
-    state = expected.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in outlined.state_dict().items())
+    changed(tmp_path, lambda state: state.pop("model.layers.1.mlp.experts.2.up_proj.weight"))
+    with pytest.raises(ConfigError, match=r"model\.path="):
+        build_policy_on_meta(config, seed=0, temperature=1.0)
 
 
 def test_quantised_weights_are_not_taken_for_numbers(tmp_path):

@@ -211,7 +211,7 @@ class FixedData(RLDataModule):
         return DataLoader(
             Experience(run.rows(), 0, len(run.lengths)),
             batch_sampler=sampler,
-            collate_fn=DynamicCollator(0, layout.sp_size, layout.sp_rank),
+            collate_fn=DynamicCollator(0, layout.sp_size, layout.sp_rank, cp_size=layout.cp_size),
         )
 
     def state_dict(self) -> dict[str, int]:

@@ -85,6 +85,11 @@ def exchanged(m):
     return {"c10d::alltoall_base_": 4 * LAYERS * m}
 
 
+def gathered(m):
+    """Of context parallelism: keys and values of a layer brought together, and their gradients taken back."""
+    return {"c10d::_allgather_base_": LAYERS * m, "c10d::_reduce_scatter_base_": LAYERS * m}
+
+
 # For m micro-steps, by what must travel. Weights of a block are gathered forward and again backward; the outermost unit
 # stays whole in between. DeepSpeed asks once more whether a gradient overflowed, and gathers weights per optimizer group.
 EXPECTED = {
@@ -109,6 +114,9 @@ EXPECTED = {
     },
     "ddp sp2": lambda m: {"c10d::allreduce_": 1, **exchanged(m)},
     "fsdp2 sp2": lambda m: {**EXPECTED["fsdp2"](m), **exchanged(m)},
+    "ddp cp2": lambda m: {"c10d::allreduce_": 1, **gathered(m)},
+    "ddp sp2 cp2": lambda m: {"c10d::allreduce_": 1, **gathered(m), **exchanged(m)},
+    "fsdp2 cp2": lambda m: dict(Counter(EXPECTED["fsdp2"](m)) + Counter(gathered(m))),
     "deepspeed 3 sp2": lambda m: {**EXPECTED["deepspeed 3"](m), **exchanged(m)},
 }
 OPTIONS = {
@@ -118,6 +126,9 @@ OPTIONS = {
     "deepspeed 3": ("deepspeed", {"stage": 3}),
     "ddp sp2": ("ddp", {"sp_size": 2}),
     "fsdp2 sp2": ("fsdp2", {"sp_size": 2}),
+    "ddp cp2": ("ddp", {"cp_size": 2}),
+    "ddp sp2 cp2": ("ddp", {"sp_size": 2, "cp_size": 2}),
+    "fsdp2 cp2": ("fsdp2", {"cp_size": 2}),
     "deepspeed 3 sp2": ("deepspeed", {"stage": 3, "sp_size": 2}),
 }
 
@@ -128,13 +139,15 @@ OPTIONS = {
 def test_a_step_exchanges_what_is_cut_one_norm_and_one_block_of_metrics(label):
     """Of a mini-batch of several micro-steps; nothing else, whatever the strategy."""
     backend, options = OPTIONS.get(label, (label, {}))
+    world = max(2, options.get("sp_size", 1) * options.get("cp_size", 1))
+    budget = 64 // world  # of one rank
 
     def of_rank(rank):
         count = CountCollectives()
-        FixedRun(backend=backend, options=options, callbacks=(count,), budget=32, epochs=2).fit(2, rank)
+        FixedRun(backend=backend, options=options, callbacks=(count,), budget=budget, epochs=2).fit(world, rank)
         return count.micro_steps, count.steps
 
-    for micro_steps, steps in run_on_ranks(2, of_rank):
+    for micro_steps, steps in run_on_ranks(world, of_rank):
         assert len(steps) == 6
         assert max(micro_steps) >= 2
         for m, step in list(zip(micro_steps, steps, strict=True))[3:5]:  # buckets and traces are settled by then

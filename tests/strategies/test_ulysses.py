@@ -27,7 +27,7 @@ from rlmodule.models.policy import PolicyModel
 from rlmodule.training.reduction import reduce_metrics
 from strategies.parts.collectives import GroupCollectives, LocalCollectives
 from strategies.parts.mesh import Mesh, current_layout
-from strategies.parts.ulysses import Ulysses
+from strategies.parts.shared_row import SharedRow
 from tests.helpers.ranks import run_on_ranks
 
 LENGTHS = ((3, 4), (2, 1), (1, 9), (4, 0), (5, 2))  # (prompt, response) tokens; 31 in all, no multiple of 2 or 4
@@ -85,19 +85,28 @@ class Step:
     metrics: dict[str, float]
 
 
-def step_of(policy: PolicyModel, objective: Objective, layout: Layout, sequence: SequenceRanks | None) -> Step:
-    """One mini-batch in two micro-steps; data ranks beyond the second get dummies."""
-    totals = totals_of(ROWS, layout)
-    collate = DynamicCollator(pad_token_id=0, sp_size=layout.sp_size, sp_rank=layout.sp_rank)
+def step_of(
+    policy: PolicyModel,
+    objective: Objective,
+    layout: Layout,
+    sequence: SequenceRanks | None,
+    rows: list[TrainingSample] = ROWS,
+    *,
+    share_prompts: bool = False,
+) -> Step:
+    """One mini-batch of five samples in two micro-steps; data ranks beyond the second get dummies."""
+    totals = totals_of(rows, layout)
+    collate = DynamicCollator(0, layout.sp_size, layout.sp_rank, share_prompts, cp_size=layout.cp_size)
     plan = [[[0, 1, 2, 3, 4], []]] if layout.dp_size == 1 else [[[0, 2], []], [[1, 3], [4]]]
     policy.sequence = sequence
-    outputs, metrics = [], []
+    outputs, metrics, order = [], [], []
     for places in plan[layout.dp_rank]:
-        batch = collate.pack([ROWS[p] for p in places], totals)
+        batch = collate.pack([rows[p] for p in places], totals)
         share = objective.for_micro_batch(batch, totals, sequence)
         policy(batch, objective=share).backward()
         metrics.append(share.metrics)
         outputs.append(policy(batch, outputs=frozenset({"entropy"})))
+        order.append(batch.places)
     gradients = {name: p.grad for name, p in policy.named_parameters()}
     if layout.world_size > 1:
         for gradient in gradients.values():
@@ -106,7 +115,7 @@ def step_of(policy: PolicyModel, objective: Objective, layout: Layout, sequence:
     logprob = [o.logprob for o in outputs]
     entropy = [o.entropy for o in outputs]
     if sequence is not None:
-        logprob, entropy = sequence.gather_slices(logprob), sequence.gather_slices(entropy)
+        logprob, entropy = sequence.gather_slices(logprob, order), sequence.gather_slices(entropy, order)
     collectives = GroupCollectives(CPU) if layout.world_size > 1 else LocalCollectives()
     merged = reduce_metrics(merge(metrics), layout, collectives)
     return Step(torch.cat(logprob), torch.cat(entropy), gradients, {name: m.result for name, m in merged.items()})
@@ -137,7 +146,7 @@ def on_rank(rank: int, sp_size: int, cases: list[tuple[dict[str, Any], Objective
 
 
 def join(sp_size: int) -> SequenceRanks | None:
-    return Ulysses.of(Mesh.of_running("cpu", sp_size=sp_size).sequence_group, CPU)
+    return SharedRow.of(Mesh.of_running("cpu", sp_size=sp_size), CPU)
 
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
@@ -168,10 +177,15 @@ def uncut() -> list[Step]:
 @pytest.mark.parametrize(("world_size", "sp_size"), [(2, 2), (4, 4), (4, 2)], ids=["sp2", "sp4", "dp2 x sp2"])
 def test_cutting_the_row_changes_nothing(uncut: list[Step], world_size: int, sp_size: int) -> None:
     by_rank = run_on_ranks(world_size, on_rank, sp_size, CASES)
+    check_steps(uncut, by_rank, has_every_sample=world_size == sp_size)
+
+
+def check_steps(uncut: list[Step], by_rank: list[list[Step]], *, has_every_sample: bool) -> None:
+    """Every case on every rank is that of the uncut row; outputs where one data rank holds every sample."""
     for number, expected in enumerate(uncut):
         for rank, steps in enumerate(by_rank):
             got = steps[number]
-            if world_size == sp_size:  # one data rank holds every sample
+            if has_every_sample:
                 torch.testing.assert_close(got.logprob, expected.logprob, rtol=1e-6, atol=1e-6)
                 torch.testing.assert_close(got.entropy, expected.entropy, rtol=1e-6, atol=1e-6)
             for name, gradient in expected.gradients.items():
@@ -181,7 +195,7 @@ def test_cutting_the_row_changes_nothing(uncut: list[Step], world_size: int, sp_
                     gradient,
                     rtol=0,
                     atol=2e-6 * scale,
-                    msg=lambda m, n=name, r=rank: f"{n} on {r}: {m}",
+                    msg=lambda m, n=name, r=rank, c=number: f"case {c}, {n} on {r}: {m}",
                 )
             assert got.metrics == pytest.approx(expected.metrics, rel=1e-5, abs=1e-7)
             assert norm_of(got) == pytest.approx(norm_of(expected), rel=1e-6)

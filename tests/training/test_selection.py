@@ -11,7 +11,7 @@ from rlmodule.losses.clip_cov import ClipCov
 from rlmodule.losses.kl_cov import KLCov
 from rlmodule.training.selection import highest, with_selection
 from strategies.parts.mesh import Mesh
-from strategies.parts.ulysses import Ulysses
+from strategies.parts.shared_row import SharedRow
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import current_layout, mixed_rows, share_rows, single, tiny_policy, wrap_here
 
@@ -30,7 +30,7 @@ def selected_on(rank, name, config, sp_size=1):
     layout, policy = current_layout(sp_size), tiny_policy()
     strategy = wrap_here({"policy": policy})
     if sp_size > 1:
-        policy.sequence = Ulysses.of(Mesh.of_running("cpu", sp_size=sp_size).sequence_group, torch.device("cpu"))
+        policy.sequence = SharedRow.of(Mesh.of_running("cpu", sp_size=sp_size), torch.device("cpu"))
     [mini_batch] = share_rows(ROWS, config, layout)
     picked = with_selection(mini_batch, LOSSES[name], "policy", strategy)
     return [

@@ -141,6 +141,7 @@ def build_maker(
         layout.sp_rank,
         share_prompts=s.batching.share_prompts,
         num_top_tokens=objective.num_top_tokens,
+        cp_size=layout.cp_size,
     )
     scorer = Scorer(
         strategy,

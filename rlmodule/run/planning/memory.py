@@ -81,6 +81,16 @@ class ModelMemory:
         blocks = max(1, len(self.size.blocks))
         return in_blocks * math.ceil(blocks / self.sharding.stages) // blocks
 
+    def _on_a_process(self, block: int) -> int:
+        """Elements of a block once it is gathered: whole matrices or a tensor rank's part, and its share of experts."""
+        size, s = self.size, self.sharding
+        experts = size.experts[block] if s.experts > 1 else 0
+        return (size.blocks[block] - experts) // s.split + experts // s.experts
+
+    @property
+    def _largest_block(self) -> int:
+        return max((self._on_a_process(block) for block in range(len(self.size.blocks))), default=0)
+
     @property
     def weights(self) -> int:
         """Bytes of weights that the process holds, masters included."""
@@ -92,8 +102,13 @@ class ModelMemory:
     def gradients(self) -> int:
         """Bytes of gradients once all are there."""
         s = self.sharding
-        away = "gradients" in s.on_host or not self.is_trained
-        return 0 if away else self._numel(self.size.trained, s.gradients) * FP32 * s.gradient_copies
+        if "gradients" in s.on_host or not self.is_trained:
+            return 0
+        numel = self._numel(self.size.trained, s.gradients)
+        if s.experts > 1 and s.gradients == s.split and self.size.trained == self.size.total:  # whole ones are kept
+            experts = sum(self.size.experts)
+            numel += experts // s.experts - experts // s.split
+        return numel * FP32 * s.gradient_copies
 
     @property
     def moments(self) -> int:
@@ -107,8 +122,9 @@ class ModelMemory:
         s = self.sharding
         if not s.gathers_blocks or s.group == 1:
             return 0
-        blocks = self._of_stage(sum(self.size.blocks)) if s.keeps_gathered else 2 * max(self.size.blocks, default=0)
-        return (blocks + self.size.outside) * s.gathered_bytes // s.split
+        every = self._of_stage(sum(self._on_a_process(block) for block in range(len(self.size.blocks))))
+        blocks = every if s.keeps_gathered else 2 * self._largest_block
+        return (blocks + self.size.outside // s.split) * s.gathered_bytes
 
     @property
     def reducing(self) -> int:
@@ -116,8 +132,8 @@ class ModelMemory:
         s = self.sharding
         if not self.is_trained or s.group == 1 or s.gradients == s.split:
             return 0
-        block = min(max(self.size.blocks, default=0), self.size.trained)
-        return (block + min(s.bucket_numel, self.size.trained)) * FP32 // s.split
+        trained = self.size.trained // s.split
+        return (min(self._largest_block, trained) + min(s.bucket_numel, trained)) * FP32
 
 
 @dataclass(frozen=True)
@@ -158,6 +174,7 @@ class MemoryModel:
         head: its language-model head.
         longest: tokens of the longest sample.
         loss_share: loss tokens of a token of the micro-batch, at most.
+        gathered_keys: bytes of keys and values of other parts of the row, for each token of this process.
         micro_steps_accumulate: whether a step has several micro-batches, so that whole gradients are there already.
     """
 
@@ -167,6 +184,7 @@ class MemoryModel:
     head: HeadShape
     longest: int
     loss_share: float = 1.0
+    gathered_keys: float = 0.0
     micro_steps_accumulate: bool = True
 
     def step(self, budget: int) -> StepMemory:
@@ -179,7 +197,7 @@ class MemoryModel:
             gradients=model.gradients if self.micro_steps_accumulate else 0,
             moments=sum(m.moments for m in everything),
             gathered=model.gathered + model.reducing,
-            activations=int(self.footprint.kept(budget, longest)),
+            activations=int(self.footprint.kept(budget, longest) + budget * self.gathered_keys),
             head=head.chunk(of_loss) + head.around(of_loss) + head.gradient,
             backward=int(max(0.0, self.footprint.backward(budget, longest))) + of_head,
         )

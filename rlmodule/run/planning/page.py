@@ -58,7 +58,12 @@ def as_data(plan: Plan, assumed: Assumed) -> dict[str, Any]:
             "precision": config.model.precision,
             "lr": learning_rate_in_words(config),
         },
-        "layout": {"strategy": config.backend, "device": plan.strategy.machine.device, **layout.sizes},
+        "layout": {
+            "strategy": config.backend,
+            "device": plan.strategy.machine.device,
+            **layout.sizes,
+            "in_words": layout.in_words,
+        },
         "step_memory": asdict(plan.memory.step(plan.budget)),
         "peak_bytes": plan.memory.peak(plan.budget),
         "sampling_memory": None if plan.sampling is None else asdict(plan.sampling) | {"total": plan.sampling.total},
@@ -206,9 +211,7 @@ def _model_rows(data: Mapping[str, Any]) -> dict[str, str]:
         + (f", of which {trained:,} train" if trained != model["parameters"] else "")
         + f"; {model['parameters_per_token']:,.0f} multiply for a token",
         "lr": model["lr"],
-        "layout": f"{layout['strategy']} on {layout['world_size']} {layout['device']} processes: "
-        f"{layout['dp_size']} data x {layout['sp_size']} sequence x {layout['tp_size']} tensor"
-        + (f" x {layout['pp_size']} pipeline stages" if layout["pp_size"] > 1 else ""),
+        "layout": f"{layout['strategy']} on {layout['world_size']} {layout['device']} processes: {layout['in_words']}",
     }
 
 

@@ -144,7 +144,19 @@ class Plan:
             head,
             longest=math.ceil(self.config.longest_sample / self.layout.sp_size),
             loss_share=min(1.0, self.expected.response / self.expected.sample),
+            gathered_keys=self._gathered_keys(checkpointing) * head.compute_bytes,
         )
+
+    def _gathered_keys(self, checkpointing: str) -> float:
+        """Numbers in keys and values of other parts of a row, for each token of a process: of all layers, or of one.
+
+        A process keeps those of whole rows, for its share of the heads, until the backward pass of the layer.
+        """
+        layout, by_layer = self.layout, list[float]()
+        for kind in self.shape.attention:
+            heads = max(1, kind.num_kv_heads // (layout.tp_size * layout.heads_size)) * layout.heads_size
+            by_layer += [heads * (kind.key_dim + kind.value_dim)] * kind.num_layers
+        return (layout.cp_size - 1) * float(sum(by_layer) if checkpointing == NONE else max(by_layer, default=0.0))
 
     @cached_property
     def policy_memory(self) -> ModelMemory:

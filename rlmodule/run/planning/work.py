@@ -76,13 +76,23 @@ def sent_bytes(parameters: int, bytes_each: int, group: int, times: float) -> fl
 
 
 def traffic(size: ModelSize, sharding: Sharding) -> tuple[float, float]:
-    """(bytes per micro-step, bytes per step) that a process sends for one model that trains."""
-    s, parts = sharding, sharding.split * sharding.stages
-    total, trained = size.total // parts, size.trained // parts
-    per_micro_step = sent_bytes(total, s.gathered_bytes, s.group, s.gathers_per_micro_step)
-    per_micro_step += sent_bytes(trained, FP32, s.group, s.reduces_per_micro_step)
-    per_step = sent_bytes(trained, s.weight_bytes, s.group, s.gathers_per_step)
-    return per_micro_step, per_step + sent_bytes(trained, FP32, s.group, s.reduces_per_step)
+    """(bytes per micro-step, bytes per step) that a process sends of one model's weights and gradients."""
+    apart = sum(size.experts) if sharding.experts > 1 else 0
+    trained = apart if size.trained == size.total else 0  # adapters leave experts as they are
+    parts = sharding.split * sharding.stages
+    found = _traffic(size.total - apart, size.trained - trained, parts, sharding.group, sharding)
+    same = sharding.group * sharding.split // sharding.experts  # processes that hold the same experts
+    of_experts = _traffic(apart, trained, sharding.experts, same, sharding)
+    return found[0] + of_experts[0], found[1] + of_experts[1]
+
+
+def _traffic(total: int, trained: int, split: int, group: int, s: Sharding) -> tuple[float, float]:
+    """Of parameters whose ``split``-th part is exchanged within ``group`` processes."""
+    total, trained = total // split, trained // split
+    per_micro_step = sent_bytes(total, s.gathered_bytes, group, s.gathers_per_micro_step)
+    per_micro_step += sent_bytes(trained, FP32, group, s.reduces_per_micro_step)
+    per_step = sent_bytes(trained, s.weight_bytes, group, s.gathers_per_step)
+    return per_micro_step, per_step + sent_bytes(trained, FP32, group, s.reduces_per_step)
 
 
 def sampling_flops(shape: ModelShape, samples: float, prompts: float, lengths: Lengths) -> float:

@@ -78,12 +78,12 @@ def check_families_under(config: RunConfig, layout: Layout, *, gathers_inside_bl
             )
         if layout.sp_size > 1 and (found.rows.is_alone or found.states):
             raise ConfigError(
-                key="strategy.sp_size",
-                got=layout.sp_size,
+                key="strategy.sp_size" if layout.cp_size == 1 else "strategy.cp_size",
+                got=layout.heads_size if layout.cp_size == 1 else layout.cp_size,
                 because=f"the model runs {found.note}, whole on every process"
                 if found.rows.is_alone
                 else f"the state of {', '.join(found.states)} runs along a row, which so cannot be cut over processes",
-                fix="Use strategy.sp_size=1",
+                fix="Use strategy.sp_size=1 and strategy.cp_size=1",
             )
 
 

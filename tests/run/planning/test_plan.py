@@ -131,6 +131,52 @@ def test_traffic_is_that_of_rings(words, per_micro_step, per_step):
     assert sent_bytes(10, 4, 1, 5) == 0
 
 
+MOE = ("model=qwen3_30b_a3b", "strategy=fsdp2", "trainer.devices=8", "model.activation_checkpointing=full", *FILES)
+EXPERT = 3 * 768 * 2048  # weights of one expert, 128 in each of 48 layers
+
+
+def test_shared_experts_are_held_as_before_and_gathered_by_those_who_hold_the_same():
+    """Eight ranks over eight share no expert, so none is gathered; over two, four ranks share a half of them."""
+    alone, two, eight = (plan_of(*MOE, f"strategy.ep_size={ep}") for ep in (1, 2, 8))
+    experts = 48 * 128 * EXPERT
+    rest = alone.size.total - experts
+    assert alone.size.experts == (128 * EXPERT,) * 48
+    assert alone.memory.trained.weights == two.memory.trained.weights == eight.memory.trained.weights
+    assert alone.step.bytes_per_micro_step == pytest.approx(3 * 4 * alone.size.total * 7 / 8)
+    assert two.step.bytes_per_micro_step == pytest.approx(3 * 4 * (rest * 7 / 8 + experts / 2 * 3 / 4))
+    assert eight.step.bytes_per_micro_step == pytest.approx(3 * 4 * rest * 7 / 8)
+    saved = alone.memory.trained.gathered - eight.memory.trained.gathered
+    assert saved == 2 * 4 * (128 - 128 // 8) * EXPERT, "of two blocks"
+
+
+def test_experts_that_cannot_be_shared_are_a_problem():
+    [problem] = plan_of(*SEVEN, "strategy.ep_size=2").problems
+    assert str(problem).startswith("strategy.ep_size=2: qwen2 has no experts")
+    found = plan_of(*MOE, "trainer.devices=12", "strategy.ep_size=3").problems
+    assert any("does not divide the 128 experts of a layer" in str(problem) for problem in found)
+
+
+def test_a_part_of_a_row_keeps_the_keys_and_values_of_the_others():
+    """Of all layers, or of one where blocks are recomputed; 4 key-value heads of 128 and 128 in bfloat16 or fp32."""
+    budget = 4096
+    for checkpointing, layers, number in (("full", 1, 2), ("none", LAYERS, 2), ("none", LAYERS, 4)):
+        words = (
+            *SEVEN,
+            f"model.activation_checkpointing={checkpointing}",
+            *(("model.precision=32-true",) if number == 4 else ()),
+        )
+        plain, cut = (plan_of(*words, *more) for more in ((), ("strategy.cp_size=8",)))
+        more = cut.memory.step(budget).activations - plain.memory.step(budget).activations
+        assert more == pytest.approx(budget * 7 * layers * 4 * (128 + 128) * number, rel=0.001)
+        assert cut.budget * 8 == cut.layout.sp_size * plain.budget
+
+
+def test_more_slices_than_heads_are_no_problem_by_context():
+    assert plan_of(*SEVEN, "trainer.devices=32", "strategy.sp_size=4", "strategy.cp_size=8").problems == []
+    [problem] = plan_of(*SEVEN, "trainer.devices=32", "strategy.sp_size=32").problems
+    assert "and strategy.cp_size for more processes" in str(problem)
+
+
 def test_what_waits_on_the_host_takes_no_device_memory():
     step = plan_of(*SEVEN, "strategy.cpu_offload=true").memory.step(2048)
     assert (step.weights, step.gradients, step.moments) == (0, 0, 0)

@@ -1,0 +1,96 @@
+"""The ranks that share a packed row, as models and losses see them: a number of slices, whatever is exchanged for them.
+
+Ranks of a part exchange heads (``ulysses.py``); ranks with the same heads gather keys and values (``context.py``). The
+object has no state and is no global: the model hands it to its attention as a keyword. Which ranks form a group is said
+in ``mesh.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from strategies.parts.collectives import GroupCollectives
+from strategies.parts.context import Context
+from strategies.parts.mesh import Mesh
+from strategies.parts.mirrored import all_reduce, exchanged
+from strategies.parts.ulysses import Ulysses
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRow:
+    """The ranks that each hold a slice of one row; implements ``SequenceRanks``.
+
+    Args:
+        group: all of them.
+        collectives: of the same group, for small objects.
+        ulysses: those of the same part; None where each part is one slice.
+        context: those with the same heads; None where there is one part.
+    """
+
+    group: dist.ProcessGroup
+    collectives: GroupCollectives
+    ulysses: Ulysses | None
+    context: Context | None
+
+    @classmethod
+    def of(cls, mesh: Mesh, device: torch.device) -> SharedRow | None:
+        """That of this process, None where rows are not cut; ``device`` is that of ``GroupCollectives``."""
+        group, (heads, parts) = mesh.sequence_group, mesh.row_groups
+        if group is None:
+            return None
+        ulysses, context = None if heads is None else Ulysses(heads), None if parts is None else Context(parts)
+        return cls(group, GroupCollectives(device, group), ulysses, context)
+
+    @property
+    def size(self) -> int:
+        """Slices of the row."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """The slice of this process."""
+        return dist.get_rank(self.group)
+
+    @property
+    def num_parts(self) -> int:
+        """Parts whose tokens attend on different ranks."""
+        return 1 if self.context is None else self.context.size
+
+    @property
+    def part(self) -> int:
+        """The part whose queries this process computes."""
+        return 0 if self.context is None else self.context.rank
+
+    def scatter_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Exchange heads within the part, then gather keys and values over the parts."""
+        if self.ulysses is not None:
+            query, key, value = self.ulysses.scatter(query, key, value)
+        if self.context is not None:
+            key, value = self.context.gather(key, value)
+        return query, key, value
+
+    def gather_heads(self, out: Tensor) -> Tensor:
+        """Exchange heads back."""
+        return out if self.ulysses is None else self.ulysses.gather(out)
+
+    def own_heads(self, values: Tensor) -> Tensor:
+        """[heads, ...] -> those of this process's heads."""
+        return values if self.ulysses is None else self.ulysses.own(values)
+
+    def sum_over_slices(self, value: Tensor) -> Tensor:
+        """Sum over the ranks. Every rank's loss may depend on it, so backward sums over the ranks as well."""
+        return exchanged(all_reduce, all_reduce, value, self.group)
+
+    def gather_slices(self, values: Sequence[Tensor], places: Sequence[Tensor]) -> list[Tensor]:
+        """[n] of this slice, for each micro-batch -> [N] of the whole rows, in the order of the row."""
+        everyone = self.collectives.gather_objects((list(values), [place.cpu() for place in places]))
+        rows = []
+        for number in range(len(values)):
+            joined, order = (torch.cat([both[i][number] for both in everyone]) for i in (0, 1))
+            rows.append(joined[order.argsort().to(joined.device)])
+        return rows
