@@ -85,6 +85,27 @@ class SequenceRanks(Protocol):
         """[n] of this slice, for each micro-batch -> [N] of its whole row, on every rank; one exchange for all."""
 
 
+class VocabularyRanks(Protocol):
+    """The ranks that share the vocabulary: each has as many consecutive rows of the head, in the order of their places.
+
+    Every method is a collective: all ranks of the group call it in the same order, with tensors of one shape.
+    """
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group, which is the place of its rows in the vocabulary."""
+
+    def max_(self, x: Tensor) -> Tensor:
+        """The largest of all ranks' ``x``, element by element; may overwrite it. Not differentiable."""
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' ``x``; may overwrite it. Not differentiable."""
+
+
 class StoredWeights(Protocol):
     """The weights on disk of a model that has parameters on the meta device; the model has them as ``stored``."""
 
