@@ -32,31 +32,41 @@ def detect_vendor(device: str) -> str:
     return next((vendor for vendor in ("metax", "iluvatar", "moorethreads") if vendor in name), "nvidia")
 
 
-def current_layout(sp_size: int = 1, tp_size: int = 1) -> Layout:
+def current_layout(sp_size: int = 1, tp_size: int = 1, pp_size: int = 1) -> Layout:
     """The layout of the running process group, or of a single process."""
     if not (dist.is_available() and dist.is_initialized()):
         return Layout()
-    return Layout(world_size=dist.get_world_size(), rank=dist.get_rank(), sp_size=sp_size, tp_size=tp_size)
+    return Layout(dist.get_world_size(), dist.get_rank(), sp_size=sp_size, tp_size=tp_size, pp_size=pp_size)
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The running processes as a device mesh, outermost first: replicas x shards (both data), sequence, tensor.
+    """The running processes as a device mesh, outermost first: stages, replicas x shards (both data), sequence, tensor.
+
+    Every group and mesh below but ``pipeline_group`` lies within one pipeline stage.
 
     Args:
         layout: sizes of the mesh and this process's place in it.
-        grid: dimensions ``replicate``, ``shard``, ``sequence`` and ``tensor``.
+        grid: dimensions ``stage``, ``replicate``, ``shard``, ``sequence`` and ``tensor``.
     """
 
     layout: Layout
     grid: DeviceMesh
 
     @classmethod
-    def of_running(cls, device: str, *, sp_size: int = 1, tp_size: int = 1, replicas: int = 1) -> Mesh:
+    def of_running(
+        cls, device: str, *, sp_size: int = 1, tp_size: int = 1, replicas: int = 1, pp_size: int = 1
+    ) -> Mesh:
         """Lay the mesh over the running process group; every process calls it."""
-        layout = current_layout(sp_size, tp_size)
-        sizes = (replicas, layout.dp_size // replicas, sp_size, tp_size)
-        return cls(layout, init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard", "sequence", "tensor")))
+        layout = current_layout(sp_size, tp_size, pp_size)
+        sizes = (pp_size, replicas, layout.dp_size // replicas, sp_size, tp_size)
+        names = ("stage", "replicate", "shard", "sequence", "tensor")
+        return cls(layout, init_device_mesh(device, sizes, mesh_dim_names=names))
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup | None:
+        """Processes that hold the stages of one pipeline, in their order; None where each has every layer."""
+        return self.grid["stage"].get_group() if self.layout.pp_size > 1 else None
 
     @property
     def data_group(self) -> dist.ProcessGroup:
@@ -86,25 +96,27 @@ class Mesh:
         if self.layout.sp_size == 1:
             return self.grid["shard"] if self.grid["replicate"].size() == 1 else self.grid["replicate", "shard"]
         shards = self._flat("shard", "sequence")
-        return shards if self.grid["replicate"].size() == 1 else self.grid["replicate", "shard_sequence"]
+        if self.grid["replicate"].size() == 1:
+            return shards
+        return DeviceMesh._concatenate([self.grid["replicate"], shards])  # type: ignore[no-any-return]
 
     def _flat(self, *names: str) -> DeviceMesh:
         return self.grid[names]._flatten("_".join(names))
 
 
-def check_degrees(world_size: int, *, sp_size: int = 1, tp_size: int = 1, replicas: int = 1) -> None:
+def check_degrees(world_size: int, *, sp_size: int = 1, tp_size: int = 1, replicas: int = 1, pp_size: int = 1) -> None:
     """Check, before any process is started, that the degrees divide the number of processes.
 
     Raises:
         ConfigError: one of them does not.
     """
     left = world_size
-    for key, size in (("tp_size", tp_size), ("sp_size", sp_size), ("dp_replicate", replicas)):
+    for key, size in (("pp_size", pp_size), ("tp_size", tp_size), ("sp_size", sp_size), ("dp_replicate", replicas)):
         if left % size:
             raise ConfigError(
                 key=f"strategy.{key}",
                 got=size,
                 because=f"it does not divide the {left} processes left for it, of {world_size} in all",
-                fix=f"Use strategy.{key}=1, or trainer.devices so that tensor x sequence x replicas divides them",
+                fix=f"Use strategy.{key}=1, or trainer.devices that stages x tensor x sequence x replicas divide",
             )
         left //= size

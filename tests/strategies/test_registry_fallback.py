@@ -52,7 +52,13 @@ def test_every_backend_is_there_for_every_device_it_runs_on(backend, device):
 
 @pytest.mark.parametrize(
     ("options", "key"),
-    [({"sp_size": 2}, "sp_size"), ({"tp_size": 4}, "tp_size"), ({"tp_size": 3, "replicas": 2}, "dp_replicate")],
+    [
+        ({"sp_size": 2}, "sp_size"),
+        ({"tp_size": 4}, "tp_size"),
+        ({"tp_size": 3, "replicas": 2}, "dp_replicate"),
+        ({"pp_size": 2}, "pp_size"),
+        ({"pp_size": 3, "tp_size": 2}, "tp_size"),
+    ],
 )
 def test_degrees_that_do_not_tile_the_processes_are_refused(options, key):
     with pytest.raises(ConfigError, match=f"strategy.{key}"):
