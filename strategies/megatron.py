@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from rlmodule.core.config import at_least
-from rlmodule.core.contract import Backward, ModelObjective, ModelSpec
+from rlmodule.core.contract import Backward, ModelObjective
 from rlmodule.core.errors import ConfigError, TrainingError
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metrics
@@ -32,7 +32,7 @@ from strategies.parts.distributed import OffloadParallelConfig
 from strategies.parts.gradients import fill_missing, sum_over
 from strategies.parts.loading import check_finite
 from strategies.parts.megatron_api import HAVE_TE, join_groups, on_device
-from strategies.parts.megatron_names import check_model, pieces_of_trunk, shares_of_ranks
+from strategies.parts.megatron_names import Degrees, check_model, pieces_of_trunk, shares_of_ranks
 from strategies.parts.megatron_trunk import MegatronTrunk, TrunkPlan
 from strategies.parts.pieces import Piece, Pieces, fill
 from strategies.parts.saved_state import MOMENT
@@ -111,30 +111,28 @@ class MegatronStrategy(ShardedStrategy):
 
     # ---- models
 
-    def build(self, name: str, spec: ModelSpec) -> nn.Module:
-        """The project's model, once it is certain that it can be rebuilt; that is done when processes have joined."""
-        model = spec.build_default()
-        self._check(model)
-        if spec.config.compile:
+    def check_model(self, hf_config: Any, config: Any) -> None:
+        """Refuse a model that it has no layers for, before any weight is read."""
+        check_model(hf_config, self._degrees, has_adapters=config.lora.r > 0)
+        if config.compile:
             raise ConfigError(
                 key="model.compile",
                 got=True,
-                because="Megatron's layers are run as they are",
+                because="strategy=megatron runs Megatron's layers, which are not compiled",
                 fix="Use model.compile=false",
             )
-        return model
 
-    def _check(self, model: nn.Module) -> None:
-        check_model(
-            model, tp_size=self.config.tp_size, pp_size=1, sequence_parallel=self.config.sequence_parallel
-        )
+    @property
+    def _degrees(self) -> Degrees:
+        return Degrees(self.config.tp_size, 1, self.config.sequence_parallel)
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Rebuild the transformers model and read its weights, of each tensor this rank's part."""
-        self._check(model)
-        join_groups(self.layout.tp_size)
         lm: Any = model.get_submodule("lm")
-        trunk = MegatronTrunk(lm, self._plan(lm.config.num_hidden_layers))
+        check_model(lm.config, self._degrees, has_adapters=getattr(model, "lora", None) is not None)
+        join_groups(self.layout.tp_size)
+        whole: Any = self._meta_copies[name]
+        trunk = MegatronTrunk(lm, self._plan(lm.config.num_hidden_layers), whole.lm)
         numbers = {key.removeprefix(HF_PREFIX): p for names, p in tied(model) for key in names}
         problem: str | None = None
         try:

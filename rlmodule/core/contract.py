@@ -224,6 +224,17 @@ class Strategy(Protocol):
 
     # ---- models
 
+    def check_model(self, hf_config: Any, config: Any) -> None:
+        """Refuse a model that this strategy cannot spread, before any process is started and any weight is read.
+
+        Args:
+            hf_config: its Hugging Face configuration.
+            config: the model's section of the configuration (``rlmodule.models.description.ModelConfig``).
+
+        Raises:
+            ConfigError: names the key and what works.
+        """
+
     def build(self, name: str, spec: ModelSpec) -> nn.Module:
         """The model ``name`` of a run; called before the processes have joined, so it must not communicate.
 

@@ -7,6 +7,7 @@ layers and those of Transformer Engine keep their norms in different places. Lea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -95,15 +96,27 @@ def shares_of_ranks(trunk: MegatronTrunk) -> list[nn.Parameter]:
     ]
 
 
-def check_model(model: nn.Module, *, tp_size: int, pp_size: int, sequence_parallel: bool) -> None:
+@dataclass(frozen=True)
+class Degrees:
+    """What a model is to be cut by."""
+
+    tp_size: int
+    pp_size: int
+    sequence_parallel: bool
+
+
+def check_model(hf: Any, degrees: Degrees, *, has_adapters: bool) -> None:
     """Refuse a model that cannot be built from Megatron's layers, or not with these degrees.
+
+    Args:
+        hf: its configuration.
+        degrees: what it is cut by.
+        has_adapters: whether it trains adapters (LoRA).
 
     Raises:
         ConfigError: names the key and what works.
     """
-    lm: Any = model.get_submodule("lm")
-    hf = lm.config
-    reason = _what_is_missing(model, hf)
+    reason = _what_is_missing(hf, has_adapters=has_adapters)
     if reason is not None:
         raise ConfigError(
             key="strategy",
@@ -119,21 +132,21 @@ def check_model(model: nn.Module, *, tp_size: int, pp_size: int, sequence_parall
         **({"intermediate_size": hf.intermediate_size} if experts is None else {"num_experts": experts}),
     }
     for label, size in sizes.items():
-        if size % tp_size:
+        if size % degrees.tp_size:
             raise ConfigError(
                 key="strategy.tp_size",
-                got=tp_size,
+                got=degrees.tp_size,
                 because=f"it does not divide {label}={size}",
                 fix="Use a divisor, or strategy.tp_size=1",
             )
-    if pp_size > hf.num_hidden_layers:
+    if degrees.pp_size > hf.num_hidden_layers:
         raise ConfigError(
             key="strategy.pp_size",
-            got=pp_size,
+            got=degrees.pp_size,
             because=f"the model has {hf.num_hidden_layers} layers, and every stage needs one",
             fix=f"Use strategy.pp_size={hf.num_hidden_layers} or less",
         )
-    if experts is not None and tp_size > 1 and not sequence_parallel:
+    if experts is not None and degrees.tp_size > 1 and not degrees.sequence_parallel:
         raise ConfigError(
             key="strategy.sequence_parallel",
             got=False,
@@ -142,12 +155,12 @@ def check_model(model: nn.Module, *, tp_size: int, pp_size: int, sequence_parall
         )
 
 
-def _what_is_missing(model: nn.Module, hf: Any) -> str | None:
+def _what_is_missing(hf: Any, *, has_adapters: bool) -> str | None:
     """Why this model cannot be built, None where it can."""
     if hf.model_type not in FAMILIES:
         return f"it has no layers of {hf.model_type}"
-    if getattr(model, "lora", None) is not None:
-        return "adapters cannot be put on Megatron's fused matrices"
+    if has_adapters:
+        return "adapters (model.lora) cannot be put on Megatron's fused matrices"
     for key in ("attention_bias", "mlp_bias"):
         if getattr(hf, key, False):
             return f"the model has {key}=true, and biases are built for the queries, keys and values of qwen2 alone"

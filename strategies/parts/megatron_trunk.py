@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -163,13 +164,15 @@ class MegatronTrunk(nn.Module):
     Args:
         lm: the transformers model, which gives configuration, rotary frequencies and a value head.
         plan: how it is built.
+        whole: the transformers model without weights, which writes folders of whole weights.
 
     Attributes:
-        arriving: [1, T, H] (T/tp with sequence parallelism) hidden states from the stage before, set for each call.
+        arrived: [1, T, H] (T/tp with sequence parallelism) hidden states from the stage before, set for each call.
     """
 
-    def __init__(self, lm: Any, plan: TrunkPlan) -> None:
+    def __init__(self, lm: Any, plan: TrunkPlan, whole: Any) -> None:
         super().__init__()
+        self._whole = (whole,)  # not a part of this module
         hf = lm.config
         self.config, self.plan = hf, plan
         self._keep_in_fp32_modules, self._keep_in_fp32_modules_strict = (
@@ -180,7 +183,8 @@ class MegatronTrunk(nn.Module):
         self.has_head = lm.get_output_embeddings() is not None
         self.inv_freq: Tensor = lm.model.rotary_emb.inv_freq.detach().to(plan.device, torch.float32)
         self.recompute = _recompute_of(lm)
-        self.arriving: Tensor | None = None
+        self.padding_idx: int | None = lm.model.embed_tokens.padding_idx
+        self.arrived: Tensor | None = None
         made = transformer_config(hf, plan)
         spec = layer_spec(hf, plan, lm.model.rotary_emb.attention_scaling)
         with on_device(plan.device):
@@ -214,6 +218,10 @@ class MegatronTrunk(nn.Module):
         assert self._head is not None, "only the last stage of a policy has a head"
         return self._head
 
+    def save_pretrained(self, folder: Path, **options: Any) -> None:
+        """As of the transformers model."""
+        self._whole[0].save_pretrained(folder, **options)
+
     def forward(
         self,
         input_ids: Tensor,
@@ -241,10 +249,18 @@ class MegatronTrunk(nn.Module):
     def _embedded(self, input_ids: Tensor) -> Tensor:
         """[T, 1, H] embeddings (T/tp of them with sequence parallelism), or what has arrived."""
         if self.embedding is None:
-            assert self.arriving is not None, "a later stage starts from the hidden states of the one before"
-            return self.arriving.transpose(0, 1)
+            assert self.arrived is not None, "a later stage starts from the hidden states of the one before"
+            return self.arrived.transpose(0, 1)
         hidden: Tensor = self.embedding(input_ids)
-        return hidden if self.plan.sequence_parallel else hidden.transpose(0, 1).contiguous()
+        rows = input_ids[0]
+        if self.plan.sequence_parallel:
+            rows = rows.chunk(self.plan.tp_size)[self.plan.tp_rank]
+        else:
+            hidden = hidden.transpose(0, 1).contiguous()
+        if self.padding_idx is None:
+            return hidden
+        # transformers' embedding has no gradient for this token, wherever it stands in a row.
+        return torch.where((rows == self.padding_idx)[:, None, None], hidden.detach(), hidden)
 
     def _angles(self, position: Tensor) -> Tensor:
         """[T] positions -> [T, 1, 1, D] rotary angles."""
