@@ -55,6 +55,8 @@ LAYOUTS: Sequence[ParityLayout] = (
     ParityLayout("fsdp2_2_sp2", "fsdp2 dp2 x sp2", "fsdp2", 4, {"sp_size": 2}),
     ParityLayout("fsdp2_tp2", "fsdp2 dp1 x tp2", "fsdp2", 2, {"tp_size": 2}),
     ParityLayout("fsdp2_sp2_tp2", "fsdp2 dp1 x sp2 x tp2", "fsdp2", 4, {"sp_size": 2, "tp_size": 2}),
+    ParityLayout("megatron_2", "megatron 2", "megatron", 2),
+    ParityLayout("megatron_tp2", "megatron dp1 x tp2", "megatron", 2, {"tp_size": 2}),
     ParityLayout("deepspeed_1", "deepspeed 2, stage 1", "deepspeed", 2, {"stage": 1}),
     ParityLayout("deepspeed_2", "deepspeed 2, stage 2", "deepspeed", 2, {"stage": 2}),
     ParityLayout("deepspeed_3", "deepspeed 2, stage 3", "deepspeed", 2, {"stage": 3}),

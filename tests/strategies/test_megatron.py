@@ -1,0 +1,191 @@
+"""Megatron's layers give the numbers of the transformers model on one process, and its weights keep their names.
+
+Needs megatron-core; ``pytest -m backends`` runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlmodule.core.errors import ConfigError, TrainingError
+from rlmodule.models.building import build_policy, save_pretrained
+from rlmodule.models.byte_tokenizer import byte_tokenizer
+from rlmodule.models.description import ModelConfig
+from rlmodule.models.lora import LoraConfig
+from tests.helpers.ranks import run_on_ranks
+from tests.helpers.tiny import architecture, tiny_policy
+from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun, Outcome, check_equal, relative_difference
+
+megatron = pytest.importorskip("strategies.megatron", reason="needs megatron-core: pip install rlmodule[megatron]")
+
+pytestmark = [pytest.mark.ranks, pytest.mark.backends, pytest.mark.filterwarnings("ignore")]
+
+# One of the tokens in the samples is the padding token, whose embedding transformers does not train.
+RUN = FixedRun(architecture={"pad_token_id": 5})
+SPLIT = {"tp_size": 2, "sequence_parallel": True}
+
+
+def label(value: Any) -> str:
+    return "-".join(f"{k}={v}" for k, v in value.items()) or "default" if isinstance(value, dict) else str(value)
+
+
+def alone(run: FixedRun) -> Outcome:
+    return run_on_ranks(1, lambda rank: run.fit())[0]
+
+
+def trained(run: FixedRun, world: int, **options: Any) -> list[Outcome]:
+    made = run.with_options("megatron", **options)
+    return run_on_ranks(world, lambda rank: made.fit(world, rank))
+
+
+@pytest.fixture(scope="module")
+def expected() -> Outcome:
+    return alone(RUN)
+
+
+LAYOUTS = [
+    (1, {}),
+    (2, {}),
+    (2, {"tp_size": 2}),
+    (2, SPLIT),
+    (2, {"sp_size": 2}),
+    (4, {"tp_size": 2, "offload_params": True, "offload_optimizer": True}),
+]
+
+
+@pytest.mark.parametrize(("world", "options"), LAYOUTS, ids=label)
+def test_it_trains_as_one_process_does(expected, world, options):
+    check_equal(expected, trained(RUN, world, **options))
+
+
+FAMILIES = {
+    "llama": {"tie_word_embeddings": False},
+    "mistral": {},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen3_moe": {"norm_topk_prob": True},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_over_tensor_ranks(family):
+    """Biases, windows and experts, which lie over the same ranks."""
+    run = FixedRun(policy=tiny_policy(family, vocab_size=96, **FAMILIES[family]))
+    options = SPLIT if family in ("qwen3_moe", "mixtral") else {"tp_size": 2}
+    check_equal(alone(run), trained(run, 2, **options))
+
+
+def test_experts_that_no_token_reaches_have_a_gradient_of_zero():
+    """Weight decay acts on them as on one process."""
+    run = FixedRun(policy=tiny_policy("qwen3_moe", vocab_size=96, num_experts=16), lengths=((2, 2, 2),) * 2)
+    check_equal(alone(run), trained(run, 2, **SPLIT))
+
+
+def test_without_the_shares_of_other_heads_the_norms_of_queries_and_keys_would_be_noticed(expected, monkeypatch):
+    monkeypatch.setattr(megatron, "shares_of_ranks", lambda trunk: [])
+    assert relative_difference(expected, trained(RUN, 2, tp_size=2)[0]) > 1e-3
+
+
+def test_recomputed_blocks_give_the_same_numbers(expected):
+    model = ModelConfig(
+        architecture={**ARCHITECTURE, **RUN.architecture}, tokenizer="byte", activation_checkpointing="full"
+    )
+    check_equal(expected, trained(replace(RUN, model=model), 2, tp_size=2))
+
+
+def test_half_precision_is_that_of_one_process_within_its_rounding():
+    run = replace(RUN, precision="bf16-mixed")
+    one, other = alone(run), trained(run, 2, tp_size=2)[0]
+    assert other.norms == pytest.approx(one.norms, rel=0.05)
+
+
+# ---- weights: read, named, refused
+
+
+def start_of(trainer: Any, module: Any) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy().copy() for name, tensor in trainer.strategy.full_weights("reference")}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "qwen3_moe"])
+def test_weights_on_disk_come_out_bit_for_bit_under_their_names(family, tmp_path):
+    """Fused, cut and put together again; the reference, which does not train."""
+    changes = {"vocab_size": 96}
+    policy = build_policy(ModelConfig(architecture=architecture(family, **changes)), seed=4, temperature=1.0)
+    save_pretrained(tmp_path, policy.lm, byte_tokenizer(), policy.lm.state_dict())
+    run = FixedRun(model=ModelConfig(path=str(tmp_path), tokenizer="byte"), with_reference=True, timer=start_of)
+    whole = policy.lm.state_dict()
+    for outcome in trained(run, 2, **SPLIT):
+        assert list(outcome.extra) == list(whole)
+        assert all(np.array_equal(outcome.extra[name], tensor.numpy()) for name, tensor in whole.items())
+
+
+def test_weights_that_are_not_finite_are_refused_on_every_rank(tmp_path):
+    policy = build_policy(ModelConfig(architecture=ARCHITECTURE), seed=4, temperature=1.0)
+    state = {name: tensor.clone() for name, tensor in policy.lm.state_dict().items()}
+    state["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_pretrained(tmp_path, policy.lm, byte_tokenizer(), state)
+    run = FixedRun("megatron", {"tp_size": 2}, model=ModelConfig(path=str(tmp_path), tokenizer="byte"))
+
+    def refused(rank: int) -> str:
+        with pytest.raises(TrainingError) as caught:
+            run.fit(2, rank)
+        return str(caught.value)
+
+    for message in run_on_ranks(2, refused):
+        assert "model.layers.1.mlp.up_proj.weight" in message
+
+
+# ---- what cannot be is refused in words
+
+
+def strategy(world: int = 4, **options: Any) -> Any:
+    made = megatron.MegatronConfig(**options)
+    return megatron.MegatronStrategy(made, device="cpu", num_processes=world, num_nodes=1)
+
+
+REFUSED = {
+    "another family": ("gemma2", {}, {}, "strategy", "no layers of gemma2"),
+    "heads": ("llama", {"num_key_value_heads": 2}, {"tp_size": 4}, "strategy.tp_size", "num_key_value_heads=2"),
+    "vocabulary": ("llama", {"vocab_size": 65}, {"tp_size": 2}, "strategy.tp_size", "vocab_size=65"),
+    "biases": ("llama", {"attention_bias": True}, {}, "strategy", "attention_bias"),
+    "experts": ("qwen3_moe", {}, {"tp_size": 2}, "strategy.sequence_parallel", "positions"),
+    "layers without experts": ("qwen3_moe", {"mlp_only_layers": [0]}, {}, "strategy", "mixes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_model_that_cannot_be_built_is_refused_before_weights_are_read(case):
+    family, changes, options, key, reason = REFUSED[case]
+    policy = build_policy(ModelConfig(architecture=architecture(family, **changes)), seed=0, temperature=1.0)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        strategy(**options).check_model(policy.lm.config, ModelConfig(architecture=architecture()))
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"), [(ModelConfig(architecture=architecture(), lora=LoraConfig(r=4)), "adapters"), (ModelConfig(architecture=architecture(), compile=True), "compiled")]
+)
+def test_adapters_and_compiled_blocks_are_refused(config, reason):
+    with pytest.raises(ConfigError, match=reason):
+        strategy().check_model(tiny_policy().lm.config, config)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"sequence_parallel": True}, "sequence_parallel"),
+        ({"tp_size": 2, "sp_size": 2, "sequence_parallel": True}, "sequence_parallel"),
+        ({"transformer_engine": True}, "strategy.transformer_engine"),
+        ({"tp_size": 3}, "strategy.tp_size"),
+    ],
+    ids=label,
+)
+def test_settings_that_mean_nothing_here_are_refused(options, key):
+    with pytest.raises(ConfigError) as caught:
+        strategy(**options)
+    assert caught.value.key == key
