@@ -13,13 +13,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.layout import Layout
-from rlmodule.core.parameters import tied
 from rlmodule.core.sharding import Sharding, waiting_on_host
 from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, fp32_parts, lm_of
 from strategies.parts.distributed import OffloadParallelConfig
 from strategies.parts.loading import load
 from strategies.parts.offload import check_offload_once
-from strategies.parts.sharded import ShardedStrategy, full_tensor
+from strategies.parts.pipelined import PipelinedStrategy
 from strategies.parts.tensor_parallel import apply_tensor_parallel
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
@@ -28,6 +27,7 @@ from strategies.registry import MODEL_TYPES, STRATEGIES
 class FSDP2Config(OffloadParallelConfig):
     """Config of ``strategy=fsdp2``."""
 
+    pp_size: int = 1  # stages that share the blocks of a model (pipeline parallelism)
     tp_size: int = 1  # processes that share every matrix (tensor parallelism, from the model's own plan)
     dp_replicate: int = 1  # copies of the whole sharded model (HSDP); shards stay within one copy
     reshard_after_forward: bool = True  # drop a block's whole weights between forward and backward
@@ -37,6 +37,7 @@ class FSDP2Config(OffloadParallelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        at_least("pp_size", self.pp_size, 1)
         at_least("tp_size", self.tp_size, 1)
         at_least("dp_replicate", self.dp_replicate, 1)
         one_of("param_dtype", self.param_dtype, DTYPES)
@@ -45,19 +46,20 @@ class FSDP2Config(OffloadParallelConfig):
     @property
     def grid(self) -> dict[str, int]:
         """Keywords of ``Mesh.of_running``."""
-        return {"sp_size": self.sp_size, "tp_size": self.tp_size, "replicas": self.dp_replicate}
+        sizes = {"sp_size": self.sp_size, "tp_size": self.tp_size, "pp_size": self.pp_size}
+        return {**sizes, "replicas": self.dp_replicate}
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="fsdp2", device=["cpu", "cuda", "npu", "xpu"])
-class FSDP2Strategy(ShardedStrategy):
-    """fully_shard on each block, then on the rest; tensor parallelism from the model's own plan."""
+class FSDP2Strategy(PipelinedStrategy):
+    """fully_shard on each block, then on the rest; tensor parallelism from the model's own plan; pipeline stages."""
 
     config_class: ClassVar[type] = FSDP2Config
     config: FSDP2Config
 
     @classmethod
     def sharding_of(cls, config: FSDP2Config, layout: Layout) -> Sharding:
-        """Everything is cut over data and sequence ranks of one copy, matrices over tensor ranks as well."""
+        """Everything is cut over data and sequence ranks of a copy, matrices over tensor ranks, blocks over stages."""
         group = layout.dp_sp_size // config.dp_replicate
         return Sharding(
             weights=group * layout.tp_size,
@@ -74,6 +76,7 @@ class FSDP2Strategy(ShardedStrategy):
             copies_to_sample=True,
             group=group,
             split=layout.tp_size,
+            stages=layout.pp_size,
             gathers_per_micro_step=2 if config.reshard_after_forward else 1,
             reduces_per_micro_step=1 if config.reduce_every_micro_batch else 0,
             reduces_per_step=0 if config.reduce_every_micro_batch else 1,
@@ -81,6 +84,8 @@ class FSDP2Strategy(ShardedStrategy):
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Shard in place: modules keep their names, their parameters become DTensors."""
+        param_dtype = DTYPES[self.config.param_dtype]
+        self.cut_into_stages(name, model, param_dtype or torch.float32)
         if self.mesh.tensor is not None:
             apply_tensor_parallel(lm_of(model), self.mesh.tensor)
         reduce: dict[str, Any] = {
@@ -88,7 +93,6 @@ class FSDP2Strategy(ShardedStrategy):
             "reshard_after_forward": self.config.reshard_after_forward,
             "offload_policy": self._offload_policy(),
         }
-        param_dtype = DTYPES[self.config.param_dtype]
         for part in fp32_parts(model, param_dtype):
             load(model, part, self.root_device)
             fully_shard(part, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32), **reduce)
@@ -127,8 +131,3 @@ class FSDP2Strategy(ShardedStrategy):
             if isinstance(module, FSDPModule):
                 module.reshard()
         return super().local_shards(name)
-
-    def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """All-gather one tensor at a time."""
-        for names, parameter in tied(self._models[name]):
-            yield names, full_tensor(parameter.detach(), self.root_device)

@@ -35,8 +35,10 @@ from strategies.parts.megatron_api import HAVE_TE, join_groups, on_device
 from strategies.parts.megatron_names import Degrees, check_model, pieces_of_trunk, shares_of_ranks
 from strategies.parts.megatron_trunk import MegatronTrunk, TrunkPlan
 from strategies.parts.pieces import Piece, Pieces, fill
+from strategies.parts.pipeline import Pipeline
+from strategies.parts.pipelined import PipelinedStrategy
 from strategies.parts.saved_state import MOMENT
-from strategies.parts.sharded import ShardedStrategy
+from strategies.parts.stages import Stage
 from strategies.parts.strategy_mixin import HF_PREFIX, local
 from strategies.parts.vocabulary import VocabularyGroup
 from strategies.registry import MODEL_TYPES, STRATEGIES
@@ -47,12 +49,14 @@ class MegatronConfig(OffloadParallelConfig):
     """Config of ``strategy=megatron``."""
 
     tp_size: int = 1  # processes that share every matrix and the vocabulary
+    pp_size: int = 1  # stages that share the layers of a model (pipeline parallelism)
     sequence_parallel: bool = False  # tensor ranks share the positions of a row wherever they share no matrix
     transformer_engine: bool = False  # layers of Transformer Engine, which need CUDA
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("tp_size", self.tp_size, 1)
+        at_least("pp_size", self.pp_size, 1)
         if self.sequence_parallel and self.tp_size == 1:
             raise ConfigError(
                 key="sequence_parallel",
@@ -71,11 +75,11 @@ class MegatronConfig(OffloadParallelConfig):
     @property
     def grid(self) -> dict[str, int]:
         """Keywords of ``Mesh.of_running``."""
-        return {"sp_size": self.sp_size, "tp_size": self.tp_size}
+        return {"sp_size": self.sp_size, "tp_size": self.tp_size, "pp_size": self.pp_size}
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="megatron", device=["cpu", "cuda"])
-class MegatronStrategy(ShardedStrategy):
+class MegatronStrategy(PipelinedStrategy):
     """Puts a ``MegatronTrunk`` in the place of the transformers model."""
 
     config_class: ClassVar[type] = MegatronConfig
@@ -93,7 +97,7 @@ class MegatronStrategy(ShardedStrategy):
 
     @classmethod
     def sharding_of(cls, config: MegatronConfig, layout: Layout) -> Sharding:
-        """Everything is cut over tensor ranks, and the same on every data rank."""
+        """Everything is cut over tensor ranks, layers over stages; all of it is the same on every data rank."""
         return Sharding(
             weights=layout.tp_size,
             gradients=layout.tp_size,
@@ -101,6 +105,7 @@ class MegatronStrategy(ShardedStrategy):
             copies_to_sample=True,
             group=layout.dp_sp_size,
             split=layout.tp_size,
+            stages=layout.pp_size,
             reduces_per_step=1,
         )
 
@@ -124,7 +129,7 @@ class MegatronStrategy(ShardedStrategy):
 
     @property
     def _degrees(self) -> Degrees:
-        return Degrees(self.config.tp_size, 1, self.config.sequence_parallel)
+        return Degrees(self.config.tp_size, self.config.pp_size, self.config.sequence_parallel)
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Rebuild the transformers model and read its weights, of each tensor this rank's part."""
@@ -133,31 +138,61 @@ class MegatronStrategy(ShardedStrategy):
         join_groups(self.layout.tp_size)
         whole: Any = self._meta_copies[name]
         trunk = MegatronTrunk(lm, self._plan(lm.config.num_hidden_layers), whole.lm)
-        numbers = {key.removeprefix(HF_PREFIX): p for names, p in tied(model) for key in names}
+        self._read(model, trunk)
+        model.lm = trunk
+        model.vocabulary = VocabularyGroup.of(self.mesh.tensor, self.exchange_device)  # type: ignore[assignment]
+        if self.mesh.pipeline_group is not None:
+            self._join_pipeline(name, model, trunk, self.mesh.pipeline_group)
+        return model.to(self.root_device)
+
+    def _plan(self, num_layers: int) -> TrunkPlan:
+        stage, stages = self.layout.pp_rank, self.layout.pp_size
+        return TrunkPlan(
+            tp_size=self.layout.tp_size,
+            tp_rank=self.layout.tp_rank,
+            layers=layers_of_stage(num_layers, stage, stages),
+            is_first=stage == 0,
+            is_last=stage == stages - 1,
+            sequence_parallel=self.config.sequence_parallel,
+            transformer_engine=self.config.transformer_engine,
+            device=self.root_device,
+        )
+
+    def _read(self, model: nn.Module, trunk: MegatronTrunk) -> None:
+        """Give the trunk its numbers.
+
+        Raises:
+            TrainingError: on every process, one of them is NaN or infinite.
+        """
+        held = {key.removeprefix(HF_PREFIX): p for names, p in tied(model) for key in names}
         problem: str | None = None
         try:
-            read = partial(_numbers, model, numbers)
-            fill(pieces_of_trunk(trunk), read, self.layout.tp_rank, self.layout.tp_size)
+            fill(pieces_of_trunk(trunk), partial(_numbers, model, held), self.layout.tp_rank, self.layout.tp_size)
         except TrainingError as error:  # only processes that have the tensor see it
             problem = str(error)
         problem = self.gather_first_error(problem)
         if problem is not None:
             raise TrainingError(problem)
-        model.lm = trunk
-        model.vocabulary = VocabularyGroup.of(self.mesh.tensor, self.exchange_device)  # type: ignore[assignment]
-        return model.to(self.root_device)
 
-    def _plan(self, num_layers: int) -> TrunkPlan:
-        return TrunkPlan(
-            tp_size=self.layout.tp_size,
-            tp_rank=self.layout.tp_rank,
-            layers=range(num_layers),
-            is_first=True,
-            is_last=True,
-            sequence_parallel=self.config.sequence_parallel,
-            transformer_engine=self.config.transformer_engine,
-            device=self.root_device,
-        )
+    def _join_pipeline(self, name: str, model: nn.Module, trunk: MegatronTrunk, group: dist.ProcessGroup) -> None:
+        """Make the model one stage of a pipeline; what lies beside the transformers model is the last one's."""
+        layout, num_layers, width = self.layout, trunk.config.num_hidden_layers, trunk.config.hidden_size
+        model.hands_on = not trunk.plan.is_last  # type: ignore[assignment]
+        for key, _ in list(model.named_children()):
+            if key != "lm" and not trunk.plan.is_last:
+                setattr(model, key, nn.Identity())
+        first_names = [names[0] for names, _ in self._wholes[name]]
+        held_by = {key: stage_of(key.removeprefix(HF_PREFIX), num_layers, layout.pp_size) for key in first_names}
+        is_end = trunk.plan.is_first or trunk.plan.is_last
+        shared = f"{HF_PREFIX}model.embed_tokens.weight" if trunk.is_tied and is_end else None
+        entrance: Any = None if trunk.plan.is_first else trunk
+        self._stages[name] = Stage({}, held_by, shared, entrance, width)
+        ranks = layout.tp_size if self.config.sequence_parallel else 1
+
+        def shape(micro_batch: MicroBatch) -> tuple[int, ...]:
+            return (-(-len(micro_batch.input_ids) // ranks), width)
+
+        self._pipelines[name] = Pipeline(group, shape, self.root_device, self.exchange_device)
 
     def pieces(self, name: str) -> Iterator[Pieces]:
         """Every parameter of a model with its pieces, by their names before sharding."""
@@ -179,11 +214,21 @@ class MegatronStrategy(ShardedStrategy):
             yield pieces[0].names[0], parameter
 
     def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """Put together one tensor at a time, in the order of the transformers model."""
+        """Put together one tensor at a time by the stage that has it, in the order of the transformers model."""
         here = {piece.names[0]: (parameter, piece) for parameter, pieces in self.pieces(name) for piece in pieces}
-        for names, _ in tied(self._meta_copies[name]):
-            parameter, piece = here[names[0]]
-            yield names, self._gathered(piece, parameter.detach())
+        pipeline = self._pipelines.get(name)
+        for names, like in self._wholes[name]:
+            if pipeline is None:
+                parameter, piece = here[names[0]]
+                yield names, self._gathered(piece, parameter.detach())
+                continue
+            holder = self._stages[name].held_by[names[0]]
+            if holder == pipeline.rank:
+                parameter, piece = here[names[0]]
+                tensor = self._gathered(piece, parameter.detach())
+            else:
+                tensor = torch.empty(like.shape, dtype=like.dtype, device=self.root_device)
+            yield names, pipeline.broadcast(holder, tensor)
 
     def _gathered(self, piece: Piece, tensor: Tensor) -> Tensor:
         """The whole tensor on every rank."""
@@ -204,13 +249,11 @@ class MegatronStrategy(ShardedStrategy):
         totals: StepTotals,
         backward: Backward,
     ) -> list[Metrics]:
-        """One micro-batch after the other, then one exchange of gradients."""
-        with on_device(self.root_device):  # backward passes of Megatron's layers make tensors as well
-            metrics = super().forward_backward(name, micro_batches, objective, totals, backward)
-        self._sum_gradients(name)
-        return metrics
+        """As any other model's; backward passes of Megatron's layers make tensors as well."""
+        with on_device(self.root_device):
+            return super().forward_backward(name, micro_batches, objective, totals, backward)
 
-    def _sum_gradients(self, name: str) -> None:
+    def reduce_gradients(self, name: str) -> None:
         """Add up what tensor ranks have a share of, then average over the ranks that train on tokens of their own."""
         parameters = [p for p, _ in self.pieces(name) if p.requires_grad]
         fill_missing(parameters)
@@ -223,17 +266,13 @@ class MegatronStrategy(ShardedStrategy):
             sum_over(gradients, self.mesh.token_group, self.exchange_device, factor=1 / ranks)
 
     def copies_of(self, parameter: nn.Parameter) -> int:
-        """Ranks that train on tokens of their own, and tensor ranks where it is not cut."""
-        return self._copies[parameter]
-
-    def grad_norm(self, parameters: Sequence[nn.Parameter]) -> float:
-        """Global norm; every number counts once."""
-        self._copies = {
-            parameter: self.layout.dp_sp_size * (self.layout.tp_size if pieces[0].dim is None else 1)
-            for name in self._models
-            for parameter, pieces in self.pieces(name)
-        }
-        return super().grad_norm(parameters)
+        """Ranks that train on tokens of their own, tensor ranks where it is not cut, both ends where they share it."""
+        for name in self._models:
+            for held, pieces in self.pieces(name):
+                if held is parameter:
+                    ends = 2 if self._stages and pieces[0].names[0] == self._stages[name].shared else 1
+                    return self.layout.dp_sp_size * (self.layout.tp_size if pieces[0].dim is None else 1) * ends
+        raise AssertionError("a parameter of none of the models")
 
     # ---- what a checkpoint holds: pieces, which other strategies hold as parameters
 

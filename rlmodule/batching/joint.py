@@ -21,7 +21,7 @@ from rlmodule.batching.initial_packings import (
     worst_fit,
 )
 from rlmodule.batching.local_search import Cells, improve, refine
-from rlmodule.batching.packing import Packing
+from rlmodule.batching.packing import Packing, least_steps
 from rlmodule.batching.partition import Ints, by_falling_cost
 from rlmodule.batching.workload import Floats
 
@@ -47,7 +47,13 @@ FULL, FAR, MIN_SAVING = 0.97, 0.01, 0.002
 
 
 def plan_joint(
-    cost: Floats, length: Ints, dp_size: int, token_budget: int, step_cost: float = 0.0, multiple_of: int = 1
+    cost: Floats,
+    length: Ints,
+    dp_size: int,
+    token_budget: int,
+    step_cost: float = 0.0,
+    multiple_of: int = 1,
+    min_steps: int = 1,
 ) -> Packing:
     """Pack a mini-batch with small lock-step cost: the sum over micro-steps of their most expensive micro-batch.
 
@@ -57,20 +63,21 @@ def plan_joint(
         token_budget: most tokens of one micro-batch.
         step_cost: fixed cost of a micro-step, in the unit of ``cost``.
         multiple_of: the number of micro-steps is a multiple of this.
+        min_steps: micro-steps at least, where there are samples for as many.
 
     Returns:
         The packing; more expensive cells of a micro-step are on ranks with less work in the micro-steps before.
     """
     order = by_falling_cost(cost)
     problem = Problem(cost[order], length[order], dp_size, token_budget)
-    cells = _best_cells(problem, step_cost, multiple_of)
+    cells = _best_cells(problem, step_cost, multiple_of, least_steps(min_steps, len(cost), dp_size))
     cell = np.empty(len(cost), np.int64)
     cell[order] = cells.cell_of_sample()
     return Packing(cell, cells.num_steps, dp_size).with_balanced_ranks(cost)
 
 
-def _best_cells(problem: Problem, step_cost: float, multiple_of: int) -> Cells:
-    num_steps = problem.fewest_steps()
+def _best_cells(problem: Problem, step_cost: float, multiple_of: int, min_steps: int) -> Cells:
+    num_steps = max(problem.fewest_steps(), min_steps)
     num_steps += -num_steps % multiple_of
     # Terminates: with as many micro-steps as samples every sample has a cell of its own.
     while (cells := _best_packing(problem, num_steps)) is None:

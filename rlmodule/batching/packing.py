@@ -71,6 +71,11 @@ class Packing:
         return [cells[start : start + self.dp_size] for start in range(0, self.num_cells, self.dp_size)]
 
 
+def least_steps(wanted: int, num_samples: int, dp_size: int) -> int:
+    """``wanted`` micro-steps, or as many as no rank needs a dummy for all of its part of one."""
+    return max(1, min(wanted, -(-num_samples // dp_size)))
+
+
 def packing_of(cells: list[list[list[int]]]) -> Packing:
     """Packing from lists [step][rank] of samples; every micro-step has one (possibly empty) list per rank."""
     dp_size = len(cells[0])

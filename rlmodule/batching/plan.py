@@ -8,7 +8,7 @@ the samples is done in ``sampler.py`` and ``collate.py``.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -148,6 +148,7 @@ def plan_batch(
     micro_batch_size: int | None = None,
     order: str = "largest_first",
     multiple_of: int = 1,
+    min_steps: int = 1,
     keep_groups: bool = False,
     share_prompts: bool = False,
 ) -> tuple[MiniBatchPlan, ...]:
@@ -166,6 +167,7 @@ def plan_batch(
         micro_batch_size: samples per micro-batch; if set, the token budget does not apply.
         order: ``largest_first``, or ``balanced_ends`` with small micro-steps at both ends, for pipelines.
         multiple_of: the number of micro-steps is raised to a multiple of this.
+        min_steps: micro-steps at least, where there are samples for as many; with ``micro_batch_size`` not read.
         keep_groups: the samples of a group share a micro-batch; mini-batches and micro-batches then consist of whole
             groups, with at most ``mini_batch_size`` and ``micro_batch_size`` samples.
         share_prompts: a micro-batch computes the prompt of a group once. With ``keep_groups`` the tokens and the cost
@@ -178,7 +180,8 @@ def plan_batch(
     Raises:
         ConfigError: an invalid setting, or a sample (or group, with ``keep_groups``) that is larger than a limit.
     """
-    assert min(dp_size, multiple_of) >= 1, f"sizes are positive, got dp_size={dp_size}, multiple_of={multiple_of}"
+    sizes = {"dp_size": dp_size, "multiple_of": multiple_of, "min_steps": min_steps}
+    assert min(sizes.values()) >= 1, f"sizes are positive, got {sizes}"
     one_of("batching.planner", planner, PLANNERS)
     one_of("batching.order", order, ORDERS)
     cost = Workload() if cost is None else cost
@@ -187,7 +190,7 @@ def plan_batch(
     units = units_of(metas, cost, keep_groups=keep_groups, share_prompts=share_prompts)
     if keep_groups:
         limits.check_groups(metas, units)
-    packer = _packer(planner, dp_size, limits, units.largest, cost, multiple_of)
+    packer = _packer(planner, dp_size, limits, units.largest, cost, multiple_of, min_steps)
     plans = []
     for block in _membership(units, planner, mini_batch_size, seed):
         computed = block[units.is_computed[block]]
@@ -211,18 +214,25 @@ def _membership(units: Units, planner: str, mini_batch_size: int, seed: int) -> 
 
 
 def _packer(
-    planner: str, dp_size: int, limits: Limits, largest: int, cost: Workload | Numbers, multiple_of: int
+    planner: str,
+    dp_size: int,
+    limits: Limits,
+    largest: int,
+    cost: Workload | Numbers,
+    multiple_of: int,
+    min_steps: int,
 ) -> Packer:
     """The function that packs one mini-batch; ``largest`` is the number of samples of the largest unit."""
     if limits.micro_batch_size is not None:
         fixed = plan_fixed_size_karmarkar_karp if planner == "karmarkar_karp" else plan_fixed_size
         num_units = limits.micro_batch_size // largest
         return lambda cost, length: fixed(cost, dp_size, num_units)
-    budget = limits.token_budget
-    if planner == "karmarkar_karp":
-        return partial(plan_karmarkar_karp, dp_size=dp_size, token_budget=budget, multiple_of=multiple_of)
-    step_cost = cost.step_cost if isinstance(cost, Workload) else 0.0
-    return partial(plan_joint, dp_size=dp_size, token_budget=budget, step_cost=step_cost, multiple_of=multiple_of)
+    plan: Callable[..., Packing] = plan_karmarkar_karp
+    if planner != "karmarkar_karp":
+        plan = partial(plan_joint, step_cost=cost.step_cost if isinstance(cost, Workload) else 0.0)
+    return partial(
+        plan, dp_size=dp_size, token_budget=limits.token_budget, multiple_of=multiple_of, min_steps=min_steps
+    )
 
 
 def _order_steps(packing: Packing, cost: Floats, order: str) -> Packing:

@@ -19,6 +19,8 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
 from rlmodule.core.types import POLICY, SampleMeta, StepTotals
 
+STEPS_PER_STAGE = 4  # micro-steps for each pipeline stage: it is then idle for less than a fifth of a step
+
 
 @dataclass(frozen=True)
 class BatchingConfig:
@@ -33,11 +35,14 @@ class BatchingConfig:
     shuffle: bool = True  # draw mini-batches from a seeded shuffle of the iteration's samples
     share_prompts: bool = False  # compute a prompt once for the responses of its group that share a micro-batch
     equal_counts: bool = False  # add padding samples until all ranks have equal counts; no sample is skipped then
+    min_micro_steps: int | None = None  # of an optimizer step, where samples suffice; None: 4 per pipeline stage
     keep_groups: bool = False  # the samples of a group (responses to a prompt, a pair) share a micro-batch
 
     def __post_init__(self) -> None:
         at_least("mini_batch_size", self.mini_batch_size, 1)
         at_least("max_token_len_per_gpu", self.max_token_len_per_gpu, 2)
+        if self.min_micro_steps is not None:
+            at_least("min_micro_steps", self.min_micro_steps, 1)
         one_of("planner", self.planner, PLANNERS)
         one_of("order", self.order, ORDERS)
         if not self.use_dynamic_bsz and self.micro_batch_size_per_gpu is None:
@@ -56,6 +61,15 @@ class BatchingConfig:
                 because="keep_groups is true, and padding samples would take the places of samples of a group",
                 fix="Use batching.equal_counts=false, or batching.keep_groups=false",
             )
+
+    def fewest_micro_steps(self, layout: Layout) -> int:
+        """Micro-steps that an optimizer step has at least, where there are samples for as many.
+
+        A pipeline of p stages is idle for (p - 1) / M of a step of M micro-steps, so by default there are 4 p of them.
+        """
+        if self.min_micro_steps is not None:
+            return self.min_micro_steps
+        return 1 if layout.pp_size == 1 else STEPS_PER_STAGE * layout.pp_size
 
 
 @dataclass(frozen=True)
@@ -152,6 +166,7 @@ class BalancedSampler(Sampler[RankShare]):
             sp_size=layout.sp_size,
             micro_batch_size=None if config.use_dynamic_bsz else config.micro_batch_size_per_gpu,
             order=config.order,
+            min_steps=config.fewest_micro_steps(layout),
             keep_groups=config.keep_groups,
             share_prompts=config.share_prompts,
         )

@@ -83,6 +83,10 @@ class Layout:
         """This process's place among the ``dp_sp_size`` ranks; tensor ranks and pipeline stages repeat it."""
         return self.dp_rank * self.sp_size + self.sp_rank
 
+    def bubble(self, micro_steps: int) -> float:
+        """Time of a step over that of its work if micro-batches cost the same: 1 + (p - 1) / M (arXiv:2104.04473)."""
+        return 1.0 + (self.pp_size - 1) / micro_steps
+
     @property
     def sizes(self) -> dict[str, int]:
         """Number of processes, and of ranks along each dimension; written into manifests and summaries."""

@@ -25,6 +25,7 @@ class Sharding:
         copies_to_sample: whether sampling needs a whole fp32 copy of the model on every process.
         group: processes that exchange weights and gradients.
         split: processes that share every matrix (tensor parallelism), whose own exchange is of activations.
+        stages: of a pipeline; each has its share of the blocks, and the first and the last what is around them.
         gathers_per_micro_step: times that all weights are gathered in a micro-step.
         reduces_per_micro_step: times that all gradients are reduced (scattered) in a micro-step.
         gathers_per_step, reduces_per_step: the same, once in an optimizer step.
@@ -44,6 +45,7 @@ class Sharding:
     copies_to_sample: bool = False
     group: int = 1
     split: int = 1
+    stages: int = 1
     gathers_per_micro_step: int = 0
     reduces_per_micro_step: int = 0
     gathers_per_step: int = 0

@@ -491,6 +491,10 @@ class TokenOutputs:
         assert isinstance(value, Tensor), f"the model was not asked for {output}"
         return value
 
+    def to(self, device: torch.device | str) -> TokenOutputs:
+        """Copy the tensors to ``device``."""
+        return _to_device(self, device, non_blocking=False)
+
 
 def _tensors(batch: object) -> dict[str, Tensor]:
     """Fields that move between devices; segment borders stay on the CPU, where planning attention reads them."""

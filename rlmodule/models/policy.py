@@ -72,6 +72,8 @@ class PolicyModel(nn.Module):
         sequence: sequence-parallel ranks, set by the strategy; scoring and training get a slice of each packed row,
             sampling gets whole rows on every rank.
         vocabulary: ranks that each have some rows of the head, set by the strategy; None where each has all.
+        hands_on: set by the strategy on a pipeline stage that another one follows: a micro-batch then gives the hidden
+            states of its row, and the head is not there.
         stored: files that parameters on the meta device are read from, None where there are none.
         loading: how the weights come from disk and which parts are frozen, in words for a run's plan.
         adapted: the weights with adapters, and how to merge them.
@@ -88,6 +90,7 @@ class PolicyModel(nn.Module):
     stored: StoredWeights | None = None
     loading: str = ""
     likeliest: Likeliest | None = None
+    hands_on: bool = False
 
     def __init__(
         self,
@@ -132,7 +135,8 @@ class PolicyModel(nn.Module):
             with_adapter: False computes the model that training started from.
 
         Returns:
-            Scalar loss, or TokenOutputs [N] of the loss tokens; [B, V] fp32 logits of a PrefillBatch or DecodeBatch.
+            Scalar loss, or TokenOutputs [N] of the loss tokens; [T, H] hidden states of a stage that hands them on;
+            [B, V] fp32 logits of a PrefillBatch or DecodeBatch.
         """
         device = batch.input_ids.device.type
         with ExitStack() as state:
@@ -143,7 +147,10 @@ class PolicyModel(nn.Module):
                 assert self.lora is not None, "there is no adapter to leave out"
                 state.enter_context(without_adapter(self.lm))
             if isinstance(batch, MicroBatch):
-                hidden = packed_hidden(self.lm, batch, self.sequence, self.rows)[batch.loss_positions]
+                hidden = packed_hidden(self.lm, batch, self.sequence, self.rows)
+                if self.hands_on:
+                    return hidden
+                hidden = hidden[batch.loss_positions]
                 return self.head_outputs(hidden, batch.labels, objective, outputs, batch.teacher_top_ids)
             if self.compiled:
                 state.enter_context(torch.compiler.set_stance("force_eager"))

@@ -76,6 +76,7 @@ class ValueModel(nn.Module):
 
     Attributes:
         sequence: sequence-parallel ranks, set by the strategy; the model then gets a slice of each packed row.
+        hands_on: as a policy's.
         stored: files that parameters on the meta device are read from, None where there are none.
         loading: how the weights come from disk and which parts are frozen, in words for a run's plan.
         state_classes: as a policy's.
@@ -85,6 +86,7 @@ class ValueModel(nn.Module):
     sequence: SequenceRanks | None = None
     stored: StoredWeights | None = None
     loading: str = ""
+    hands_on: bool = False
 
     def __init__(
         self, lm: PreTrainedModel, *, compute_dtype: torch.dtype | None = None, rows: RowMode = RowMode.PACKED
@@ -109,8 +111,10 @@ class ValueModel(nn.Module):
         with torch.autocast(
             batch.input_ids.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype is not None
         ):
-            hidden = packed_hidden(self.lm, batch, self.sequence, self.rows)[batch.loss_positions]
-        value: Tensor = self.lm.score(hidden)  # type: ignore[operator]
+            hidden = packed_hidden(self.lm, batch, self.sequence, self.rows)
+        if self.hands_on:
+            return hidden
+        value: Tensor = self.lm.score(hidden[batch.loss_positions])  # type: ignore[operator]
         return TokenOutputs(value=value) if objective is None else objective.of_values(value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -86,12 +87,26 @@ class RunPlan:
             "lr": learning_rate_in_words(s),
             "layout": f"{s.backend} on {self.num_devices}: {self.layout.dp_size} data x "
             f"{self.layout.sp_size} sequence x {self.layout.tp_size} tensor",
+            **({"pipeline": self._pipeline()} if self.layout.pp_size > 1 else {}),
             "iteration": f"{self.samples}{again}, {steps} optimizer steps of {s.batching.mini_batch_size} samples",
             "budget": micro,
             **({"order": order} if (order := self._order()) else {}),
             "run": f"{s.trainer.max_epochs} iterations{self._passes()}, {run_steps:,} optimizer steps, "
             f"seed {s.general.seed}",
         }
+
+    def _pipeline(self) -> str:
+        """How long its stages wait for each other at most; less where a step has more micro-steps."""
+        batching, layout = self.config.batching, self.layout
+        rows = math.ceil(batching.mini_batch_size / layout.dp_size)
+        fewest, bound = min(batching.fewest_micro_steps(layout), rows), ("at least ", "at most ")
+        if not batching.use_dynamic_bsz:
+            assert batching.micro_batch_size_per_gpu is not None, "BatchingConfig has checked it"
+            fewest, bound = math.ceil(rows / batching.micro_batch_size_per_gpu), ("", "")
+        return (
+            f"{layout.pp_size} stages, {bound[0]}{fewest} micro-steps in an optimizer step, which takes {bound[1]}"
+            f"{layout.bubble(fewest):.2f} times its work"
+        )
 
     def _passes(self) -> str:
         s = self.config

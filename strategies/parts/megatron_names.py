@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from rlmodule.core.errors import ConfigError
 from strategies.parts.megatron_trunk import MegatronTrunk, head_dim_of, num_experts_of
 from strategies.parts.pieces import Piece, Pieces, itself
+from strategies.parts.stages import check_stages, first_blocks
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
@@ -85,6 +86,20 @@ def pieces_of_trunk(trunk: MegatronTrunk) -> Iterator[Pieces]:
         yield parameter, tuple(Piece((f"{layer}.{piece}",), dim, view) for piece, dim, view in entries[rest])
 
 
+def layers_of_stage(num_layers: int, stage: int, pp_size: int) -> range:
+    """Numbers of the layers of one stage."""
+    bounds = first_blocks(num_layers, pp_size)
+    return range(bounds[stage], bounds[stage + 1])
+
+
+def stage_of(name: str, num_layers: int, pp_size: int) -> int:
+    """The first stage that holds the transformers model's parameter of that name, or one beside that model."""
+    if name.startswith("model.layers."):
+        layer = int(name.split(".")[2])
+        return next(s for s in range(pp_size) if layer in layers_of_stage(num_layers, s, pp_size))
+    return 0 if name.startswith("model.embed_tokens.") else pp_size - 1
+
+
 def shares_of_ranks(trunk: MegatronTrunk) -> list[nn.Parameter]:
     """Parameters that every tensor rank has whole, and of whose gradient it has only its share."""
     parts = SUMMED + (SUMMED_OVER_POSITIONS if trunk.plan.sequence_parallel else ())
@@ -139,13 +154,7 @@ def check_model(hf: Any, degrees: Degrees, *, has_adapters: bool) -> None:
                 because=f"it does not divide {label}={size}",
                 fix="Use a divisor, or strategy.tp_size=1",
             )
-    if degrees.pp_size > hf.num_hidden_layers:
-        raise ConfigError(
-            key="strategy.pp_size",
-            got=degrees.pp_size,
-            because=f"the model has {hf.num_hidden_layers} layers, and every stage needs one",
-            fix=f"Use strategy.pp_size={hf.num_hidden_layers} or less",
-        )
+    check_stages(hf.num_hidden_layers, degrees.pp_size)
     if experts is not None and degrees.tp_size > 1 and not degrees.sequence_parallel:
         raise ConfigError(
             key="strategy.sequence_parallel",

@@ -48,14 +48,14 @@ class ShardedStrategy(DistributedStrategy):
 
     def copies_of(self, parameter: nn.Parameter) -> int:
         """Number of processes that hold the same shard of a parameter's gradient."""
-        world = dist.get_world_size()
+        stage = self.layout.stage_size
         if not isinstance(parameter, DTensor):
-            return world
+            return stage
         mesh = parameter.device_mesh
         num_shards = math.prod(
             mesh.size(dim) for dim, place in enumerate(parameter.placements) if not place.is_replicate()
         )
-        return world // num_shards
+        return stage // num_shards
 
     def generator(self, name: str) -> nn.Module:
         """The whole copy, which has weights inside ``generation_mode`` only."""

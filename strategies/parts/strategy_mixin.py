@@ -37,7 +37,7 @@ HF_PREFIX = "lm."  # the transformers model sits at ``lm``; what comes after it 
 class StrategyMixin(SavedState):
     """Mixin for Lightning strategies; a backend puts it before Lightning's class.
 
-    It overrides ``wrap`` and, where gradients are exchanged, ``micro_batch``. A backend with a schedule of its own
+    It overrides ``wrap`` and, where gradients are exchanged, ``micro_batch`` or ``reduce_gradients``. A backend with a schedule of its own
     overrides ``forward_backward``, ``evaluate`` and ``forward``; one with models of its own overrides ``build``.
     """
 
@@ -125,7 +125,11 @@ class StrategyMixin(SavedState):
                 loss = objective.for_micro_batch(micro_batch, totals, self.sequence)
                 backward(model(micro_batch, objective=loss))
             metrics.append(loss.metrics)
+        self.reduce_gradients(name)
         return metrics
+
+    def reduce_gradients(self, name: str) -> None:
+        """Nothing: gradients are exchanged in the backward passes, or not at all."""
 
     def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
         """Encloses forward and backward of one micro-batch; a backend syncs gradients after the last one only."""
@@ -189,9 +193,13 @@ class StrategyMixin(SavedState):
                 tensor = cast(names[0], tensor)
                 for full_name in names:
                     yield full_name.removeprefix(HF_PREFIX), tensor
-        for key, buffer in persistent_buffers(self._models[name]):
+        for key, buffer in persistent_buffers(self.whole_model(name)):
             if key.startswith(HF_PREFIX):
                 yield key.removeprefix(HF_PREFIX), cast(key, buffer)
+
+    def whole_model(self, name: str) -> nn.Module:
+        """A module with every buffer of model ``name``."""
+        return self._models[name]
 
     def generator(self, name: str) -> nn.Module:
         """The module to sample with inside ``generation_mode``: whole weights, no communication in its forward."""

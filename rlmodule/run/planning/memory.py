@@ -69,9 +69,17 @@ class ModelMemory:
     state_bytes: int
 
     def _numel(self, parameters: int, ranks: int) -> int:
-        """Elements of this process's share; tensor-parallel ranks split what is in the blocks alone."""
+        """Elements of this process's share; tensor-parallel ranks and stages split what is in the blocks alone.
+
+        One stage is counted with all that is outside of blocks, of which the first and the last have a part each.
+        """
         outside = min(self.size.outside, parameters) if parameters == self.size.total else 0
-        return (parameters + (self.sharding.split - 1) * outside) // ranks
+        return (self._of_stage(parameters - outside) + self.sharding.split * outside) // ranks
+
+    def _of_stage(self, in_blocks: int) -> int:
+        """What a stage with the most blocks has of so many parameters in all of them."""
+        blocks = max(1, len(self.size.blocks))
+        return in_blocks * math.ceil(blocks / self.sharding.stages) // blocks
 
     @property
     def weights(self) -> int:
@@ -99,7 +107,7 @@ class ModelMemory:
         s = self.sharding
         if not s.gathers_blocks or s.group == 1:
             return 0
-        blocks = sum(self.size.blocks) if s.keeps_gathered else 2 * max(self.size.blocks, default=0)
+        blocks = self._of_stage(sum(self.size.blocks)) if s.keeps_gathered else 2 * max(self.size.blocks, default=0)
         return (blocks + self.size.outside) * s.gathered_bytes // s.split
 
     @property

@@ -207,7 +207,8 @@ def _model_rows(data: Mapping[str, Any]) -> dict[str, str]:
         + f"; {model['parameters_per_token']:,.0f} multiply for a token",
         "lr": model["lr"],
         "layout": f"{layout['strategy']} on {layout['world_size']} {layout['device']} processes: "
-        f"{layout['dp_size']} data x {layout['sp_size']} sequence x {layout['tp_size']} tensor",
+        f"{layout['dp_size']} data x {layout['sp_size']} sequence x {layout['tp_size']} tensor"
+        + (f" x {layout['pp_size']} pipeline stages" if layout["pp_size"] > 1 else ""),
     }
 
 
@@ -253,6 +254,7 @@ def _work_rows(step: Mapping[str, Any], iteration: Mapping[str, Any]) -> dict[st
     return {
         "optimizer step": f"{step['samples']} samples of {step['expected_prompt']:,.0f} + "
         f"{step['expected_response']:,.0f} tokens = {step['tokens']:,.0f} tokens in {step['micro_steps']} micro-steps",
+        **({"pipeline": f"a step takes {step['bubble']:.2f} times its work"} if step["bubble"] > 1 else {}),
         "traffic": f"a process sends {_size(step['bytes_per_micro_step'])} per micro-step and "
         f"{_size(step['bytes_per_step'])} per step: {_size(step['sent_bytes'])} in all",
         "FLOPs of a step": f"{step['flops']:.3g}"

@@ -215,14 +215,17 @@ class Plan:
         flops = update_flops(self.shape, samples, self.expected)
         again = 0.0 if config.model.activation_checkpointing == NONE else FORWARD_SHARE * flops
         per_micro_step, per_step = traffic(self.size, self.sharding)
+        fewest = config.batching.fewest_micro_steps(self.layout)
+        steps = micro_steps(samples, self.expected, self.budget, self.layout, fewest)
         return StepWork(
             samples,
             samples * self.expected.sample,
-            micro_steps(samples, self.expected, self.budget, self.layout),
+            steps,
             flops,
             again,
             per_micro_step,
             per_step,
+            self.layout.bubble(steps),
         )
 
     @property

@@ -38,6 +38,7 @@ class StepWork:
         flops: of the update, without what is recomputed.
         recomputed_flops: on top of that with activation checkpointing.
         bytes_per_micro_step, bytes_per_step: that a process sends for weights and gradients.
+        bubble: time of the step over that of its work; above 1 where stages of a pipeline wait for each other.
     """
 
     samples: int
@@ -47,6 +48,7 @@ class StepWork:
     recomputed_flops: float
     bytes_per_micro_step: float
     bytes_per_step: float
+    bubble: float
 
     @property
     def traffic(self) -> float:
@@ -54,10 +56,13 @@ class StepWork:
         return self.micro_steps * self.bytes_per_micro_step + self.bytes_per_step
 
 
-def micro_steps(samples: int, lengths: Lengths, budget: int, layout: Layout) -> int:
-    """Micro-batches of a data rank if samples of the expected length fill the budget as far as whole ones do."""
-    fits = max(1, int(budget * layout.sp_size // lengths.sample))
-    return math.ceil(math.ceil(samples / layout.dp_size) / fits)
+def micro_steps(samples: int, lengths: Lengths, budget: int, layout: Layout, fewest: int) -> int:
+    """Micro-batches of a data rank if samples of the expected length fill the budget as far as whole ones do.
+
+    ``fewest`` is how many there are at least, where there are samples for as many.
+    """
+    fits, of_rank = max(1, int(budget * layout.sp_size // lengths.sample)), math.ceil(samples / layout.dp_size)
+    return max(math.ceil(of_rank / fits), min(fewest, of_rank))
 
 
 def update_flops(shape: ModelShape, samples: float, lengths: Lengths) -> float:
@@ -72,7 +77,8 @@ def sent_bytes(parameters: int, bytes_each: int, group: int, times: float) -> fl
 
 def traffic(size: ModelSize, sharding: Sharding) -> tuple[float, float]:
     """(bytes per micro-step, bytes per step) that a process sends for one model that trains."""
-    s, total, trained = sharding, size.total // sharding.split, size.trained // sharding.split
+    s, parts = sharding, sharding.split * sharding.stages
+    total, trained = size.total // parts, size.trained // parts
     per_micro_step = sent_bytes(total, s.gathered_bytes, s.group, s.gathers_per_micro_step)
     per_micro_step += sent_bytes(trained, FP32, s.group, s.reduces_per_micro_step)
     per_step = sent_bytes(trained, s.weight_bytes, s.group, s.gathers_per_step)

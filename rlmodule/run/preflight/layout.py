@@ -1,4 +1,4 @@
-"""Sequence parallelism: the attention heads of a model must split over the sequence ranks."""
+"""What a model must have for a layout: heads for every sequence rank, blocks for every pipeline stage."""
 
 from __future__ import annotations
 
@@ -10,11 +10,19 @@ from rlmodule.models.shape import shape_of
 
 
 def check_layout(hf_config: PreTrainedConfig, layout: Layout) -> None:
-    """Check that the heads of every layer split over the sequence ranks.
+    """Check that the heads of every layer split over the sequence ranks, and that every stage has a block.
 
     Raises:
         ConfigError: names the numbers and what works.
     """
+    num_blocks = int(hf_config.get_text_config().num_hidden_layers)
+    if layout.pp_size > num_blocks:
+        raise ConfigError(
+            key="strategy.pp_size",
+            got=layout.pp_size,
+            because=f"the model has {num_blocks} blocks, and every stage needs one",
+            fix=f"Use strategy.pp_size={num_blocks} or less",
+        )
     if layout.sp_size > 1:
         for heads, kv_heads in sorted({(kind.num_heads, kind.num_kv_heads) for kind in shape_of(hf_config).attention}):
             _check_heads(heads, kv_heads, layout)

@@ -1,0 +1,167 @@
+"""Strategies whose models may be cut into pipeline stages: their loops over micro-batches, and names across stages.
+
+Every stage gives what the last one computes: metrics and outputs are small, and so every process goes on as tensor
+ranks do, with the numbers of its row. Leaves out the schedule (``pipeline.py``) and how a model is cut (``stages.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rlmodule.core.contract import Backward, MicroBatchLoss, ModelObjective
+from rlmodule.core.metrics import Metrics, from_rows, to_rows
+from rlmodule.core.parameters import tied
+from rlmodule.core.types import MicroBatch, StepTotals, TokenOutputs
+from strategies.parts.pipeline import Pipeline, StageForward
+from strategies.parts.sharded import ShardedStrategy, full_tensor
+from strategies.parts.stages import Stage, cut
+from strategies.parts.strategy_mixin import local
+
+
+class PipelinedStrategy(ShardedStrategy):
+    """Base of sharded backends with ``strategy.pp_size``; without stages it adds nothing.
+
+    A backend calls ``cut_into_stages`` at the beginning of ``wrap``; one that cuts models in a way of its own overrides
+    that.
+    """
+
+    _pipelines: dict[str, Pipeline]
+    _stages: dict[str, Stage]
+    _wholes: dict[str, list[tuple[tuple[str, ...], Tensor]]]  # all names and the likeness of each parameter, uncut
+
+    def shard(self, models: Mapping[str, nn.Module]) -> None:
+        """Remember the parameters of each whole model, then cut and shard the models."""
+        if not self._models:
+            self._pipelines, self._stages = {}, {}
+            self._wholes = {
+                name: [(names, parameter.detach().to("meta")) for names, parameter in tied(model)]
+                for name, model in models.items()
+            }
+        super().shard(models)
+
+    def cut_into_stages(self, name: str, model: nn.Module, dtype: torch.dtype) -> None:
+        """Keep this process's stage of a model, where there are stages; its embedding computes in ``dtype``."""
+        group = self.mesh.pipeline_group
+        if group is not None:
+            stage = cut(model, self.layout.pp_rank, self.layout.pp_size, dtype)
+            shape: Callable[[MicroBatch], tuple[int, ...]] = lambda batch: (len(batch.input_ids), stage.width)  # noqa: E731
+            self._stages[name] = stage
+            self._pipelines[name] = Pipeline(group, shape, self.root_device, self.exchange_device)
+
+    # ---- loops
+
+    def forward_backward(
+        self,
+        name: str,
+        micro_batches: Sequence[MicroBatch],
+        objective: ModelObjective,
+        totals: StepTotals,
+        backward: Backward,
+    ) -> list[Metrics]:
+        """One forward, one backward in turn; then both ends add up the gradient of the weight they share."""
+        pipeline = self._pipelines.get(name)
+        if pipeline is None:
+            return super().forward_backward(name, micro_batches, objective, totals, backward)
+        losses: list[MicroBatchLoss] = []
+
+        def run_back(index: int, out: Tensor, gradient: Tensor | None) -> None:
+            with self.micro_batch(name, is_last=index == len(micro_batches) - 1):
+                backward(out, gradient=gradient)
+
+        pipeline.forward_backward(micro_batches, self._loss_of_stage(name, objective, totals, losses), run_back)
+        self.reduce_gradients(name)  # before both ends add up, or they would add in different orders
+        for parameter in self._shared(name):
+            assert parameter.grad is not None, "both ends use the weight that they share"
+            pipeline.add_other_end(local(parameter.grad))
+        return metrics_of_last(pipeline, losses)
+
+    def evaluate(
+        self, name: str, micro_batches: Sequence[MicroBatch], objective: ModelObjective, totals: StepTotals
+    ) -> list[Metrics]:
+        """Forward through all stages, for the metrics of the loss."""
+        pipeline = self._pipelines.get(name)
+        if pipeline is None:
+            return super().evaluate(name, micro_batches, objective, totals)
+        losses: list[MicroBatchLoss] = []
+        with self.eval_mode(name):
+            pipeline.forward(micro_batches, self._loss_of_stage(name, objective, totals, losses))
+        return metrics_of_last(pipeline, losses)
+
+    def _loss_of_stage(
+        self, name: str, objective: ModelObjective, totals: StepTotals, losses: list[MicroBatchLoss]
+    ) -> StageForward[Tensor]:
+        """Forward of this stage; the last one appends the loss of each micro-batch to ``losses``."""
+        model, stage, is_last = self._wrapped[name], self._stages[name], self._pipelines[name].is_last
+
+        def run(micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
+            loss = objective.for_micro_batch(micro_batch, totals, self.sequence) if is_last else None
+            losses.extend([] if loss is None else [loss])
+            with stage.given(hidden):
+                return model(micro_batch, objective=loss)  # type: ignore[no-any-return]
+
+        return run
+
+    def forward(
+        self, name: str, micro_batches: Iterable[MicroBatch], outputs: frozenset[str], *, with_adapter: bool = True
+    ) -> list[TokenOutputs]:
+        """Forward through all stages; the outputs of the last on all of them."""
+        pipeline = self._pipelines.get(name)
+        if pipeline is None:
+            return super().forward(name, micro_batches, outputs, with_adapter=with_adapter)
+        options: dict[str, Any] = {} if with_adapter else {"with_adapter": False}
+
+        def run(micro_batch: MicroBatch, hidden: Tensor | None) -> TokenOutputs | Tensor:
+            with self._stages[name].given(hidden):
+                return self._wrapped[name](micro_batch, outputs=outputs, **options)  # type: ignore[no-any-return]
+
+        with self.eval_mode(name):
+            answers: list[TokenOutputs] = pipeline.forward(micro_batches, run)
+        on_host = pipeline.from_last([answer.to("cpu") for answer in answers])
+        return [answer.to(self.root_device) for answer in on_host]
+
+    # ---- names and weights across stages
+
+    def named_parameters(self, name: str) -> Iterator[tuple[str, nn.Parameter]]:
+        """By the first of its names in the whole model, also where a stage holds it under another one only."""
+        names = self._stages[name].names if name in self._stages else {}
+        for key, parameter in super().named_parameters(name):
+            yield names.get(key, key), parameter
+
+    def copies_of(self, parameter: nn.Parameter) -> int:
+        """Twice as many of the weight that the first and the last stage share."""
+        is_shared = any(parameter is shared for name in self._stages for shared in self._shared(name))
+        return super().copies_of(parameter) * (2 if is_shared else 1)
+
+    def _shared(self, name: str) -> list[nn.Parameter]:
+        """The weight that the first and the last stage both hold, where there is one and it trains."""
+        shared = self._stages[name].shared
+        return [p for key, p in self.named_parameters(name) if key == shared and p.requires_grad]
+
+    def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """All-gather one tensor at a time, on the stage that holds it, which gives it to the others."""
+        if name not in self._stages:
+            for names, parameter in tied(self._models[name]):
+                yield names, full_tensor(parameter.detach(), self.root_device)
+            return
+        mine, pipeline = dict(self.named_parameters(name)), self._pipelines[name]
+        for names, like in self._wholes[name]:
+            holder = self._stages[name].held_by[names[0]]
+            if holder == pipeline.rank:
+                tensor = full_tensor(mine[names[0]].detach(), self.root_device)
+            else:
+                tensor = torch.empty(like.shape, dtype=like.dtype, device=self.root_device)
+            yield names, pipeline.broadcast(holder, tensor)
+
+    def whole_model(self, name: str) -> nn.Module:
+        """The copy that was made before the model was cut."""
+        return self._meta_copies[name] if name in self._stages else super().whole_model(name)
+
+
+def metrics_of_last(pipeline: Pipeline, losses: Sequence[MicroBatchLoss]) -> list[Metrics]:
+    """The metrics of each micro-batch, which the last stage has computed, on every stage."""
+    tables = pipeline.from_last([to_rows(loss.metrics) for loss in losses])
+    return [from_rows(names, rows) for names, rows in tables]
