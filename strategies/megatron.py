@@ -32,7 +32,14 @@ from strategies.parts.distributed import OffloadParallelConfig
 from strategies.parts.gradients import fill_missing, sum_over
 from strategies.parts.loading import check_finite
 from strategies.parts.megatron_api import HAVE_TE, join_groups, on_device
-from strategies.parts.megatron_names import Degrees, check_model, pieces_of_trunk, shares_of_ranks
+from strategies.parts.megatron_names import (
+    Degrees,
+    check_model,
+    layers_of_stage,
+    pieces_of_trunk,
+    shares_of_ranks,
+    stage_of,
+)
 from strategies.parts.megatron_trunk import MegatronTrunk, TrunkPlan
 from strategies.parts.pieces import Piece, Pieces, fill
 from strategies.parts.pipeline import Pipeline

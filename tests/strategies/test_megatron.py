@@ -54,6 +54,10 @@ LAYOUTS = [
     (2, {"tp_size": 2}),
     (2, SPLIT),
     (2, {"sp_size": 2}),
+    (2, {"pp_size": 2}),
+    (4, {"pp_size": 2}),
+    (4, {"tp_size": 2, "pp_size": 2}),
+    (4, {**SPLIT, "pp_size": 2}),
     (4, {"tp_size": 2, "offload_params": True, "offload_optimizer": True}),
 ]
 
@@ -168,7 +172,11 @@ def test_a_model_that_cannot_be_built_is_refused_before_weights_are_read(case):
 
 
 @pytest.mark.parametrize(
-    ("config", "reason"), [(ModelConfig(architecture=architecture(), lora=LoraConfig(r=4)), "adapters"), (ModelConfig(architecture=architecture(), compile=True), "compiled")]
+    ("config", "reason"),
+    [
+        (ModelConfig(architecture=architecture(), lora=LoraConfig(r=4)), "adapters"),
+        (ModelConfig(architecture=architecture(), compile=True), "compiled"),
+    ],
 )
 def test_adapters_and_compiled_blocks_are_refused(config, reason):
     with pytest.raises(ConfigError, match=reason):
