@@ -7,7 +7,8 @@ A new backend is ``strategies/NAME.py`` and ``conf/strategy/NAME.yaml``. The mod
 backend's keys and a class that ``@STRATEGIES.register(...)`` registers, ``config_class`` set to the former:
 
 - on ``DistributedStrategy`` (every process holds whole weights) or ``ShardedStrategy`` (weights are cut);
-- ``wrap`` reads the weights of one model and cuts or wraps it, ``micro_batch`` syncs gradients after the last one only;
+- ``wrap`` reads the weights of one model and cuts or wraps it, ``check_model`` refuses one that it cannot be;
+- ``micro_batch`` syncs gradients after the last one only, or ``reduce_gradients`` once after all;
 - ``build``, where its layers are not those of Hugging Face;
 - ``forward_backward``, ``evaluate`` and ``forward``, where micro-batches do not run one after the other (a pipeline);
 - ``named_parameters``, ``full_parameters``, ``copies_of``, ``state_dict_to_save`` and ``load_state_dict``, where

@@ -48,7 +48,7 @@ __all__ = [
 
 
 def join_groups(tp_size: int) -> None:
-    """Make its process groups of neighbouring tensor ranks, once for every model of a process; experts lie over the same.
+    """Make its process groups of neighbouring tensor ranks, once for all models of a process; they share experts too.
 
     It is told of no pipeline and no data ranks: stages and gradients are the strategy's own affair.
     """

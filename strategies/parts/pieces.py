@@ -1,4 +1,4 @@
-"""Parameters that a backend fuses and cuts, as pieces that have Hugging Face names: for loading, export and checkpoints.
+"""Parameters that a backend fuses and cuts, as pieces with Hugging Face names: for loading, export and checkpoints.
 
 Leaves out which pieces a parameter has (the model of the backend says so) and who gathers them.
 """

@@ -37,8 +37,9 @@ HF_PREFIX = "lm."  # the transformers model sits at ``lm``; what comes after it 
 class StrategyMixin(SavedState):
     """Mixin for Lightning strategies; a backend puts it before Lightning's class.
 
-    It overrides ``wrap`` and, where gradients are exchanged, ``micro_batch`` or ``reduce_gradients``. A backend with a schedule of its own
-    overrides ``forward_backward``, ``evaluate`` and ``forward``; one with models of its own overrides ``build``.
+    It overrides ``wrap`` and, where gradients are exchanged, ``micro_batch`` or ``reduce_gradients``. A backend with a
+    schedule of its own overrides ``forward_backward``, ``evaluate`` and ``forward``; one with models of its own
+    overrides ``build``.
     """
 
     layout: Layout = Layout()

@@ -6,20 +6,26 @@ Needs megatron-core; ``pytest -m backends`` runs it.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from rlmodule.checkpoint.state import folder_of
 from rlmodule.core.errors import ConfigError, TrainingError
 from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.lora import LoraConfig
+from strategies.parts.shards import read_whole
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import architecture, tiny_policy
 from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun, Outcome, check_equal, relative_difference
+from tests.strategies.test_checkpoint_portable import STEPS, fit
+from tests.strategies.test_critic import KINDS, assert_same, on_ranks
 
 megatron = pytest.importorskip("strategies.megatron", reason="needs megatron-core: pip install rlmodule[megatron]")
 
@@ -197,3 +203,76 @@ def test_settings_that_mean_nothing_here_are_refused(options, key):
     with pytest.raises(ConfigError) as caught:
         strategy(**options)
     assert caught.value.key == key
+
+
+# ---- checkpoints: to itself bit for bit, to and from other strategies within rounding
+
+
+TRAINED = replace(RUN, epochs=2)
+HALVES = {"tp_size": 2, "pp_size": 2}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Outcome]]:
+    """A run of two epochs with a checkpoint after each, by one process, by fsdp2 and by megatron."""
+    made = {}
+    for name, world, options in (("single", 1, {}), ("fsdp2", 2, {}), ("megatron", 4, HALVES)):
+        root = tmp_path_factory.mktemp(name)
+        made[name] = (root, fit(TRAINED.with_options(name, **options), world, root))
+    return made
+
+
+def resumed(written: dict[str, tuple[Path, Outcome]], writer: str, reader: str, world: int, **options: Any) -> Any:
+    root, undisturbed = written[writer]
+    return fit(replace(TRAINED.with_options(reader, **options), seed=99), world, resume=root), undisturbed
+
+
+def test_it_goes_on_from_its_own_checkpoint_bit_for_bit(written):
+    got, undisturbed = resumed(written, "megatron", "megatron", 4, **HALVES)
+    assert got.norms == undisturbed.norms[STEPS:]
+    assert all(np.array_equal(got.weights[name], tensor) for name, tensor in undisturbed.weights.items())
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "world", "options"),
+    [
+        ("megatron", "single", 1, {}),
+        ("megatron", "fsdp2", 2, {}),
+        ("single", "megatron", 2, {"tp_size": 2}),
+        ("fsdp2", "megatron", 2, {"pp_size": 2}),
+        ("megatron", "megatron", 2, {}),
+    ],
+    ids=label,
+)
+def test_another_strategy_or_layout_goes_on_within_rounding(written, writer, reader, world, options):
+    got, undisturbed = resumed(written, writer, reader, world, **options)
+    assert got.norms == pytest.approx(undisturbed.norms[STEPS:], rel=1e-5)
+    assert relative_difference(undisturbed, got) < 1e-5
+
+
+def test_a_checkpoint_holds_what_one_process_writes(written):
+    whole, cut = (
+        read_whole(folder_of(written[name][0] / "checkpoints", 1) / "shards") for name in ("single", "megatron")
+    )
+    assert cut.keys() == whole.keys(), "weights and moments by the names of the transformers model"
+    for key, tensor in whole.items():
+        assert torch.allclose(cut[key], tensor, rtol=1e-4, atol=1e-6), key
+
+
+# ---- whole runs: values, sampling, export
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{"tp_size": 2}, {"pp_size": 2}], ids=label)
+def test_a_run_with_values_gives_the_numbers_of_one_process_and_exports_its_head(kind, options, tmp_path):
+    """A value model of its own, or a head on the policy's trunk; sampled, scored, trained, validated and exported."""
+    small = (*KINDS[kind], "model.architecture.num_key_value_heads=2", "model.architecture.num_hidden_layers=2")
+    expected = on_ranks(tmp_path / "one", 1, *small)
+    cut = (f"strategy.{key}={value}" for key, value in options.items())
+    assert_same(on_ranks(tmp_path / "two", 2, *small, "strategy=megatron", *cut), expected, 1e-5)
+    folder = "policy" if kind == "shared" else "critic"
+    one, two = ((tmp_path / name / folder) for name in ("one", "two"))
+    for file in sorted(path.name for path in one.glob("*.safetensors")):
+        weights = load_file(two / file)
+        for key, tensor in load_file(one / file).items():
+            torch.testing.assert_close(weights[key], tensor, rtol=1e-4, atol=1e-5)
