@@ -101,6 +101,7 @@ class MegatronStrategy(PipelinedStrategy):
                 fix="Use strategy.transformer_engine=false",
             )
         super().__init__(config, device=device, num_processes=num_processes, num_nodes=num_nodes)
+        self.device_name = device
 
     @classmethod
     def sharding_of(cls, config: MegatronConfig, layout: Layout) -> Sharding:
@@ -126,6 +127,13 @@ class MegatronStrategy(PipelinedStrategy):
     def check_model(self, hf_config: Any, config: Any) -> None:
         """Refuse a model that it has no layers for, before any weight is read."""
         check_model(hf_config, self._degrees, has_adapters=config.lora.r > 0)
+        if self.device_name != "cuda" and config.precision != "32-true":
+            raise ConfigError(
+                key="model.precision",
+                got=config.precision,
+                because=f"Megatron's matrices know autocast on CUDA alone, and the device is {self.device_name}",
+                fix="Use model.precision=32-true",
+            )
         if config.compile:
             raise ConfigError(
                 key="model.compile",

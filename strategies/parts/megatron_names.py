@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rlmodule.core.errors import ConfigError
 from strategies.parts.megatron_trunk import MegatronTrunk, head_dim_of, num_experts_of
-from strategies.parts.pieces import Piece, Pieces, itself
+from strategies.parts.pieces import Piece, Pieces, unchanged
 from strategies.parts.stages import check_stages, first_blocks
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -40,13 +40,13 @@ def _entries(hf: Any) -> dict[str, list[Entry]]:
     """Megatron's name of a module in a layer, or of a parameter without one -> its pieces."""
     queries = hf.num_attention_heads // hf.num_key_value_heads
     return {
-        "input_layernorm.weight": [("input_layernorm.weight", None, itself)],
-        "self_attention.linear_qkv.layer_norm_weight": [("input_layernorm.weight", None, itself)],
-        "pre_mlp_layernorm.weight": [("post_attention_layernorm.weight", None, itself)],
-        "mlp.linear_fc1.layer_norm_weight": [("post_attention_layernorm.weight", None, itself)],
-        "self_attention.q_layernorm.weight": [("self_attn.q_norm.weight", None, itself)],
-        "self_attention.k_layernorm.weight": [("self_attn.k_norm.weight", None, itself)],
-        "self_attention.linear_proj.weight": [("self_attn.o_proj.weight", 1, itself)],
+        "input_layernorm.weight": [("input_layernorm.weight", None, unchanged)],
+        "self_attention.linear_qkv.layer_norm_weight": [("input_layernorm.weight", None, unchanged)],
+        "pre_mlp_layernorm.weight": [("post_attention_layernorm.weight", None, unchanged)],
+        "mlp.linear_fc1.layer_norm_weight": [("post_attention_layernorm.weight", None, unchanged)],
+        "self_attention.q_layernorm.weight": [("self_attn.q_norm.weight", None, unchanged)],
+        "self_attention.k_layernorm.weight": [("self_attn.k_norm.weight", None, unchanged)],
+        "self_attention.linear_proj.weight": [("self_attn.o_proj.weight", 1, unchanged)],
         **{
             f"self_attention.linear_qkv.{kind}": [
                 (f"self_attn.q_proj.{kind}", 0, _heads(hf, 0, queries)),
@@ -59,10 +59,10 @@ def _entries(hf: Any) -> dict[str, list[Entry]]:
             ("mlp.gate_proj.weight", 0, _half(0)),
             ("mlp.up_proj.weight", 0, _half(1)),
         ],
-        "mlp.linear_fc2.weight": [("mlp.down_proj.weight", 1, itself)],
-        "mlp.router.weight": [("mlp.gate.weight", None, itself)],
-        "mlp.experts.gate_up_proj": [("mlp.experts.gate_up_proj", 0, itself)],
-        "mlp.experts.down_proj": [("mlp.experts.down_proj", 0, itself)],
+        "mlp.linear_fc2.weight": [("mlp.down_proj.weight", 1, unchanged)],
+        "mlp.router.weight": [("mlp.gate.weight", None, unchanged)],
+        "mlp.experts.gate_up_proj": [("mlp.experts.gate_up_proj", 0, unchanged)],
+        "mlp.experts.down_proj": [("mlp.experts.down_proj", 0, unchanged)],
     }
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 
-def itself(tensor: Tensor) -> Tensor:
+def unchanged(tensor: Tensor) -> Tensor:
     """The view of a parameter that is one piece."""
     return tensor
 
@@ -30,7 +30,7 @@ class Piece:
 
     names: tuple[str, ...]
     dim: int | None = None
-    view: Callable[[Tensor], Tensor] = itself
+    view: Callable[[Tensor], Tensor] = unchanged
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part, in the shape it has in the Hugging Face model, but for what other ranks have of it."""

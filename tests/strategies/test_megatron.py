@@ -23,7 +23,7 @@ from rlmodule.models.lora import LoraConfig
 from strategies.parts.shards import read_whole
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import architecture, tiny_policy
-from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun, Outcome, check_equal, relative_difference
+from tests.strategies.fixed_runs import ADAMW, ARCHITECTURE, FixedRun, Outcome, check_equal, relative_difference
 from tests.strategies.test_checkpoint_portable import STEPS, fit
 from tests.strategies.test_critic import KINDS, assert_same, on_ranks
 
@@ -85,7 +85,9 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_over_tensor_ranks(family):
     """Biases, windows and experts, which lie over the same ranks."""
-    run = FixedRun(policy=tiny_policy(family, vocab_size=96, **FAMILIES[family]))
+    # Biases of keys have a gradient of 0, whose rounding a small eps would blow up to whole steps.
+    optimizer = replace(ADAMW, eps=1e-3)
+    run = FixedRun(policy=tiny_policy(family, vocab_size=96, **FAMILIES[family]), optimizer=optimizer)
     options = SPLIT if family in ("qwen3_moe", "mixtral") else {"tp_size": 2}
     check_equal(alone(run), trained(run, 2, **options))
 
@@ -108,12 +110,6 @@ def test_recomputed_blocks_give_the_same_numbers(expected):
     check_equal(expected, trained(replace(RUN, model=model), 2, tp_size=2))
 
 
-def test_half_precision_is_that_of_one_process_within_its_rounding():
-    run = replace(RUN, precision="bf16-mixed")
-    one, other = alone(run), trained(run, 2, tp_size=2)[0]
-    assert other.norms == pytest.approx(one.norms, rel=0.05)
-
-
 # ---- weights: read, named, refused
 
 
@@ -130,7 +126,7 @@ def test_weights_on_disk_come_out_bit_for_bit_under_their_names(family, tmp_path
     run = FixedRun(model=ModelConfig(path=str(tmp_path), tokenizer="byte"), with_reference=True, timer=start_of)
     whole = policy.lm.state_dict()
     for outcome in trained(run, 2, **SPLIT):
-        assert list(outcome.extra) == list(whole)
+        assert outcome.extra.keys() == whole.keys()
         assert all(np.array_equal(outcome.extra[name], tensor.numpy()) for name, tensor in whole.items())
 
 
@@ -177,14 +173,16 @@ def test_a_model_that_cannot_be_built_is_refused_before_weights_are_read(case):
     assert caught.value.key == key
 
 
-@pytest.mark.parametrize(
-    ("config", "reason"),
-    [
-        (ModelConfig(architecture=architecture(), lora=LoraConfig(r=4)), "adapters"),
-        (ModelConfig(architecture=architecture(), compile=True), "compiled"),
-    ],
-)
-def test_adapters_and_compiled_blocks_are_refused(config, reason):
+OTHER_KEYS = {
+    "adapters": {"lora": LoraConfig(r=4)},
+    "compiled": {"compile": True},
+    "autocast": {"precision": "bf16-mixed"},
+}
+
+
+@pytest.mark.parametrize("reason", OTHER_KEYS)
+def test_what_its_layers_cannot_do_is_refused(reason):
+    config = ModelConfig(architecture=architecture(), **OTHER_KEYS[reason])
     with pytest.raises(ConfigError, match=reason):
         strategy().check_model(tiny_policy().lm.config, config)
 
