@@ -203,7 +203,9 @@ class MegatronTrunk(nn.Module):
         )
         self.to(plan.device)
         self.requires_grad_(next(lm.parameters()).requires_grad)
-        shared = self.embedding.weight if is_shared_here and self.embedding is not None else self.output_weight
+        shared: Any = self.output_weight
+        if is_shared_here and self.embedding is not None:
+            shared = self.embedding.weight
         self._head = None if shared is None or not plan.is_last else _Head(shared)
 
     # ---- what a policy or value model asks of its ``lm``

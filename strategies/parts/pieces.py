@@ -38,9 +38,10 @@ class Piece:
         return part.flatten(0, part.ndim - tensor.ndim).contiguous()
 
     def put(self, tensor: Tensor, part: Tensor) -> None:
-        """Write the part."""
+        """Write the part, unless it is that very memory (``of`` copies only what is not in one place)."""
         target = self.view(tensor)
-        target.copy_(part.view(target.shape))
+        if part.data_ptr() != target.data_ptr():
+            target.copy_(part.view(target.shape))
 
     def cut(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """What rank ``rank`` of ``size`` has of the whole tensor."""
