@@ -149,7 +149,7 @@ class PolicyModel(nn.Module):
             if isinstance(batch, MicroBatch):
                 hidden = packed_hidden(self.lm, batch, self.sequence, self.rows)
                 if self.hands_on:
-                    return hidden
+                    return hidden.clone()  # strategies put hooks on what a model returns, and a view would lose them
                 hidden = hidden[batch.loss_positions]
                 return self.head_outputs(hidden, batch.labels, objective, outputs, batch.teacher_top_ids)
             if self.compiled:

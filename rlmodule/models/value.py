@@ -113,7 +113,7 @@ class ValueModel(nn.Module):
         ):
             hidden = packed_hidden(self.lm, batch, self.sequence, self.rows)
         if self.hands_on:
-            return hidden
+            return hidden.clone()  # as a policy does
         value: Tensor = self.lm.score(hidden[batch.loss_positions])  # type: ignore[operator]
         return TokenOutputs(value=value) if objective is None else objective.of_values(value)
 

@@ -37,6 +37,7 @@ class ParityLayout:
 
 SHARED = {"share_prompts": True}
 FIXED_SIZE = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+NO_FLOOR = {"min_micro_steps": 1}  # of micro-steps under a pipeline: the reference's own are cut in no other way
 
 REFERENCE = ParityLayout("single", "single")
 LAYOUTS: Sequence[ParityLayout] = (
@@ -58,7 +59,7 @@ LAYOUTS: Sequence[ParityLayout] = (
     ParityLayout("fsdp2_pp2", "fsdp2 dp1 x pp2", "fsdp2", 2, {"pp_size": 2}),
     ParityLayout("fsdp2_2_pp2", "fsdp2 dp2 x pp2", "fsdp2", 4, {"pp_size": 2}),
     ParityLayout("fsdp2_sp2_pp2", "fsdp2 dp1 x sp2 x pp2", "fsdp2", 4, {"sp_size": 2, "pp_size": 2}),
-    ParityLayout("fsdp2_tp2_pp2", "fsdp2 dp1 x tp2 x pp2", "fsdp2", 4, {"tp_size": 2, "pp_size": 2}),
+    ParityLayout("fsdp2_tp2_pp2", "fsdp2 dp1 x tp2 x pp2", "fsdp2", 4, {"tp_size": 2, "pp_size": 2}, NO_FLOOR),
     ParityLayout("megatron_2", "megatron 2", "megatron", 2),
     ParityLayout("megatron_tp2", "megatron dp1 x tp2", "megatron", 2, {"tp_size": 2}),
     ParityLayout("megatron_pp2", "megatron dp1 x pp2", "megatron", 2, {"pp_size": 2}),

@@ -40,6 +40,7 @@ def settings_of_a_batch(draw):
         "token_budget": draw(st.integers(max(lengths), 200)),
         "planner": draw(st.sampled_from(PLANNERS)),
         "multiple_of": draw(st.sampled_from([1, 1, 3])),
+        "min_steps": draw(st.sampled_from([1, 1, 5])),
         "cost": draw(st.sampled_from([None, Workload(step_cost=1e5)])),
         "seed": draw(st.integers(0, 3)),
     }
@@ -55,6 +56,8 @@ def test_every_sample_once_within_budget_in_as_many_micro_steps_on_every_rank(ba
         assert len(plan.micro_batches) == choices["dp_size"]
         assert {len(rank) for rank in plan.micro_batches} == {plan.num_micro_steps}
         assert plan.num_micro_steps % choices["multiple_of"] == 0
+        most = -(-len(plan.positions) // choices["dp_size"])  # then no rank is without a sample in all of them
+        assert plan.num_micro_steps >= min(choices["min_steps"], most)
         for micro_batch in (m for rank in plan.micro_batches for m in rank):
             assert sum(metas[position].length for position in micro_batch) <= choices["token_budget"]
             assert list(micro_batch) == sorted(micro_batch)

@@ -4,6 +4,7 @@ How a plan is made is in ``test_plan.py``.
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -142,3 +143,24 @@ def test_settings_that_cannot_work_are_refused(keys, key):
     with pytest.raises(ConfigError) as caught:
         BatchingConfig(**keys)
     assert caught.value.key == key
+
+
+def test_a_pipeline_has_four_micro_steps_for_each_stage_where_samples_suffice():
+    def steps(config, size, **sizes):
+        sampler = BalancedSampler(METAS, config, Layout(size, **sizes), seed=3, iteration=5)
+        return [plan.num_micro_steps for plan in sampler.plans]
+
+    ample = BatchingConfig(mini_batch_size=15, max_token_len_per_gpu=10_000)
+    assert steps(ample, 1) == [1, 1]
+    assert steps(ample, 2, pp_size=2) == [8, 8]
+    assert steps(ample, 4, pp_size=2) == [8, 8], "15 samples over two ranks leave one dummy"
+    assert steps(ample, 4, pp_size=4) == [15, 15], "of the 16 asked for"
+    assert steps(replace(ample, min_micro_steps=3), 2, pp_size=2) == [3, 3]
+    assert steps(replace(ample, min_micro_steps=3), 1) == [3, 3]
+    fixed = replace(ample, use_dynamic_bsz=False, micro_batch_size_per_gpu=5)
+    assert steps(fixed, 2, pp_size=2) == [3, 3], "the number of samples is what was asked for"
+
+
+def test_bad_floor_is_refused():
+    with pytest.raises(ConfigError, match="min_micro_steps"):
+        BatchingConfig(min_micro_steps=0)

@@ -58,11 +58,11 @@ def results_of(run: Run, config: ParityConfig) -> tuple[bool, dict[str, dict[str
 
 @pytest.mark.ranks
 def test_layouts_that_only_cut_differently_pass(tmp_path: Path) -> None:
-    layouts = "command.layouts=[half_budget,other_order,fixed_size,shared_prompts,ddp_2,ddp_2_sp2_shared]"
+    layouts = "command.layouts=[half_budget,other_order,fixed_size,shared_prompts,ddp_2,ddp_2_sp2_shared,fsdp2_2_pp2]"
     kinds = ["algorithm.use_kl_loss=true", "algorithm.entropy_coeff=0.01"]
     passed, results, printed = results_of(*parity_in(tmp_path, layouts, *kinds))
     assert passed, printed
-    names = ["half_budget", "other_order", "fixed_size", "shared_prompts", "ddp_2", "ddp_2_sp2_shared"]
+    names = ["half_budget", "other_order", "fixed_size", "shared_prompts", "ddp_2", "ddp_2_sp2_shared", "fsdp2_2_pp2"]
     assert list(results) == ["single", *names]
     for result in results.values():
         assert result["result"] == "PASS"
@@ -70,7 +70,7 @@ def test_layouts_that_only_cut_differently_pass(tmp_path: Path) -> None:
     assert results["ddp_2"]["loss"] < 1e-6
     assert results["ddp_2_sp2_shared"]["grad_norm"] < 1e-6
     assert 0 < max(v["parameters"] for v in results.values()) < 1e-4
-    assert "7 passed, 0 failed, 0 skipped" in printed
+    assert "8 passed, 0 failed, 0 skipped" in printed
     assert not (tmp_path / "parity_reference.pt").exists()
 
 
@@ -87,6 +87,14 @@ def test_values_are_compared_too(tmp_path: Path, value: str) -> None:
     assert passed, printed
     for result in results.values():
         assert {"actor/loss", "critic/vf_loss", "critic/vf_clip_frac"} <= set(result["by_metric"])
+
+
+@pytest.mark.ranks
+def test_losses_over_whole_sequences_and_of_selected_tokens_pass_through_stages(tmp_path: Path) -> None:
+    for loss in ("gspo", "clip_cov"):
+        overrides = [f"loss={loss}", "command.layouts=[fsdp2_pp2]", "command.steps=2"]
+        passed, _, printed = results_of(*parity_in(tmp_path / loss, *overrides))
+        assert passed, printed
 
 
 @dataclass(frozen=True)

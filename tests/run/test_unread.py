@@ -21,6 +21,7 @@ WITHOUT_EFFECT = {
     "algorithm.rollout_correction.upper=5": "is read only with algorithm.rollout_correction.mode=",
     "algorithm.loss_scale_factor=99": "is read only with algorithm.loss_agg_mode=seq-mean-token-sum-norm",
     "batching.micro_batch_size_per_gpu=4": "is read only with batching.use_dynamic_bsz=false",
+    "batching=fixed batching.min_micro_steps=4": "batching.min_micro_steps=4 is read only with",
     "model.lora.alpha=3": "model.lora.alpha=3 is read only with model.lora.r=8",
     "warm_start=none warm_start.lr=1": "warm_start.lr=1.0 is read only with warm_start.steps above 0",
     "data.answer_key=foo": "data.answer_key=foo is read only with data=files",

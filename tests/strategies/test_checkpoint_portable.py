@@ -43,6 +43,7 @@ WRITERS = {
     "single": (1, {}),
     "ddp": (2, {}),
     "fsdp2": (2, {}),
+    "fsdp2-stages": (2, {"pp_size": 2}),
     "fsdp": (2, {}),
     "deepspeed1": (2, {"stage": 1}),
     "deepspeed3": (2, {"stage": 3}),
@@ -50,7 +51,8 @@ WRITERS = {
 
 
 def run_of(label: str) -> FixedRun:
-    return RUN.with_options(label.rstrip("123") if label.startswith("deepspeed") else label, **WRITERS[label][1])
+    backend = label.rstrip("123") if label.startswith("deepspeed") else label.partition("-")[0]
+    return RUN.with_options(backend, **WRITERS[label][1])
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,10 @@ def test_the_same_world_goes_on_bit_for_bit(written, label):
         ("deepspeed3", "fsdp", 2),
         ("deepspeed1", "ddp", 2),
         ("fsdp", "deepspeed1", 3),
+        ("fsdp2-stages", "single", 1),
+        ("fsdp2-stages", "fsdp2", 4),
+        ("single", "fsdp2-stages", 4),
+        ("ddp", "fsdp2-stages", 2),
     ],
 )
 def test_ckpt_06_another_strategy_and_world_goes_on_within_rounding(written, writer, reader, world):

@@ -42,6 +42,7 @@ LAYOUTS = {
     "ddp": ("strategy=ddp",),
     "fsdp": ("strategy=fsdp",),
     "fsdp2": ("strategy=fsdp2",),
+    "stages": ("strategy=fsdp2", "strategy.pp_size=2"),
     "zero 1": ("strategy=deepspeed", "strategy.stage=1"),
     "zero 3": ("strategy=deepspeed", "strategy.stage=3"),
     "sequences over ddp": ("strategy=ddp", "strategy.sp_size=2"),
@@ -106,6 +107,7 @@ RESUMED = [  # kind, written by, resumed by, and how close it must be
     ("shared", (1, ()), (1, ()), 0.0),
     ("separate", (2, LAYOUTS["ddp"]), (2, LAYOUTS["ddp"]), 0.0),
     ("separate", (2, LAYOUTS["fsdp2"]), (2, LAYOUTS["zero 3"]), 1e-5),
+    ("shared", (2, LAYOUTS["stages"]), (2, LAYOUTS["stages"]), 0.0),
 ]
 
 

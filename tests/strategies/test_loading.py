@@ -29,6 +29,7 @@ LAYOUTS = [
     ("fsdp", {}, 2),
     ("fsdp2", {}, 2),
     ("fsdp2", {"tp_size": 2}, 4),
+    ("fsdp2", {"pp_size": 2}, 2),
     ("deepspeed", {"stage": 3}, 2),
 ]
 WIDE = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 8}

@@ -28,6 +28,7 @@ SKIPPING = [
     ("ddp", {}),
     ("fsdp", {}),
     ("fsdp2", {"tp_size": 2}),
+    ("fsdp2", {"pp_size": 2}),
     ("deepspeed", {"stage": 2}),
     ("deepspeed", {"stage": 3}),
 ]
@@ -37,6 +38,7 @@ EXPORTING = [
     ("fsdp", {}, False),
     ("fsdp2", {}, True),
     ("fsdp2", {"tp_size": 2}, False),
+    ("fsdp2", {"pp_size": 2}, True),
     ("deepspeed", {"stage": 2}, False),
     ("deepspeed", {"stage": 3}, True),
 ]

@@ -289,3 +289,24 @@ def test_a_plan_takes_less_than_five_seconds():
     start = time.process_time()
     data_of(plan_of("model=qwen2.5_32b", "strategy=fsdp2", "trainer.devices=8", *FILES))
     assert time.process_time() - start < 5
+
+
+def test_stages_of_a_pipeline_share_blocks_and_a_plan_says_how_long_they_wait():
+    staged = plan_of(*SEVEN, "strategy.pp_size=4")
+    data, step = data_of(staged), staged.memory.step(4096)
+    outside = P - LAYERS * BLOCK
+    assert (data["layout"]["dp_size"], data["layout"]["pp_size"]) == (2, 4)
+    # The fullest stage holds a quarter of the blocks; what is outside of them is counted as if one stage had all of it.
+    assert step.weights == 4 * ((LAYERS // 4 * BLOCK + outside) // 2)
+    assert data["step"]["micro_steps"] == 16, "four for each stage"
+    assert data["step"]["bubble"] == pytest.approx(1 + 3 / 16)
+    printed = Console(file=StringIO(), width=200)
+    show(data, printed)
+    said = printed.file.getvalue()
+    assert "2 data x 1 sequence x 1 tensor x 4 pipeline stages" in said
+    assert "a step takes 1.19 times its work" in said
+    many = data_of(plan_of(*SEVEN, "strategy.pp_size=28", "trainer.devices=28"))
+    assert many["problems"] == []
+    [problem] = data_of(plan_of(*SEVEN, "strategy.pp_size=29", "trainer.devices=29"))["problems"]
+    assert (problem["key"], problem["got"]) == ("strategy.pp_size", "29")
+    assert "28 blocks" in problem["because"]
