@@ -8,7 +8,8 @@ backend's keys and a class that ``@STRATEGIES.register(...)`` registers, ``confi
 
 - on ``DistributedStrategy`` (every process holds whole weights), ``ShardedStrategy`` (weights are cut) or
   ``PipelinedStrategy`` (models may be cut into stages, too; ``wrap`` begins with ``cut_into_stages``);
-- ``wrap`` reads the weights of one model and cuts or wraps it, ``micro_batch`` syncs gradients after the last one only;
+- ``wrap`` reads the weights of one model and cuts or wraps it, ``check_model`` refuses one that it cannot be;
+- ``micro_batch`` syncs gradients after the last one only, or ``reduce_gradients`` once after all;
 - ``build``, where its layers are not those of Hugging Face;
 - ``forward_backward``, ``evaluate`` and ``forward``, where micro-batches do not run one after the other (a pipeline's
   do in ``PipelinedStrategy``; ``Pipeline`` alone is its schedule, for stages of any kind);

@@ -110,6 +110,8 @@ LIBRARIES = {
     "rlmodule/cli.py": {"hydra", "omegaconf"},
     "strategies": TORCH | {"lightning"},
     "strategies/deepspeed.py": {"deepspeed"},
+    "strategies/parts/megatron_api.py": {"megatron"},
+    "strategies/parts/megatron_trunk.py": {"transformers"},
     "strategies/parts/tensor_parallel.py": {"transformers"},
     "strategies/parts/experts.py": {"transformers"},
     "strategies/parts/shards.py": {"safetensors"},

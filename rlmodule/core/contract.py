@@ -105,6 +105,27 @@ class SequenceRanks(Protocol):
         """
 
 
+class VocabularyRanks(Protocol):
+    """The ranks that share the vocabulary: each has as many consecutive rows of the head, in the order of their places.
+
+    Every method is a collective: all ranks of the group call it in the same order, with tensors of one shape.
+    """
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group, which is the place of its rows in the vocabulary."""
+
+    def max_(self, x: Tensor) -> Tensor:
+        """The largest of all ranks' ``x``, element by element; may overwrite it. Not differentiable."""
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' ``x``; may overwrite it. Not differentiable."""
+
+
 class StoredWeights(Protocol):
     """The weights on disk of a model that has parameters on the meta device; the model has them as ``stored``."""
 
@@ -224,6 +245,17 @@ class Strategy(Protocol):
         """The first error message that any process passes in, on every process; one exchange between all of them."""
 
     # ---- models
+
+    def check_model(self, hf_config: Any, config: Any) -> None:
+        """Refuse a model that this strategy cannot spread, before any process is started and any weight is read.
+
+        Args:
+            hf_config: its Hugging Face configuration.
+            config: the model's section of the configuration (``rlmodule.models.description.ModelConfig``).
+
+        Raises:
+            ConfigError: names the key and what works.
+        """
 
     def build(self, name: str, spec: ModelSpec) -> nn.Module:
         """The model ``name`` of a run; called before the processes have joined, so it must not communicate.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rlmodule.core.contract import SequenceRanks, TokenObjective
+from rlmodule.core.contract import SequenceRanks, TokenObjective, VocabularyRanks
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import MicroBatch, TokenOutputs
 from rlmodule.models.alone import RowMode, RowsOfOneLength, RowsReadAgain, hidden_alone
@@ -26,9 +26,9 @@ from rlmodule.models.output_head import OutputHead, head_weight
 from rlmodule.models.row_states import RowStates, new_cache
 from rlmodule.models.state_layers import keep_states_apart, state_classes
 from rlmodule.models.weights import StoredWeights
-from rlmodule.ops.chunked_head import Likeliest
 from rlmodule.ops.head import linear_logprobs, linear_loss
 from rlmodule.ops.segments import SegmentBuckets
+from rlmodule.ops.vocabulary import Likeliest
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +71,7 @@ class PolicyModel(nn.Module):
     Attributes:
         sequence: sequence-parallel ranks, set by the strategy; scoring and training get a slice of each packed row,
             sampling gets whole rows on every rank.
+        vocabulary: ranks that each have some rows of the head, set by the strategy; None where each has all.
         hands_on: set by the strategy on a pipeline stage that another one follows: a micro-batch then gives the hidden
             states of its row, and the head is not there.
         stored: files that parameters on the meta device are read from, None where there are none.
@@ -85,6 +86,7 @@ class PolicyModel(nn.Module):
 
     lm: PreTrainedModel
     sequence: SequenceRanks | None = None
+    vocabulary: VocabularyRanks | None = None
     stored: StoredWeights | None = None
     loading: str = ""
     likeliest: Likeliest | None = None
@@ -169,6 +171,7 @@ class PolicyModel(nn.Module):
         weight, bias = head_weight(self.lm)
         hidden = self.head.input(self.lm, hidden.float() if self.head_in_fp32 else hidden)
         options: dict[str, Any] = {"bias": bias, "temperature": self.temperature, "softcap": self.head.softcap}
+        options |= {"vocabulary": self.vocabulary}
         with torch.autocast(hidden.device.type, enabled=False) if self.head_in_fp32 else nullcontext():
             if objective is None:
                 options |= {"with_entropy": "entropy" in outputs, "with_energy": "energy" in outputs}

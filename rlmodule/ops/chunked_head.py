@@ -6,29 +6,19 @@ their gradients are in ``head.py``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rlmodule.core.contract import VocabularyRanks
 from rlmodule.core.types import TokenOutputs
 from rlmodule.ops.logprobs import LOGPROB_FLOOR, check_positive, chunks, default_chunk, sum_dtype
-
-# Below this log-probability, log(softmax) is replaced by logit - logsumexp: p nears the smallest normal float32, 1e-38.
-RARE = math.log(1e-30)
+from rlmodule.ops.vocabulary import Likeliest, Vocabulary, vocabulary_of
 
 # From this vocabulary size on, one dot product per row is cheaper on a CPU than a [C, V] tensor of products.
 LONG_ROW = 4096
-
-
-@dataclass(frozen=True)
-class Likeliest:
-    """The ``count`` likeliest of the first ``among`` tokens of the vocabulary."""
-
-    count: int
-    among: int
 
 
 @dataclass(frozen=True)
@@ -45,6 +35,7 @@ class ChunkConfig:
     with_entropy: bool = False
     with_energy: bool = False
     likeliest: Likeliest | None = None
+    vocabulary: VocabularyRanks | None = None
 
     def __post_init__(self) -> None:
         check_positive(temperature=self.temperature, softcap=self.softcap, chunk_size=self.chunk_size)
@@ -54,15 +45,18 @@ class ChunkConfig:
 class Chunk:
     """Logits, softmax and outputs of C positions.
 
+    V' are the tokens of the vocabulary that this process has rows of the head for: all V, unless it is cut over ranks.
+
     Args:
         scaled: [C, H] hidden states over the temperature (the hidden states themselves with a softcap), in the dtype of
             matrix products.
         labels: [C] int64.
-        logits: [C, V] inputs of the softmax; overwritten by the next chunk.
-        probability: [C, V] softmax; overwritten by the next chunk.
-        slope: [C, V] derivative of the softmax inputs by the outputs of the head; None where it is 1 / temperature.
+        logits: [C, V'] inputs of the softmax; overwritten by the next chunk.
+        probability: [C, V'] softmax; overwritten by the next chunk.
+        slope: [C, V'] derivative of the softmax inputs by the outputs of the head; None where it is 1 / temperature.
         normaliser: [C] logsumexp of the logits.
         outputs: [C] the requested outputs.
+        vocabulary: which tokens the columns are.
         columns: [C, K] int64 tokens of ``outputs.top_logprob``, None without.
     """
 
@@ -73,6 +67,7 @@ class Chunk:
     slope: Tensor | None
     normaliser: Tensor
     outputs: TokenOutputs
+    vocabulary: Vocabulary
     columns: Tensor | None = None
 
     def derivative_(self, by: Derivatives) -> tuple[Tensor, Tensor | None]:
@@ -85,21 +80,21 @@ class Chunk:
             by: derivatives of the loss by the outputs of the chunk.
 
         Returns:
-            [C, V] rows, and a [C] factor that each row must still be multiplied by (None for 1).
+            [C, V'] rows, and a [C] factor that each row must still be multiplied by (None for 1).
         """
-        p, label = self.probability, self.labels.unsqueeze(-1)
+        p, label, add_ = self.probability, self.labels.unsqueeze(-1), self.vocabulary.add_
         if by.entropy is None and by.top is None:
-            rows = p.scatter_add_(-1, label, torch.full_like(label, -1, dtype=p.dtype))
+            rows = add_(p, label, torch.full_like(label, -1, dtype=p.dtype))
             factor = -by.logprob
         else:
-            rows, factor = self._minus_p_times(by).scatter_add_(-1, label, by.logprob.unsqueeze(-1)), None
+            rows, factor = add_(self._minus_p_times(by), label, by.logprob.unsqueeze(-1)), None
             if by.top is not None:
                 assert self.columns is not None
-                rows.scatter_add_(-1, self.columns, by.top)
+                rows = add_(rows, self.columns, by.top)
         return rows if self.slope is None else rows.mul_(self.slope), factor
 
     def _minus_p_times(self, by: Derivatives) -> Tensor:
-        """[C, V] -p times (sum of the derivatives by log-probabilities, and what each logit does to the entropy)."""
+        """[C, V'] -p times (sum of the derivatives by log-probabilities, and what each logit does to the entropy)."""
         row_term = by.logprob if by.top is None else by.logprob + by.top.sum(-1)
         if by.entropy is None:
             return self.probability.mul_(row_term.neg().unsqueeze(-1))
@@ -136,14 +131,14 @@ class ChunkedHead:
 
     Args:
         hidden: [N, H] hidden states.
-        weight: [V, H] of the head.
-        bias: [V], or None.
+        weight: [V, H] of the head; of ranks that share the vocabulary, [V', H] each.
+        bias: [V], or None; as the weight.
         labels: [N] int64.
         config: softmax options and requested outputs.
         columns: [N, K] int64 further tokens whose log-probabilities are wanted, None for none.
 
     Attributes:
-        weight: [V, H] in the dtype of matrix products: that of autocast if it is enabled at construction.
+        weight: [V', H] in the dtype of matrix products: that of autocast if it is enabled at construction.
         sum_dtype: dtype of softmax, sums and results.
         parts: positions of each chunk; a single empty one if N is 0.
     """
@@ -160,6 +155,7 @@ class ChunkedHead:
         assert labels.shape == hidden.shape[:-1], "one hidden state [N, H] per label [N] is expected"
         assert weight.shape[1:] == hidden.shape[1:], "the head is [V, H] for hidden states [N, H]"
         self.hidden, self.bias, self.labels, self.config, self.columns = hidden, bias, labels, config, columns
+        self.vocabulary = vocabulary_of(config.vocabulary, len(weight))
         device = hidden.device.type
         is_cast = torch.is_autocast_enabled(device)
         dtype = torch.get_autocast_dtype(device) if is_cast else torch.promote_types(hidden.dtype, weight.dtype)
@@ -186,27 +182,27 @@ class ChunkedHead:
         """Compute one chunk; it stays valid until the next call."""
         labels, config = self.labels[part], self.config
         scaled, z, slope = self._logits(self.hidden[part])
-        p = torch.softmax(z, -1, out=self.probability[: len(z)])
-        logprob, normaliser = _logprob(z, p, labels)
+        softmax = self.vocabulary.softmax(z, labels, self.probability[: len(z)])
+        p, logprob, normaliser = softmax.probability, softmax.logprob, softmax.normaliser
         entropy = energy = None
         columns, top_logprob = self._top(z, normaliser, part)
         if config.with_entropy:
             if self.bias is not None:  # probability 0 times minus infinity would be NaN
                 z.clamp_(min=torch.finfo(z.dtype).min)
-            entropy = normaliser - _row_products(p, z)
+            entropy = normaliser - self.vocabulary.sum_(_row_products(p, z))
         if config.with_energy:  # rounding can give a value below 0
-            energy = (1 - 2 * logprob.exp() + _row_products(p, p)).clamp(min=0)
+            energy = (1 - 2 * logprob.exp() + self.vocabulary.sum_(_row_products(p, p))).clamp(min=0)
         outputs = TokenOutputs(logprob, entropy, energy=energy, top_ids=columns, top_logprob=top_logprob)
-        return Chunk(scaled, labels, z, p, slope, normaliser, outputs, columns)
+        return Chunk(scaled, labels, z, p, slope, normaliser, outputs, self.vocabulary, columns)
 
     def _top(self, z: Tensor, normaliser: Tensor, part: slice) -> tuple[Tensor | None, Tensor | None]:
         """[C, K] ids and log-probabilities of the given columns, or of the likeliest tokens where those are wanted."""
         wanted = self.config.likeliest
         if self.columns is not None:
             ids = self.columns[part]
-            of_ids = z.gather(-1, ids)
+            of_ids = self.vocabulary.pick(z, ids)
         elif wanted is not None:
-            of_ids, ids = z[:, : wanted.among].topk(wanted.count, -1)
+            of_ids, ids = self.vocabulary.likeliest(z, wanted)
         else:
             return None, None
         return ids, (of_ids - normaliser.unsqueeze(-1)).clamp(min=LOGPROB_FLOOR)
@@ -230,7 +226,7 @@ class ChunkedHead:
         return scaled, z, slope
 
     def to_product_dtype(self, rows: Tensor) -> Tensor:
-        """Cast [C, V] to the dtype of matrix products, into a shared buffer."""
+        """Cast [C, V'] to the dtype of matrix products, into a shared buffer."""
         return rows if rows.dtype == self.product.dtype else self.product[: len(rows)].copy_(rows)
 
 
@@ -248,18 +244,3 @@ def _row_products(a: Tensor, b: Tensor) -> Tensor:
     for out, x, y in zip(sums, a, b, strict=True):
         torch.dot(x, y, out=out)
     return sums
-
-
-def _logprob(z: Tensor, p: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """[C, V] logits and softmax -> [C] log-probability of the labels, [C] logsumexp of the logits."""
-    of_label = z.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
-    logprob = p.gather(-1, labels.unsqueeze(-1)).squeeze(-1).log()
-    rare = logprob < RARE
-    if z.device.type != "cpu":  # ``rare.any()`` would synchronise with the device
-        normaliser = z.logsumexp(-1)
-        return torch.where(rare, of_label - normaliser, logprob), normaliser
-    normaliser = of_label - logprob
-    if bool(rare.any()):
-        normaliser[rare] = z[rare].logsumexp(-1)
-        logprob[rare] = of_label[rare] - normaliser[rare]
-    return logprob, normaliser

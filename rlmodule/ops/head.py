@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlmodule.core.contract import VocabularyRanks
 from rlmodule.core.types import TokenOutputs
-from rlmodule.ops.chunked_head import Chunk, ChunkConfig, ChunkedHead, Derivatives, Likeliest
+from rlmodule.ops.chunked_head import Chunk, ChunkConfig, ChunkedHead, Derivatives
+from rlmodule.ops.vocabulary import Likeliest, Vocabulary
 
 # ([C] log-probabilities, [C] entropies or None, slice of the N tokens they belong to) -> scalar share of the loss; with
 # columns, [C, K] log-probabilities of theirs are a fourth argument
@@ -41,6 +43,7 @@ def linear_loss(
     with_entropy: bool = False,
     whole_sequences: bool = False,
     columns: Tensor | None = None,
+    vocabulary: VocabularyRanks | None = None,
 ) -> Tensor:
     """Loss of the labels' log-probabilities under ``softmax(cap(hidden @ weight.T + bias) / temperature)``.
 
@@ -62,6 +65,8 @@ def linear_loss(
         whole_sequences: the loss of a token depends on other tokens; costs a second product with the head.
         columns: [N, K] int64 further tokens of each position, different from each other; ``loss_fn`` gets their
             log-probabilities [C, K] as well. At most [C, V] logits exist, as without.
+        vocabulary: ranks that share the vocabulary; ``weight`` and ``bias`` are then this rank's rows, and every rank
+            gets the loss and the gradient by ``hidden`` of the whole.
 
     Returns:
         Scalar; when N is 0, a zero that is attached to the autograd graph.
@@ -69,7 +74,7 @@ def linear_loss(
     Raises:
         ValueError: a temperature, cap or chunk size that is not positive.
     """
-    config = ChunkConfig(temperature, softcap, chunk_size, with_entropy)
+    config = ChunkConfig(temperature, softcap, chunk_size, with_entropy, vocabulary=vocabulary)
     step = _Step(loss_fn, whole_sequences, with_gradients=torch.is_grad_enabled())
     loss: Tensor = _LinearLoss.apply(hidden, weight, bias, labels, columns, config, step)  # type: ignore[no-untyped-call]
     return loss
@@ -88,6 +93,7 @@ def linear_logprobs(
     with_entropy: bool = False,
     with_energy: bool = False,
     likeliest: Likeliest | None = None,
+    vocabulary: VocabularyRanks | None = None,
 ) -> TokenOutputs:
     """Log-probabilities, entropies and energies of tokens, without gradients; arguments as in ``linear_loss``.
 
@@ -101,7 +107,7 @@ def linear_logprobs(
     Raises:
         ValueError: a temperature, cap or chunk size that is not positive.
     """
-    config = ChunkConfig(temperature, softcap, chunk_size, with_entropy, with_energy, likeliest)
+    config = ChunkConfig(temperature, softcap, chunk_size, with_entropy, with_energy, likeliest, vocabulary)
     head = ChunkedHead(hidden, weight, bias, labels, config)
     with torch.autocast(hidden.device.type, enabled=False):
         return head.outputs()
@@ -136,6 +142,7 @@ class _LinearLoss(torch.autograd.Function):
         forward = _loss_at_once if step.whole_sequences else _loss_by_chunks
         with torch.autocast(hidden.device.type, enabled=False):
             loss = forward(head, step.loss_fn, grads)
+            grads.sum_over(head.vocabulary)
         ctx.grads = grads
         return loss
 
@@ -225,6 +232,11 @@ class _Gradients:
                 self.weight.addmm_(rows.t(), weighted)
             else:
                 self.weight += rows.t() @ weighted
+
+    def sum_over(self, vocabulary: Vocabulary) -> None:
+        """Every rank made the share of its rows of the head in the gradient by the hidden states."""
+        if self.hidden is not None:
+            self.hidden = vocabulary.sum_(self.hidden)
 
     def times(self, factor: Tensor) -> list[Tensor | None]:
         """Multiply the gradients by a scalar, in place, and cast them to the dtypes of the inputs."""

@@ -271,6 +271,7 @@ class Run:
                 fix="Use model.activation_checkpointing=full",
             )
         check_optimizers(self.config, keeps_matrices=strategy.keeps_matrices)
+        strategy.check_model(self.hf_config, self.config.model)
         check_layout(self.hf_config, self.strategy.layout)
         check_families_under(self.config, self.strategy.layout, gathers_inside_blocks=strategy.gathers_inside_blocks)
 

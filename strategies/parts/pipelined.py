@@ -73,6 +73,7 @@ class PipelinedStrategy(ShardedStrategy):
                 backward(out, gradient=gradient)
 
         pipeline.forward_backward(micro_batches, self._loss_of_stage(name, objective, totals, losses), run_back)
+        self.reduce_gradients(name)  # before both ends add up, or they would add in different orders
         for parameter in self._shared(name):
             assert parameter.grad is not None, "both ends use the weight that they share"
             pipeline.add_other_end(local(parameter.grad))

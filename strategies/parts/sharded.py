@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rlmodule.core.parameters import linear_weights, put
+from rlmodule.core.parameters import linear_weights, put, tied
 from strategies.parts.distributed import DistributedStrategy
 from strategies.parts.strategy_mixin import local, sum_of_squares
 
@@ -86,8 +86,10 @@ class ShardedStrategy(DistributedStrategy):
         finally:
             self._depth[name] -= 1
             if self._depth[name] == 0:
-                for full_name, weight in list(copied.named_parameters(remove_duplicate=False)):
-                    put(copied, full_name, nn.Parameter(weight.detach().to("meta"), requires_grad=False))
+                for names, weight in list(tied(copied)):
+                    empty = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
+                    for full_name in names:  # they stay one, for who asks the copy for its names
+                        put(copied, full_name, empty)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:

@@ -37,8 +37,9 @@ HF_PREFIX = "lm."  # the transformers model sits at ``lm``; what comes after it 
 class StrategyMixin(SavedState):
     """Mixin for Lightning strategies; a backend puts it before Lightning's class.
 
-    It overrides ``wrap`` and, where gradients are exchanged, ``micro_batch``. A backend with a schedule of its own
-    overrides ``forward_backward``, ``evaluate`` and ``forward``; one with models of its own overrides ``build``.
+    It overrides ``wrap`` and, where gradients are exchanged, ``micro_batch`` or ``reduce_gradients``. A backend with a
+    schedule of its own overrides ``forward_backward``, ``evaluate`` and ``forward``; one with models of its own
+    overrides ``build``.
     """
 
     layout: Layout = Layout()
@@ -70,6 +71,9 @@ class StrategyMixin(SavedState):
     def layout_of(cls, config: Any, world_size: int) -> Layout:
         """The layout of a run of ``world_size`` processes, seen from rank 0, before any process is started."""
         return Layout(world_size)
+
+    def check_model(self, hf_config: Any, config: Any) -> None:
+        """Nothing to refuse: it spreads any model."""
 
     def build(self, name: str, spec: ModelSpec) -> nn.Module:
         """The project's model around the Hugging Face one."""
@@ -122,7 +126,11 @@ class StrategyMixin(SavedState):
                 loss = objective.for_micro_batch(micro_batch, totals, self.sequence)
                 backward(model(micro_batch, objective=loss))
             metrics.append(loss.metrics)
+        self.reduce_gradients(name)
         return metrics
+
+    def reduce_gradients(self, name: str) -> None:
+        """Nothing: gradients are exchanged in the backward passes, or not at all."""
 
     def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
         """Encloses forward and backward of one micro-batch; a backend syncs gradients after the last one only."""

@@ -7,9 +7,10 @@ import torch
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlmodule.ops.chunked_head import LONG_ROW, Likeliest
+from rlmodule.ops.chunked_head import LONG_ROW
 from rlmodule.ops.head import linear_logprobs, linear_loss
 from rlmodule.ops.logprobs import entropy_from_logits, logprobs_from_logits
+from rlmodule.ops.vocabulary import Likeliest
 
 NUM_TOKENS, HIDDEN, VOCABULARY = 11, 6, 17
 

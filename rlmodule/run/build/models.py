@@ -20,7 +20,7 @@ from rlmodule.models.description import NO_VALUE, PRECISIONS, SEPARATE, SHARED, 
 from rlmodule.models.policy import PolicyModel
 from rlmodule.models.value import build_value_model_on_meta, value_config, with_value_head
 from rlmodule.module import RLModule
-from rlmodule.ops.chunked_head import Likeliest
+from rlmodule.ops.vocabulary import Likeliest
 from rlmodule.optim.parts.config import OptimizerConfig
 from rlmodule.run.config import RunConfig
 from rlmodule.run.preflight.teacher import teacher_model

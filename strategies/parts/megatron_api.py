@@ -1,0 +1,95 @@
+"""All that is used of Megatron-core, checked for its version, and how it is brought to a device that is not CUDA.
+
+Megatron-core (https://github.com/NVIDIA/Megatron-LM, arXiv:1909.08053) writes ``cuda`` in places where any device would
+do. Leaves out the model that is built from it (``megatron_trunk.py``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from strategies.parts.versions import check_version
+
+SUPPORTED = ("0.16.1",)
+check_version("megatron-core", SUPPORTED, "megatron")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # it says at every import which optional packages it does without
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        HAVE_TE,
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+    from megatron.core.tensor_parallel import VocabParallelEmbedding
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+    from megatron.core.transformer import ModuleSpec, TransformerConfig
+    from megatron.core.transformer.spec_utils import build_module
+
+__all__ = [
+    "HAVE_TE",
+    "ModuleSpec",
+    "TransformerConfig",
+    "VocabParallelEmbedding",
+    "build_module",
+    "gather_from_sequence_parallel_region",
+    "get_gpt_layer_local_spec",
+    "get_gpt_layer_with_transformer_engine_spec",
+    "join_groups",
+    "on_device",
+    "parallel_state",
+]
+
+
+def join_groups(tp_size: int) -> None:
+    """Make its process groups of neighbouring tensor ranks, once for all models of a process; they share experts too.
+
+    It is told of no pipeline and no data ranks: stages and gradients are the strategy's own affair.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        if parallel_state.get_tensor_model_parallel_world_size() == tp_size:
+            return
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp_size,
+        expert_model_parallel_size=tp_size,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
+    )
+
+
+class _CudaMeans(TorchFunctionMode):
+    """Calls of torch that name cuda get another device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0].to(self.device)
+        if "cuda" in str(given.get("device", "")):
+            given["device"] = self.device
+        return func(*args, **given)
+
+
+@contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Inside, what Megatron-core makes on cuda is made on ``device``."""
+    if device.type == "cuda":
+        yield
+        return
+    before = torch.cuda.current_device
+    torch.cuda.current_device = lambda: device  # type: ignore[assignment, return-value]
+    try:
+        with _CudaMeans(device):
+            yield
+    finally:
+        torch.cuda.current_device = before
