@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import PackageNotFoundError, distribution
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -12,8 +13,26 @@ import torch
 
 torch.set_num_threads(1)
 
+import pytest
 from hypothesis import settings
 
 # The same examples every time, and no limit on time: the machines are shared.
 settings.register_profile("rlmodule", derandomize=True, deadline=None)
 settings.load_profile("rlmodule")
+
+
+def is_installed(package: str) -> bool:
+    """Whether pip has installed it; imports nothing."""
+    try:
+        return bool(distribution(package))
+    except PackageNotFoundError:
+        return False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip a test marked ``backends(PACKAGE, ...)`` where one of them is missing."""
+    for item in items:
+        for mark in item.iter_markers("backends"):
+            missing = [package for package in mark.args if not is_installed(package)]
+            if missing:
+                item.add_marker(pytest.mark.skip(reason=f"{missing[0]} is not installed; make test-backends has it"))

@@ -12,6 +12,7 @@ import torch
 
 from rlmodule.batching.sampler import BatchingConfig
 from strategies.registry import STRATEGIES
+from tests.helpers.backends import marked
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import ddp, mixed_rows, single, tiny_policy, without_loss, wrap_here
 from tests.helpers.trainer import fit
@@ -19,7 +20,7 @@ from tests.helpers.trainer import fit
 LENGTHS = ((3, 4), (5, 1), (2, 9), (4, 3), (1, 6), (6, 2), (3, 11), (2, 2), (4, 4), (2, 7), (1, 1), (5, 5))
 ROWS = mixed_rows(LENGTHS)
 CONFIG = BatchingConfig(mini_batch_size=8, max_token_len_per_gpu=16)
-OF_MANY = [name for name in STRATEGIES.backends() if name != "single"]
+OF_MANY = marked(name for name in STRATEGIES.backends() if name != "single")
 
 
 # What depends on the number of ranks by its nature, and on nothing else.
