@@ -81,8 +81,7 @@ class FSDP2Strategy(ShardedStrategy):
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Shard in place: modules keep their names, their parameters become DTensors."""
-        if self.mesh.tensor is not None:
-            apply_tensor_parallel(lm_of(model), self.mesh.tensor)
+        self.split_matrices(model)
         reduce: dict[str, Any] = {
             "mesh": self.mesh.sharding,
             "reshard_after_forward": self.config.reshard_after_forward,
@@ -101,6 +100,11 @@ class FSDP2Strategy(ShardedStrategy):
         # Its weights (embedding, head) are needed again at once when backward begins.
         fully_shard(model, mp_policy=outermost, **{**reduce, "reshard_after_forward": False})
         return model
+
+    def split_matrices(self, model: nn.Module) -> None:
+        """Split matrices over tensor ranks, before anything is read or sharded."""
+        if self.mesh.tensor is not None:
+            apply_tensor_parallel(lm_of(model), self.mesh.tensor)
 
     def _offload_policy(self) -> OffloadPolicy:
         if not self.config.cpu_offload:

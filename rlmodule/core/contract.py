@@ -203,6 +203,17 @@ class Strategy(Protocol):
 
     # ---- models
 
+    def check_model(self, spec: ModelSpec, hf_config: Any) -> None:
+        """Refuse a model that this backend cannot run; asked before a model is loaded or a process started.
+
+        Args:
+            spec: of a model of the run.
+            hf_config: what transformers knows of its architecture.
+
+        Raises:
+            ConfigError: names what it cannot have, and what can.
+        """
+
     def build(self, name: str, spec: ModelSpec) -> nn.Module:
         """The model ``name`` of a run; called before the processes have joined, so it must not communicate.
 

@@ -1,0 +1,45 @@
+"""What a strategy that is built on fsdp2 refuses in words, before a model is loaded: keys, kinds of models, settings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import fields
+from typing import Any
+
+from rlmodule.core.errors import ConfigError
+
+
+def check_keys(config: Any, strategy: str, takes: Collection[str]) -> None:
+    """Refuse a key of fsdp2 that ``strategy`` inherits and does not have, unless it is at its default.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in takes and value != field.default:
+            raise ConfigError(
+                key=field.name,
+                got=value,
+                because=f"strategy={strategy} has no such key",
+                fix=f"Leave it out, or use strategy=fsdp2; {strategy} has {', '.join(sorted(takes))}",
+            )
+
+
+def check_kind(hf_config: Any, strategy: str, wired: Collection[str]) -> None:
+    """Refuse a kind of model that ``strategy`` was not run with; ``hf_config`` is the model's configuration.
+
+    Raises:
+        ConfigError: names the kind.
+    """
+    if hf_config.model_type not in wired:
+        refuse(strategy, f"it has no wiring for models of type {hf_config.model_type}, only for {', '.join(wired)}")
+
+
+def refuse(strategy: str, because: str, fix: str = "strategy=fsdp2") -> None:
+    """Refuse something that a model is or has.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(key="strategy", got=strategy, because=because, fix=f"Use {fix}")

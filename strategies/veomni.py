@@ -1,0 +1,98 @@
+"""VeOmni: its parallelizer around the models; fsdp2 for the rest.
+
+It imports output classes that today's transformers no longer has; while it is imported, empty ones stand in their
+places. It is told to leave transformers' attentions alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from rlmodule.core.contract import ModelSpec
+from strategies.fsdp2 import FSDP2Config, FSDP2Strategy
+from strategies.parts.blocks import lm_of
+from strategies.parts.foreign_imports import imports_of
+from strategies.parts.numbers import give_numbers, take_numbers
+from strategies.parts.refusals import check_keys, check_kind
+from strategies.parts.releases import require_release
+from strategies.registry import MODEL_TYPES, STRATEGIES
+
+NAME = "veomni"
+require_release(NAME, "0.1.12", strategy=NAME)
+
+KEYS = ("sp_size", "reshard_after_forward", "reduce_every_micro_batch", "offload_params", "offload_optimizer")
+KINDS = ("llama", "qwen2", "qwen3")
+MODELS = "transformers.models"
+# Multimodal families, none of which is built here.
+MISSING = {
+    f"{MODELS}.{place}.{name}": CausalLMOutputWithPast
+    for place, name in (
+        ("qwen2_5_omni.modeling_qwen2_5_omni", "Qwen2_5OmniThinkerCausalLMOutputWithPast"),
+        ("qwen2_5_vl.modeling_qwen2_5_vl", "Qwen2_5_VLCausalLMOutputWithPast"),
+        ("qwen2_vl.modeling_qwen2_vl", "Qwen2VLCausalLMOutputWithPast"),
+        ("qwen3_omni_moe.modeling_qwen3_omni_moe", "Qwen3OmniMoeThinkerCausalLMOutputWithPast"),
+        ("qwen3_vl.modeling_qwen3_vl", "Qwen3VLCausalLMOutputWithPast"),
+        ("qwen3_vl_moe.modeling_qwen3_vl_moe", "Qwen3VLMoeCausalLMOutputWithPast"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class VeOmniConfig(FSDP2Config):
+    """Config of ``strategy=veomni``: keys of fsdp2."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_keys(self, NAME, KEYS)
+
+
+@STRATEGIES.register(model_type=MODEL_TYPES, backend=NAME, device=["cpu", "cuda", "npu"])
+class VeOmniStrategy(FSDP2Strategy):
+    """It wants parameters on the meta device; they are given their numbers after it has cut them."""
+
+    config_class: ClassVar[type] = VeOmniConfig
+    config: VeOmniConfig
+
+    def check_model(self, spec: ModelSpec, hf_config: Any) -> None:
+        """Refuse what was not run with it.
+
+        Raises:
+            ConfigError: names the kind of model.
+        """
+        check_kind(hf_config, NAME, KINDS)
+
+    def shard(self, models: Mapping[str, nn.Module]) -> None:
+        """Have it make its groups, once for all models."""
+        if not self._models and self.layout.world_size > 1:
+            with imports_of(needs=MISSING, environment={"MODELING_BACKEND": "hf"}):
+                from veomni.distributed.parallel_state import init_parallel_state
+                from veomni.distributed.torch_parallelize import build_parallelize_model
+
+                self._parallelize = build_parallelize_model
+            ranks = self.layout.dp_sp_size
+            init_parallel_state(dp_size=ranks, dp_shard_size=ranks, device_type=self.root_device.type)
+        super().shard(models)
+
+    def wrap(self, name: str, model: nn.Module) -> nn.Module:
+        """Take the numbers out, have it cut what is left, and give them back as it was cut."""
+        if self.layout.world_size == 1:
+            return super().wrap(name, model)  # one process shards nothing, and VeOmni refuses it
+        from veomni.arguments.arguments_types import MixedPrecisionConfig
+
+        numbers = take_numbers(model)
+        cut: nn.Module = self._parallelize(
+            model,
+            init_device="meta",
+            should_skip_hf_weight_load=True,
+            mixed_precision=MixedPrecisionConfig(enable=False),
+            enable_gradient_checkpointing=False,
+            enable_reshard_after_forward=self.config.reshard_after_forward,
+            basic_modules=list(lm_of(model)._no_split_modules),
+        )
+        give_numbers(cut, numbers, self.root_device)
+        return cut
