@@ -22,7 +22,7 @@ from strategies.parts.tensor_parallel import check_heads
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
 NAME = "automodel"
-require_release("nemo-automodel", "0.7.0", strategy=NAME)
+require_release("nemo-automodel", "0.7.0", strategy=NAME, apart=True)
 
 KEYS = (
     *("sp_size", "tp_size", "reshard_after_forward", "param_dtype", "reduce_every_micro_batch"),

@@ -13,6 +13,7 @@ from torch import nn
 from rlmodule.core.contract import ModelSpec
 from strategies.fsdp2 import FSDP2Config, FSDP2Strategy
 from strategies.parts.blocks import lm_of
+from strategies.parts.foreign_imports import imports_of
 from strategies.parts.refusals import check_keys, check_kind, refuse
 from strategies.parts.releases import require_release
 from strategies.parts.tensor_parallel import check_heads
@@ -57,7 +58,9 @@ class TorchTitanStrategy(FSDP2Strategy):
             if found != wanted:
                 refuse(NAME, f"this model has {key}={found}, and torchtitan's blocks compute it with {wanted} alone")
         if spec.config.compile:
-            refuse(NAME, "model.compile=true is for the blocks of transformers, which it replaces", "model.compile=false")
+            refuse(
+                NAME, "model.compile=true is for the blocks of transformers, which it replaces", "model.compile=false"
+            )
         if self.config.tp_size > 1:
             check_heads(hf_config, self.config.tp_size)
             if spec.config.lora.is_on:
@@ -65,6 +68,7 @@ class TorchTitanStrategy(FSDP2Strategy):
 
     def split_matrices(self, model: nn.Module) -> None:
         """Put torchtitan's blocks into the model, split over tensor ranks as it says."""
-        from strategies.parts.torchtitan_blocks import put_blocks
+        with imports_of():
+            from strategies.parts.torchtitan_blocks import put_blocks
 
         put_blocks(lm_of(model), self.mesh.tensor)

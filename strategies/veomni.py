@@ -6,6 +6,7 @@ places. It is told to leave transformers' attentions alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -27,6 +28,8 @@ require_release(NAME, "0.1.12", strategy=NAME)
 
 KEYS = ("sp_size", "reshard_after_forward", "reduce_every_micro_batch", "offload_params", "offload_optimizer")
 KINDS = ("llama", "qwen2", "qwen3")
+# It would register attentions of its own with transformers, and tell of every module that it wraps.
+ENVIRONMENT = {"MODELING_BACKEND": "hf", "VEOMNI_VERBOSITY": os.environ.get("VEOMNI_VERBOSITY", "WARNING")}
 MODELS = "transformers.models"
 # Multimodal families, none of which is built here.
 MISSING = {
@@ -57,6 +60,7 @@ class VeOmniStrategy(FSDP2Strategy):
 
     config_class: ClassVar[type] = VeOmniConfig
     config: VeOmniConfig
+    _veomni: Any  # parts/veomni_wrapping.py
 
     def check_model(self, spec: ModelSpec, hf_config: Any) -> None:
         """Refuse what was not run with it.
@@ -69,30 +73,20 @@ class VeOmniStrategy(FSDP2Strategy):
     def shard(self, models: Mapping[str, nn.Module]) -> None:
         """Have it make its groups, once for all models."""
         if not self._models and self.layout.world_size > 1:
-            with imports_of(needs=MISSING, environment={"MODELING_BACKEND": "hf"}):
-                from veomni.distributed.parallel_state import init_parallel_state
-                from veomni.distributed.torch_parallelize import build_parallelize_model
+            with imports_of(needs=MISSING, environment=ENVIRONMENT):
+                from strategies.parts import veomni_wrapping
 
-                self._parallelize = build_parallelize_model
-            ranks = self.layout.dp_sp_size
-            init_parallel_state(dp_size=ranks, dp_shard_size=ranks, device_type=self.root_device.type)
+            self._veomni = veomni_wrapping
+            veomni_wrapping.make_groups(self.layout.dp_sp_size, self.root_device)
         super().shard(models)
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Take the numbers out, have it cut what is left, and give them back as it was cut."""
         if self.layout.world_size == 1:
             return super().wrap(name, model)  # one process shards nothing, and VeOmni refuses it
-        from veomni.arguments.arguments_types import MixedPrecisionConfig
-
-        numbers = take_numbers(model)
-        cut: nn.Module = self._parallelize(
-            model,
-            init_device="meta",
-            should_skip_hf_weight_load=True,
-            mixed_precision=MixedPrecisionConfig(enable=False),
-            enable_gradient_checkpointing=False,
-            enable_reshard_after_forward=self.config.reshard_after_forward,
-            basic_modules=list(lm_of(model)._no_split_modules),
+        numbers, blocks = take_numbers(model), lm_of(model)._no_split_modules
+        cut: nn.Module = self._veomni.parallelize(
+            model, blocks, reshard_after_forward=self.config.reshard_after_forward
         )
         give_numbers(cut, numbers, self.root_device)
         return cut

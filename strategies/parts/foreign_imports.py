@@ -29,7 +29,9 @@ TABLES: tuple[dict[str, Any], ...] = (
 
 
 @contextmanager
-def imports_of(*, needs: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Iterator[None]:
+def imports_of(
+    *, needs: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
+) -> Iterator[None]:
     """Import another project inside.
 
     Args:
@@ -101,13 +103,16 @@ def _environment_of(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _logging_kept() -> Iterator[None]:
-    """Silent inside; the level and the handlers of the root logger stay."""
+    """Silent inside; level and handlers of the root logger stay, and what all loggers can do."""
     root, disabled = logging.getLogger(), logging.root.manager.disable
-    level, handlers = root.level, list(root.handlers)
+    level, handlers, methods = root.level, list(root.handlers), dict(vars(logging.Logger))
     logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
         logging.disable(disabled)
+        for name, method in methods.items():
+            if vars(logging.Logger).get(name) is not method:
+                setattr(logging.Logger, name, method)
         root.setLevel(level)
         root.handlers[:] = handlers

@@ -22,9 +22,9 @@ def take_numbers(model: nn.Module) -> Numbers:
     numbers: Numbers = {}
     for names, parameter in list(tied(model)):
         numbers[names] = None if parameter.is_meta else parameter.detach()
-        outline = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        on_meta = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         for name in names:
-            put(model, name, outline)
+            put(model, name, on_meta)
     return numbers
 
 
