@@ -58,9 +58,7 @@ class TorchTitanStrategy(FSDP2Strategy):
             if found != wanted:
                 refuse(NAME, f"this model has {key}={found}, and torchtitan's blocks compute it with {wanted} alone")
         if spec.config.compile:
-            refuse(
-                NAME, "model.compile=true is for the blocks of transformers, which it replaces", "model.compile=false"
-            )
+            refuse(NAME, "it replaces the blocks that model.compile=true would compile", "model.compile=false")
         if self.config.tp_size > 1:
             check_heads(hf_config, self.config.tp_size)
             if spec.config.lora.is_on:

@@ -26,12 +26,11 @@ TABLES: tuple[dict[str, Any], ...] = (
     ALL_MASK_ATTENTION_FUNCTIONS._global_mapping,
     LOSS_MAPPING,
 )
+EMPTY: Mapping[str, Any] = {}
 
 
 @contextmanager
-def imports_of(
-    *, needs: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
-) -> Iterator[None]:
+def imports_of(*, needs: Mapping[str, Any] = EMPTY, environment: Mapping[str, str] = EMPTY) -> Iterator[None]:
     """Import another project inside.
 
     Args:
@@ -39,9 +38,9 @@ def imports_of(
         environment: variables that it reads while it is imported.
     """
     with ExitStack() as stack:
-        stack.enter_context(_environment_of(environment or {}))
+        stack.enter_context(_environment_of(environment))
         stack.enter_context(_transformers_kept())
-        stack.enter_context(_names_in_place(needs or {}))
+        stack.enter_context(_names_in_place(needs))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(_logging_kept())

@@ -1,4 +1,4 @@
-"""What a strategy that is built on fsdp2 refuses in words, before a model is loaded: keys, kinds of models, settings."""
+"""What a strategy that is built on fsdp2 refuses in words, before a model is loaded: keys and kinds of models."""
 
 from __future__ import annotations
 

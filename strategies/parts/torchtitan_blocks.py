@@ -82,7 +82,7 @@ class BlockCall:
 
 
 class RotaryOfModel(Module):  # type: ignore[misc]
-    """Rotates by the angles that come with the call, so that every way to scale them is the transformers model's own."""
+    """Rotates by the angles that come with the call: every way to scale them is the transformers model's own."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):  # type: ignore[misc]
