@@ -24,7 +24,7 @@ from strategies.parts.releases import require_release
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
 NAME = "veomni"
-require_release(NAME, "0.1.12", strategy=NAME)
+require_release(NAME, "0.1.12", strategy=NAME, apart=True)
 
 KEYS = ("sp_size", "reshard_after_forward", "reduce_every_micro_batch", "offload_params", "offload_optimizer")
 KINDS = ("llama", "qwen2", "qwen3")
