@@ -70,7 +70,7 @@ class AutomodelStrategy(FSDP2Strategy):
                 from strategies.parts import automodel_wrapping
 
             self._automodel = automodel_wrapping
-            self._automodel_mesh = automodel_wrapping.mesh_of(self.layout, self.config.dp_replicate)
+            self._automodel_mesh = automodel_wrapping.mesh_of(self.layout)
         param_dtype = DTYPES[self.config.param_dtype]
         names = fp32_names(model, strict=True)
         check_no_fp32_weights([n for n, _ in model.named_parameters() if names.search(n)], param_dtype)

@@ -24,7 +24,7 @@ require_release(NAME, "0.3.0", strategy=NAME)
 
 KEYS = (
     *("sp_size", "tp_size", "dp_replicate", "reshard_after_forward", "param_dtype", "reduce_every_micro_batch"),
-    *("cpu_offload", "offload_params", "offload_optimizer"),
+    *("offload_params", "offload_optimizer"),
 )
 KINDS = ("llama", "qwen3")
 LACKING = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}

@@ -32,9 +32,9 @@ PLANS: Mapping[str, Callable[[Any], Mapping[str, Any]]] = {
 LEFT_WHOLE = ("embed_tokens", "lm_head")
 
 
-def mesh_of(layout: Layout, replicas: int) -> DeviceMesh:
+def mesh_of(layout: Layout) -> DeviceMesh:
     """Its mesh over the running processes: (pipeline, replicas, shards, context, tensor); sequence ranks are shards."""
-    sizes = ParallelismSizes(tp_size=layout.tp_size, dp_size=layout.dp_sp_size, dp_replicate_size=replicas)
+    sizes = ParallelismSizes(tp_size=layout.tp_size, dp_size=layout.dp_sp_size)
     mesh, _moe_mesh = _create_fsdp2_device_mesh(sizes, world_size=layout.world_size)
     return mesh  # type: ignore[no-any-return]
 

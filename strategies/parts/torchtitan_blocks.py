@@ -187,7 +187,8 @@ class TorchTitanBlock(GradientCheckpointingLayer):
         if self.mesh is None:
             return self.titan[0](hidden_states, call, call)  # type: ignore[no-any-return]
         hidden = DTensor.from_local(hidden_states, self.mesh, [Replicate()], run_check=False)
-        return self.titan[0](hidden, call, call).to_local()  # type: ignore[no-any-return]
+        # fully_shard hangs its hook on what a block returns, which may be no view.
+        return self.titan[0](hidden, call, call).to_local().clone()  # type: ignore[no-any-return]
 
 
 class TensorRanks(ParallelDims):  # type: ignore[misc]
