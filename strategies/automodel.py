@@ -16,7 +16,7 @@ from strategies.fsdp2 import FSDP2Config, FSDP2Strategy
 from strategies.parts.blocks import DTYPES, check_no_fp32_weights
 from strategies.parts.foreign_imports import imports_of
 from strategies.parts.numbers import give_numbers, take_numbers
-from strategies.parts.refusals import check_keys, check_kind, refuse
+from strategies.parts.refusals import check_kind, refuse
 from strategies.parts.releases import require_release
 from strategies.parts.tensor_parallel import check_heads
 from strategies.registry import MODEL_TYPES, STRATEGIES
@@ -24,20 +24,15 @@ from strategies.registry import MODEL_TYPES, STRATEGIES
 NAME = "automodel"
 require_release("nemo-automodel", "0.7.0", strategy=NAME, apart=True)
 
-KEYS = (
-    *("sp_size", "tp_size", "reshard_after_forward", "param_dtype", "reduce_every_micro_batch"),
-    *("offload_params", "offload_optimizer"),
-)
 KINDS = ("llama", "qwen2", "qwen3")
 
 
 @dataclass(frozen=True)
 class AutomodelConfig(FSDP2Config):
-    """Config of ``strategy=automodel``: keys of fsdp2."""
+    """Config of ``strategy=automodel``: keys of fsdp2, less what was not run with it."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_keys(self, NAME, KEYS)
+    dp_replicate: ClassVar[int] = 1  # type: ignore[misc]
+    cpu_offload: ClassVar[bool] = False  # type: ignore[misc]
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend=NAME, device=["cpu", "cuda"])

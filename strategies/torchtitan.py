@@ -14,7 +14,7 @@ from rlmodule.core.contract import ModelSpec
 from strategies.fsdp2 import FSDP2Config, FSDP2Strategy
 from strategies.parts.blocks import lm_of
 from strategies.parts.foreign_imports import imports_of
-from strategies.parts.refusals import check_keys, check_kind, refuse
+from strategies.parts.refusals import check_kind, refuse
 from strategies.parts.releases import require_release
 from strategies.parts.tensor_parallel import check_heads
 from strategies.registry import MODEL_TYPES, STRATEGIES
@@ -22,21 +22,15 @@ from strategies.registry import MODEL_TYPES, STRATEGIES
 NAME = "torchtitan"
 require_release(NAME, "0.3.0", strategy=NAME)
 
-KEYS = (
-    *("sp_size", "tp_size", "dp_replicate", "reshard_after_forward", "param_dtype", "reduce_every_micro_batch"),
-    *("offload_params", "offload_optimizer"),
-)
 KINDS = ("llama", "qwen3")
 LACKING = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
 
 
 @dataclass(frozen=True)
 class TorchTitanConfig(FSDP2Config):
-    """Config of ``strategy=torchtitan``: keys of fsdp2."""
+    """Config of ``strategy=torchtitan``: keys of fsdp2, less what was not run with it."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_keys(self, NAME, KEYS)
+    cpu_offload: ClassVar[bool] = False  # type: ignore[misc]
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend=NAME, device=["cpu", "cuda"])

@@ -19,14 +19,13 @@ from strategies.fsdp2 import FSDP2Config, FSDP2Strategy
 from strategies.parts.blocks import lm_of
 from strategies.parts.foreign_imports import imports_of
 from strategies.parts.numbers import give_numbers, take_numbers
-from strategies.parts.refusals import check_keys, check_kind
+from strategies.parts.refusals import check_kind
 from strategies.parts.releases import require_release
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
 NAME = "veomni"
 require_release(NAME, "0.1.12", strategy=NAME, apart=True)
 
-KEYS = ("sp_size", "reshard_after_forward", "reduce_every_micro_batch", "offload_params", "offload_optimizer")
 KINDS = ("llama", "qwen2", "qwen3")
 # It would register attentions of its own with transformers, and tell of every module that it wraps.
 ENVIRONMENT = {"MODELING_BACKEND": "hf", "VEOMNI_VERBOSITY": os.environ.get("VEOMNI_VERBOSITY", "WARNING")}
@@ -47,11 +46,12 @@ MISSING = {
 
 @dataclass(frozen=True)
 class VeOmniConfig(FSDP2Config):
-    """Config of ``strategy=veomni``: keys of fsdp2."""
+    """Config of ``strategy=veomni``: keys of fsdp2, less what was not run with it."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_keys(self, NAME, KEYS)
+    tp_size: ClassVar[int] = 1  # type: ignore[misc]
+    dp_replicate: ClassVar[int] = 1  # type: ignore[misc]
+    param_dtype: ClassVar[str] = "float32"  # type: ignore[misc]
+    cpu_offload: ClassVar[bool] = False  # type: ignore[misc]
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend=NAME, device=["cpu", "cuda", "npu"])

@@ -1,29 +1,11 @@
-"""What a strategy that is built on fsdp2 refuses in words, before a model is loaded: keys and kinds of models."""
+"""What a strategy that is built on fsdp2 refuses in words, before a model is loaded: kinds of models and settings."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import fields
 from typing import Any
 
 from rlmodule.core.errors import ConfigError
-
-
-def check_keys(config: Any, strategy: str, takes: Collection[str]) -> None:
-    """Refuse a key of fsdp2 that ``strategy`` inherits and does not have, unless it is at its default.
-
-    Raises:
-        ConfigError: names the key.
-    """
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name not in takes and value != field.default:
-            raise ConfigError(
-                key=field.name,
-                got=value,
-                because=f"strategy={strategy} has no such key",
-                fix=f"Leave it out, or use strategy=fsdp2; {strategy} has {', '.join(sorted(takes))}",
-            )
 
 
 def check_kind(hf_config: Any, strategy: str, wired: Collection[str]) -> None:

@@ -145,7 +145,7 @@ class TorchTitanBlock(GradientCheckpointingLayer):
 
     def __init__(self, block: nn.Module, config: Any, tensor: ParallelDims | None) -> None:
         super().__init__()
-        self.gradient_checkpointing = block.gradient_checkpointing
+        self.gradient_checkpointing = bool(block.gradient_checkpointing)
         self._gradient_checkpointing_func = getattr(block, "_gradient_checkpointing_func", None)
         with torch.device("meta"):
             titan = config.build()
