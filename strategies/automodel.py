@@ -27,6 +27,13 @@ require_release("nemo-automodel", "0.7.0", strategy=NAME, apart=True)
 KINDS = ("llama", "qwen2", "qwen3")
 
 
+def load() -> Any:
+    """``parts/automodel_wrapping.py``, and with it the package; nothing else is left changed."""
+    with imports_of():
+        from strategies.parts import automodel_wrapping
+    return automodel_wrapping
+
+
 @dataclass(frozen=True)
 class AutomodelConfig(FSDP2Config):
     """Config of ``strategy=automodel``: keys of fsdp2, less what was not run with it."""
@@ -61,11 +68,8 @@ class AutomodelStrategy(FSDP2Strategy):
         if self.layout.world_size == 1:
             return super().wrap(name, model)  # one process shards nothing, and Automodel leaves it alone
         if self._automodel_mesh is None:
-            with imports_of():
-                from strategies.parts import automodel_wrapping
-
-            self._automodel = automodel_wrapping
-            self._automodel_mesh = automodel_wrapping.mesh_of(self.layout)
+            self._automodel = load()
+            self._automodel_mesh = self._automodel.mesh_of(self.layout)
         param_dtype = DTYPES[self.config.param_dtype]
         names = fp32_names(model, strict=True)
         check_no_fp32_weights([n for n, _ in model.named_parameters() if names.search(n)], param_dtype)

@@ -26,6 +26,13 @@ KINDS = ("llama", "qwen3")
 LACKING = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
 
 
+def load() -> Any:
+    """``parts/torchtitan_blocks.py``, and with it the package; nothing else is left changed."""
+    with imports_of():
+        from strategies.parts import torchtitan_blocks
+    return torchtitan_blocks
+
+
 @dataclass(frozen=True)
 class TorchTitanConfig(FSDP2Config):
     """Config of ``strategy=torchtitan``: keys of fsdp2, less what was not run with it."""
@@ -60,7 +67,4 @@ class TorchTitanStrategy(FSDP2Strategy):
 
     def split_matrices(self, model: nn.Module) -> None:
         """Put torchtitan's blocks into the model, split over tensor ranks as it says."""
-        with imports_of():
-            from strategies.parts.torchtitan_blocks import put_blocks
-
-        put_blocks(lm_of(model), self.mesh.tensor)
+        load().put_blocks(lm_of(model), self.mesh.tensor)

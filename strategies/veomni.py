@@ -44,6 +44,13 @@ MISSING = {
 }
 
 
+def load() -> Any:
+    """``parts/veomni_wrapping.py``, and with it the package; nothing else is left changed."""
+    with imports_of(needs=MISSING, environment=ENVIRONMENT):
+        from strategies.parts import veomni_wrapping
+    return veomni_wrapping
+
+
 @dataclass(frozen=True)
 class VeOmniConfig(FSDP2Config):
     """Config of ``strategy=veomni``: keys of fsdp2, less what was not run with it."""
@@ -73,11 +80,8 @@ class VeOmniStrategy(FSDP2Strategy):
     def shard(self, models: Mapping[str, nn.Module]) -> None:
         """Have it make its groups, once for all models."""
         if not self._models and self.layout.world_size > 1:
-            with imports_of(needs=MISSING, environment=ENVIRONMENT):
-                from strategies.parts import veomni_wrapping
-
-            self._veomni = veomni_wrapping
-            veomni_wrapping.make_groups(self.layout.dp_sp_size, self.root_device)
+            self._veomni = load()
+            self._veomni.make_groups(self.layout.dp_sp_size, self.root_device)
         super().shard(models)
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import PackageNotFoundError, distribution
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,17 +15,11 @@ torch.set_num_threads(1)
 import pytest
 from hypothesis import settings
 
+from tests.helpers.backends import is_installed
+
 # The same examples every time, and no limit on time: the machines are shared.
 settings.register_profile("rlmodule", derandomize=True, deadline=None)
 settings.load_profile("rlmodule")
-
-
-def is_installed(package: str) -> bool:
-    """Whether pip has installed it; imports nothing."""
-    try:
-        return bool(distribution(package))
-    except PackageNotFoundError:
-        return False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -128,7 +128,7 @@ DEFERRED = {
     ("rlmodule/cli.py", "strategies.registry"),  # likewise
     ("strategies/automodel.py", "strategies.parts"),  # optional, and what its import changes is put back
     ("strategies/deepspeed.py", ""),  # the device must be named before it is imported
-    ("strategies/torchtitan.py", "strategies.parts.torchtitan_blocks"),  # as automodel
+    ("strategies/torchtitan.py", "strategies.parts"),  # as automodel
     ("strategies/veomni.py", "strategies.parts"),  # as automodel
     ("rlmodule/data/readers/hub.py", ""),  # datasets, optional: for those who name data sets of the hub
     ("rlmodule/loggers/mlflow.py", ""),  # optional: for those who log there

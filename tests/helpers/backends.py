@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 import pytest
@@ -13,6 +14,14 @@ PACKAGES: Mapping[str, str] = {  # strategy -> distribution, as pip knows it
     "torchtitan": "torchtitan",
     "veomni": "veomni",
 }
+
+
+def is_installed(package: str) -> bool:
+    """Whether pip has installed it; imports nothing."""
+    try:
+        return bool(distribution(package))
+    except PackageNotFoundError:
+        return False
 
 
 def needing(strategy: str) -> pytest.MarkDecorator:

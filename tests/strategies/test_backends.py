@@ -6,6 +6,8 @@ what each refuses. Run by ``make test-backends``.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,7 +139,7 @@ def leave_out(strategy: Any, monkeypatch: Any) -> None:
 
 @each(ALL)
 def test_another_strategy_in_the_same_process_is_not_touched(backend):
-    """Bit for bit: what the other project registers, replaces or widens at its import is put back."""
+    """Bit for bit, though both have run there."""
     before = on_two(FixedRun("fsdp2"))
 
     def afterwards(rank: int) -> Outcome:
@@ -147,6 +149,32 @@ def test_another_strategy_in_the_same_process_is_not_touched(backend):
     for first, second in zip(before, run_on_ranks(2, afterwards), strict=True):
         assert second.norms == first.norms
         assert relative_difference(first, second) == 0.0
+
+
+SHARED_STATE = """
+import sys, warnings
+import torch, transformers.configuration_utils as configurations, transformers.integrations.hub_kernels as kernels
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as attentions
+import strategies.{name} as strategy
+
+def state():
+    tables = dict(attentions._global_mapping), dict(masks._global_mapping)
+    return *tables, dict(vars(configurations)), dict(vars(kernels)), list(warnings.filters), torch.get_default_dtype()
+
+before = state()
+strategy.load()
+assert state() == before
+assert "{module}" in sys.modules
+"""
+
+
+@each(ALL)
+def test_its_import_leaves_transformers_and_warnings_as_they_were(backend):
+    """VeOmni registers attentions and replaces a loader, Automodel widens lists of layers; all silence warnings."""
+    module = {"automodel": "nemo_automodel"}.get(backend, backend)
+    code = SHARED_STATE.format(name=backend, module=module)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 # ---- refusals
