@@ -1,18 +1,19 @@
 # One line per target; `make` alone prints them.
 .DEFAULT_GOAL := help
-.PHONY: help setup train check test test-ranks bench bench-peers tensorboard clean
+.PHONY: help setup train check test test-ranks test-backends bench bench-peers tensorboard clean
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS ?= .venv-peers
+BACKENDS ?= .venv-backends
 ARGS ?=
 WORKERS ?= 2
 RESULTS := $(if $(SMALL),outputs/bench,benchmarks/results)
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## make the virtual environment
 
@@ -36,6 +37,17 @@ test: setup ## all tests
 
 test-ranks: setup ## only the tests that start several processes
 	$(BIN)/python -m pytest -m ranks $(ARGS)
+
+test-backends: $(BACKENDS)/.ready ## the strategies around other projects, in an environment of its own (1.1 GB of packages more)
+	$(BACKENDS)/bin/python -m pytest -m backends $(ARGS)
+	$(BACKENDS)/bin/python train.py parity
+
+$(BACKENDS)/.ready: pyproject.toml constraints.txt tests/backends.txt
+	$(PYTHON) -m venv $(BACKENDS)
+	$(BACKENDS)/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BACKENDS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BACKENDS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement tests/backends.txt
+	touch $@
 
 bench: setup ## measure, draw, and fill the tables of docs/performance.md (SMALL=1: a quick look that changes no file)
 	mkdir -p $(RESULTS)
@@ -64,4 +76,4 @@ tensorboard: setup ## look at the curves of every run
 	$(BIN)/tensorboard --logdir outputs
 
 clean: ## remove the environment and caches, never your runs
-	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf $(VENV) $(PEERS) $(BACKENDS) .mypy_cache .ruff_cache .pytest_cache *.egg-info

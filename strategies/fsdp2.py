@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -142,14 +142,18 @@ class FSDP2Strategy(PipelinedStrategy):
         fully_shard(model, mp_policy=outermost, **{**reduce, "reshard_after_forward": False})
         return model
 
+    def split_matrices(self, model: nn.Module, apart: Collection[str] = ()) -> None:
+        """Split matrices over tensor ranks, those of the modules ``apart`` left out, before anything is sharded."""
+        if self.mesh.tensor is not None:
+            apply_tensor_parallel(lm_of(model), self.mesh.tensor, apart=apart)
+
     def _split(self, model: nn.Module, fully_shard_with: Callable[..., object]) -> None:
         """Cut matrices over tensor ranks, and deal out experts, which are read and sharded over a mesh of their own."""
-        lm, experts = lm_of(model), self.experts
-        plan = {} if experts is None else experts.plan(lm)
-        if self.mesh.tensor is not None:
-            apply_tensor_parallel(lm, self.mesh.tensor, apart=plan)
+        experts = self.experts
+        plan = {} if experts is None else experts.plan(lm_of(model))
+        self.split_matrices(model, apart=plan)
         if experts is not None:
-            for module in experts.cut(lm, plan):
+            for module in experts.cut(lm_of(model), plan):
                 load(model, module, self.root_device)
                 experts.shard(module, fully_shard_with)
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from rlmodule.core.config import at_least
-from rlmodule.core.contract import Backward, ModelObjective
+from rlmodule.core.contract import Backward, ModelObjective, ModelSpec
 from rlmodule.core.errors import ConfigError, TrainingError
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metrics
@@ -124,8 +124,9 @@ class MegatronStrategy(PipelinedStrategy):
 
     # ---- models
 
-    def check_model(self, hf_config: Any, config: Any) -> None:
+    def check_model(self, spec: ModelSpec, hf_config: Any) -> None:
         """Refuse a model that it has no layers for, before any weight is read."""
+        config = spec.config
         check_model(hf_config, self._degrees, has_adapters=config.lora.r > 0)
         if self.device_name != "cuda" and config.precision != "32-true":
             raise ConfigError(

@@ -12,8 +12,20 @@ import torch
 
 torch.set_num_threads(1)
 
+import pytest
 from hypothesis import settings
+
+from tests.helpers.backends import is_installed
 
 # The same examples every time, and no limit on time: the machines are shared.
 settings.register_profile("rlmodule", derandomize=True, deadline=None)
 settings.load_profile("rlmodule")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip a test marked ``backends(PACKAGE, ...)`` where one of them is missing."""
+    for item in items:
+        for mark in item.iter_markers("backends"):
+            missing = [package for package in mark.args if not is_installed(package)]
+            if missing:
+                item.add_marker(pytest.mark.skip(reason=f"{missing[0]} is not installed; make test-backends has it"))

@@ -110,10 +110,15 @@ LIBRARIES = {
     "rlmodule/cli.py": {"hydra", "omegaconf"},
     "strategies": TORCH | {"lightning"},
     "strategies/deepspeed.py": {"deepspeed"},
+    "strategies/veomni.py": {"transformers"},
+    "strategies/parts/automodel_wrapping.py": {"nemo_automodel"},
+    "strategies/parts/experts.py": {"transformers"},
+    "strategies/parts/foreign_imports.py": {"transformers"},
     "strategies/parts/megatron_api.py": {"megatron"},
     "strategies/parts/megatron_trunk.py": {"transformers"},
     "strategies/parts/tensor_parallel.py": {"transformers"},
-    "strategies/parts/experts.py": {"transformers"},
+    "strategies/parts/torchtitan_blocks.py": {"torchtitan", "transformers"},
+    "strategies/parts/veomni_wrapping.py": {"veomni"},
     "strategies/parts/shards.py": {"safetensors"},
     "strategies/parts/snapshot.py": {"safetensors"},
 }
@@ -125,7 +130,10 @@ DEFERRED = {
     ("rlmodule/cli.py", "rlmodule.run.run"),  # likewise
     ("rlmodule/cli.py", "rlmodule.run.warm_start"),  # likewise
     ("rlmodule/cli.py", "strategies.registry"),  # likewise
+    ("strategies/automodel.py", "strategies.parts"),  # optional, and what its import changes is put back
     ("strategies/deepspeed.py", ""),  # the device must be named before it is imported
+    ("strategies/torchtitan.py", "strategies.parts"),  # as automodel
+    ("strategies/veomni.py", "strategies.parts"),  # as automodel
     ("rlmodule/data/readers/hub.py", ""),  # datasets, optional: for those who name data sets of the hub
     ("rlmodule/loggers/mlflow.py", ""),  # optional: for those who log there
     ("rlmodule/loggers/wandb.py", ""),  # likewise
@@ -144,6 +152,9 @@ MENUS = {
     "commands": "COMMANDS",
     "optim": "OPTIMIZERS",
 }
+
+# Strategies that leave the cutting of models to another project, and everything else to a strategy of this one.
+BUILT_ON = {name: {"fsdp2"} for name in ("automodel", "torchtitan", "veomni")}
 
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
 
@@ -242,7 +253,7 @@ def test_strategies_see_the_core_and_their_parts_alone(path):
         if parts[0] == "rlmodule":
             assert parts[1] == "core", f"{shown(path)}:{found.line}: a strategy implements rlmodule.core.contract"
         if parts[0] == "strategies":
-            allowed = {"parts"} if own[0] in ("parts", "registry") else {"parts", "registry"}
+            allowed = {"parts"} if own[0] in ("parts", "registry") else {"parts", "registry", *BUILT_ON.get(own[0], ())}
             assert parts[1] in allowed, f"{shown(path)}:{found.line}: {own[0]} may not import {parts[1]}"
         assert parts[0] != "train", f"{shown(path)}:{found.line}: nobody imports train.py"
 

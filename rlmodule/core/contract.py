@@ -246,15 +246,15 @@ class Strategy(Protocol):
 
     # ---- models
 
-    def check_model(self, hf_config: Any, config: Any) -> None:
-        """Refuse a model that this strategy cannot spread, before any process is started and any weight is read.
+    def check_model(self, spec: ModelSpec, hf_config: Any) -> None:
+        """Refuse a model that this backend cannot run; asked before a model is loaded or a process started.
 
         Args:
-            hf_config: its Hugging Face configuration.
-            config: the model's section of the configuration (``rlmodule.models.description.ModelConfig``).
+            spec: of a model of the run.
+            hf_config: what transformers knows of its architecture.
 
         Raises:
-            ConfigError: names the key and what works.
+            ConfigError: names what it cannot have, and what can.
         """
 
     def build(self, name: str, spec: ModelSpec) -> nn.Module:

@@ -56,10 +56,18 @@ class CheckpointError(RLModuleError):
 
 
 class DependencyError(RLModuleError):
-    """An optional package that a chosen component needs is not installed."""
+    """An optional package that a chosen component needs is not installed.
 
-    def __init__(self, *, package: str, needed_by: str, extra: str) -> None:
-        super().__init__(f"{needed_by} needs the package '{package}'. Install it with: pip install 'rlmodule[{extra}]'")
+    Args:
+        package: as pip knows it.
+        needed_by: the setting that chose the component.
+        extra: of this project, which brings the package.
+        then: a command to run after that, for a package whose own requirements contradict this project's.
+    """
+
+    def __init__(self, *, package: str, needed_by: str, extra: str, then: str = "") -> None:
+        install = " && ".join([f"pip install 'rlmodule[{extra}]'", *([then] if then else [])])
+        super().__init__(f"{needed_by} needs the package '{package}'. Install it with: {install}")
 
 
 class TrainingError(RLModuleError):

@@ -79,6 +79,13 @@ LAYOUTS: Sequence[ParityLayout] = (
     ParityLayout("deepspeed_3", "deepspeed 2, stage 3", "deepspeed", 2, {"stage": 3}),
     ParityLayout("deepspeed_3_cp2", "deepspeed dp1 x cp2, stage 3", "deepspeed", 2, {"stage": 3, "cp_size": 2}),
     ParityLayout("deepspeed_3_sp2", "deepspeed dp1 x sp2, stage 3", "deepspeed", 2, {"stage": 3, "sp_size": 2}),
+    ParityLayout("torchtitan_2", "torchtitan 2", "torchtitan", 2),
+    ParityLayout("torchtitan_tp2", "torchtitan dp1 x tp2", "torchtitan", 2, {"tp_size": 2}),
+    ParityLayout("torchtitan_2_tp2", "torchtitan dp2 x tp2", "torchtitan", 4, {"tp_size": 2}),
+    ParityLayout("automodel_2", "automodel 2", "automodel", 2),
+    ParityLayout("automodel_tp2", "automodel dp1 x tp2", "automodel", 2, {"tp_size": 2}),
+    ParityLayout("automodel_2_tp2", "automodel dp2 x tp2", "automodel", 4, {"tp_size": 2}),
+    ParityLayout("veomni_2", "veomni 2", "veomni", 2),
 )
 
 

@@ -41,7 +41,7 @@ from rlmodule.run.build.data import build_datamodule
 from rlmodule.run.build.device_memory import device_memory
 from rlmodule.run.build.distributed import init_distributed, meet, on_rank_zero, smallest_of_ranks
 from rlmodule.run.build.machine import Machine
-from rlmodule.run.build.models import build_module, critic_model
+from rlmodule.run.build.models import build_module, critic_model, model_specs
 from rlmodule.run.build.provenance import flat, led_by, name_of_overrides, save_config
 from rlmodule.run.build.strategy import StrategyChoice, StrategyRegistry
 from rlmodule.run.build.trainer import build_trainer, reraise_keyboard_interrupt, silence_warnings
@@ -271,8 +271,9 @@ class Run:
                 fix="Use model.activation_checkpointing=full",
             )
         check_optimizers(self.config, keeps_matrices=strategy.keeps_matrices)
-        strategy.check_model(self.hf_config, self.config.model)
         check_layout(self.hf_config, self.strategy.layout)
+        for spec in model_specs(self.config, self.config.objective).values():
+            strategy.check_model(spec, load_model_config(spec.config))
         check_families_under(self.config, self.strategy.layout, gathers_inside_blocks=strategy.gathers_inside_blocks)
 
     def resume_from(self, say: Callable[[str], object] = lambda line: None) -> Path | None:

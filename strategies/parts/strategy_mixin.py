@@ -72,8 +72,8 @@ class StrategyMixin(SavedState):
         """The layout of a run of ``world_size`` processes, seen from rank 0, before any process is started."""
         return Layout(world_size)
 
-    def check_model(self, hf_config: Any, config: Any) -> None:
-        """Nothing to refuse: it spreads any model."""
+    def check_model(self, spec: ModelSpec, hf_config: Any) -> None:
+        """Nothing: a backend that runs every model of transformers refuses none."""
 
     def build(self, name: str, spec: ModelSpec) -> nn.Module:
         """The project's model around the Hugging Face one."""

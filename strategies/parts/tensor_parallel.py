@@ -33,7 +33,7 @@ def apply_tensor_parallel(lm: Any, mesh: DeviceMesh, apart: Collection[str] = ()
     Raises:
         ConfigError: the model has no plan, its plan splits no matrix of a block, or its heads cannot be dealt out.
     """
-    _check_heads(lm.config.get_text_config(), mesh.size())
+    check_heads(lm.config.get_text_config(), mesh.size())
     try:
         plan, _, _ = lm._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))
     except ValueError as error:
@@ -54,7 +54,12 @@ def apply_tensor_parallel(lm: Any, mesh: DeviceMesh, apart: Collection[str] = ()
         )
 
 
-def _check_heads(text: Any, size: int) -> None:
+def check_heads(text: Any, size: int) -> None:
+    """Refuse heads that cannot be dealt out to ``size`` tensor ranks; ``text`` is a model's configuration.
+
+    Raises:
+        ConfigError: names the key and the number of heads.
+    """
     layers = text.per_layer_config if text.is_heterogeneous else [text]
     for label in ("num_attention_heads", "num_key_value_heads"):
         for heads in sorted({int(getattr(layer, label, None) or layer.num_attention_heads) for layer in layers}):

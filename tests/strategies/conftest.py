@@ -1,4 +1,4 @@
-"""Loads DeepSpeed once in the parent, so that forked ranks do not each spend ten seconds on its imports."""
+"""Loads other projects once in the parent, so that forked ranks do not each spend ten seconds on their imports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import importlib.util
 import warnings
 
 import pytest
+
+from tests.helpers.backends import PACKAGES, is_installed
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -19,3 +21,12 @@ def deepspeed_loaded() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def backends_loaded(request: pytest.FixtureRequest, deepspeed_loaded: None) -> None:
+    marks = [mark for item in request.session.items for mark in item.iter_markers("backends")]
+    asked = {package for mark in marks for package in mark.args}
+    for name in ("automodel", "torchtitan", "veomni"):
+        if PACKAGES[name] in asked and is_installed(PACKAGES[name]):
+            importlib.import_module(f"strategies.{name}").load()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -17,6 +18,7 @@ from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
+from rlmodule.callbacks.checkpoint import CheckpointConfig, SaveCheckpoints
 from rlmodule.core.types import Prompt, Sample, TrainingSample
 from rlmodule.datamodule import RLDataModule
 from rlmodule.experience.iteration import Experience
@@ -28,6 +30,7 @@ from rlmodule.module import RLModule
 from rlmodule.optim.adamw import AdamW
 from rlmodule.training.update import Trainable
 from strategies.registry import STRATEGIES
+from tests.callbacks.builders import context_in
 from tests.helpers.tiny import frozen_copy
 
 ARCHITECTURE: dict[str, Any] = {
@@ -173,6 +176,12 @@ class FixedRun:
         weights = {name: tensor.float().numpy().copy() for name, tensor in strategy.full_weights("policy")}
         extra = None if self.timer is None else self.timer(trainer, module)
         return Outcome(record.norms, record.metrics, weights, extra)
+
+
+def saving(root: Path, run: FixedRun, **config: Any) -> FixedRun:
+    """The run, with a checkpoint below ``root`` after each epoch."""
+    save = SaveCheckpoints(CheckpointConfig(keep=9, **config), context_in(root, iterations=run.epochs))
+    return replace(run, callbacks=(save,))
 
 
 class Record(L.Callback):

@@ -13,23 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from rlmodule.callbacks.checkpoint import CheckpointConfig, SaveCheckpoints
 from rlmodule.checkpoint.state import STATE_FILE, folder_of, verify
 from strategies.parts import snapshot
 from strategies.parts.shards import read_whole
-from tests.callbacks.builders import context_in
 from tests.helpers.ranks import run_on_ranks
-from tests.strategies.fixed_runs import FixedRun, Outcome, relative_difference
+from tests.strategies.fixed_runs import FixedRun, Outcome, relative_difference, saving
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
 RUN = FixedRun(epochs=2)
 STEPS = 3  # of one epoch
-
-
-def saving(root: Path, run: FixedRun, **config: Any) -> FixedRun:
-    save = SaveCheckpoints(CheckpointConfig(keep=9, **config), context_in(root, iterations=run.epochs))
-    return replace(run, callbacks=(save,))
 
 
 def fit(run: FixedRun, world_size: int, root: Path | None = None, resume: Path | None = None) -> Outcome:

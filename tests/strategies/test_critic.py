@@ -15,6 +15,7 @@ from rlmodule.checkpoint.state import folder_of
 from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.value import build_value_model, with_value_head
+from tests.helpers.backends import needing
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, run_small
 
@@ -48,6 +49,7 @@ LAYOUTS = {
     "sequences over ddp": ("strategy=ddp", "strategy.sp_size=2"),
     "sequences over fsdp2": ("strategy=fsdp2", "strategy.sp_size=2"),
 }
+OF_OTHERS = {name: (f"strategy={name}",) for name in ("torchtitan", "automodel", "veomni")}
 
 
 def train(rank: int, folder: Path, world_size: int, *overrides: str) -> list[tuple[str, int, dict[str, float]]]:
@@ -87,10 +89,10 @@ def test_both_models_move_and_say_so(alone):
     assert any(m["critic/values/mean"] for what, _, m in records if what == "iteration")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=needing(name)) for name in OF_OTHERS)])
 def test_two_processes_give_the_numbers_of_one(alone, layout, tmp_path):
     _, overrides, expected, _ = alone
-    assert_same(on_ranks(tmp_path / "run", 2, *overrides, *LAYOUTS[layout]), expected, 1e-5)
+    assert_same(on_ranks(tmp_path / "run", 2, *overrides, *(LAYOUTS | OF_OTHERS)[layout]), expected, 1e-5)
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "fsdp2", "zero 3"])

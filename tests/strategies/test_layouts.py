@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.helpers.backends import needing
 from tests.helpers.ranks import run_on_ranks
 from tests.strategies.fixed_runs import FixedRun, Outcome, check_equal, relative_difference
 
@@ -25,6 +26,15 @@ LAYOUTS = [
     ("deepspeed", 2, {"stage": 1}),
     ("deepspeed", 2, {"stage": 2, "offload_optimizer": True}),
     ("deepspeed", 2, {"stage": 3, "offload_optimizer": True, "offload_param": True}),
+    pytest.param("torchtitan", 2, {"reduce_every_micro_batch": False}, marks=needing("torchtitan")),
+    pytest.param("torchtitan", 4, {"tp_size": 2}, marks=needing("torchtitan")),
+    pytest.param("torchtitan", 4, {"tp_size": 2, "sp_size": 2}, marks=needing("torchtitan")),
+    pytest.param("torchtitan", 4, {"dp_replicate": 2}, marks=needing("torchtitan")),
+    pytest.param("automodel", 2, {"reduce_every_micro_batch": False}, marks=needing("automodel")),
+    pytest.param("automodel", 4, {"tp_size": 2}, marks=needing("automodel")),
+    pytest.param("automodel", 4, {"tp_size": 2, "sp_size": 2}, marks=needing("automodel")),
+    pytest.param("veomni", 2, {"reduce_every_micro_batch": False}, marks=needing("veomni")),
+    pytest.param("veomni", 4, {"sp_size": 2}, marks=needing("veomni")),
 ]
 
 
@@ -49,7 +59,13 @@ def test_str_01_every_strategy_trains_as_one_process_does(references, backend, w
 
 @pytest.mark.parametrize(
     ("backend", "world", "options"),
-    [("ddp", 3, {}), ("fsdp", 3, {}), ("fsdp2", 3, {}), ("deepspeed", 3, {"stage": 3})],
+    [
+        ("ddp", 3, {}),
+        ("fsdp", 3, {}),
+        ("fsdp2", 3, {}),
+        ("deepspeed", 3, {"stage": 3}),
+        *(pytest.param(name, 3, {}, marks=needing(name)) for name in ("torchtitan", "automodel", "veomni")),
+    ],
     ids=label,
 )
 def test_fewer_samples_than_ranks_dummies_and_samples_without_loss(references, backend, world, options):

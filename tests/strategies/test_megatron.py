@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from rlmodule.checkpoint.state import folder_of
+from rlmodule.core.contract import LANGUAGE_MODEL, ModelSpec
 from rlmodule.core.errors import ConfigError, TrainingError
 from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
@@ -29,7 +30,7 @@ from tests.strategies.test_critic import KINDS, assert_same, on_ranks
 
 megatron = pytest.importorskip("strategies.megatron", reason="needs megatron-core: pip install rlmodule[megatron]")
 
-pytestmark = [pytest.mark.ranks, pytest.mark.backends, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.ranks, pytest.mark.backends("megatron-core"), pytest.mark.filterwarnings("ignore")]
 
 # One of the tokens in the samples is the padding token, whose embedding transformers does not train.
 RUN = FixedRun(architecture={"pad_token_id": 5})
@@ -164,12 +165,16 @@ REFUSED = {
 }
 
 
+def spec_of(config):
+    return ModelSpec(LANGUAGE_MODEL, config, None, True, 1.0, None, lambda: torch.nn.Linear(1, 1))
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_model_that_cannot_be_built_is_refused_before_weights_are_read(case):
     family, changes, options, key, reason = REFUSED[case]
     policy = build_policy(ModelConfig(architecture=architecture(family, **changes)), seed=0, temperature=1.0)
     with pytest.raises(ConfigError, match=reason) as caught:
-        strategy(**options).check_model(policy.lm.config, ModelConfig(architecture=architecture()))
+        strategy(**options).check_model(spec_of(ModelConfig(architecture=architecture())), policy.lm.config)
     assert caught.value.key == key
 
 
@@ -184,7 +189,7 @@ OTHER_KEYS = {
 def test_what_its_layers_cannot_do_is_refused(reason):
     config = ModelConfig(architecture=architecture(), **OTHER_KEYS[reason])
     with pytest.raises(ConfigError, match=reason):
-        strategy().check_model(tiny_policy().lm.config, config)
+        strategy().check_model(spec_of(config), tiny_policy().lm.config)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.errors import DependencyError
 from strategies.registry import STRATEGIES
+from tests.helpers.backends import marked
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import ddp, mixed_rows, single, tiny_policy, without_loss, wrap_here
 from tests.helpers.trainer import fit
@@ -20,17 +21,7 @@ from tests.helpers.trainer import fit
 LENGTHS = ((3, 4), (5, 1), (2, 9), (4, 3), (1, 6), (6, 2), (3, 11), (2, 2), (4, 4), (2, 7), (1, 1), (5, 5))
 ROWS = mixed_rows(LENGTHS)
 CONFIG = BatchingConfig(mini_batch_size=8, max_token_len_per_gpu=16)
-
-
-def is_installed(backend):
-    try:
-        STRATEGIES.lookup("language_model", backend, device="cpu")
-    except DependencyError:
-        return False
-    return True
-
-
-OF_MANY = [name for name in STRATEGIES.backends() if name != "single" and is_installed(name)]
+OF_MANY = marked(name for name in STRATEGIES.backends() if name != "single")
 
 
 # What depends on the number of ranks by its nature, and on nothing else.

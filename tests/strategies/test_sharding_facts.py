@@ -17,13 +17,18 @@ from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.description import ModelConfig, load_tokenizer
 from rlmodule.models.policy import DecodeBatch, PrefillBatch
 from rlmodule.optim.adamw import AdamW
+from tests.helpers.backends import needing
 from tests.helpers.memory import Allocations
 from tests.helpers.ranks import run_on_ranks
 from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun, relative_difference
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
-MASTERS = [("ddp", {}), ("fsdp", {}), ("fsdp2", {}), ("deepspeed", {"stage": 1}), ("deepspeed", {"stage": 3})]
+MASTERS = [
+    *(("ddp", {}), ("fsdp", {}), ("fsdp2", {}), ("deepspeed", {"stage": 1}), ("deepspeed", {"stage": 3})),
+    pytest.param("torchtitan", {"tp_size": 2}, marks=needing("torchtitan")),
+    pytest.param("automodel", {"tp_size": 2}, marks=needing("automodel")),
+]
 SKIPPING = [
     ("ddp", {}),
     ("fsdp", {}),
@@ -41,6 +46,9 @@ EXPORTING = [
     ("fsdp2", {"pp_size": 2}, True),
     ("deepspeed", {"stage": 2}, False),
     ("deepspeed", {"stage": 3}, True),
+    pytest.param("torchtitan", {"tp_size": 2}, True, marks=needing("torchtitan")),
+    pytest.param("automodel", {"tp_size": 2}, True, marks=needing("automodel")),
+    pytest.param("veomni", {}, False, marks=needing("veomni")),
 ]
 
 
