@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -28,11 +27,11 @@ from importlib.metadata import entry_points
 from typing import TypeVar
 
 from rlmodule.core.contract import LANGUAGE_MODEL, POLICY_VALUE, VALUE_MODEL, StrategyClass
+from rlmodule.core.devices import ANY_VENDOR, device_here, vendor_here
 from rlmodule.core.errors import ConfigError, DependencyError, did_you_mean
-from strategies.parts.mesh import detect_device, detect_vendor
+from strategies.parts.adaptors import import_adaptor
 
 C = TypeVar("C", bound=StrategyClass)
-ANY_VENDOR = None
 ENTRY_POINT_GROUP = "rlmodule.strategies"
 MODEL_TYPES = (LANGUAGE_MODEL, VALUE_MODEL, POLICY_VALUE)
 
@@ -105,8 +104,9 @@ class StrategyRegistry:
             ConfigError: nothing fits; lists what is registered.
             DependencyError: the backend needs a package that is not installed.
         """
-        device = device or os.environ.get("RLMODULE_DEVICE") or detect_device()
-        vendor = vendor or os.environ.get("RLMODULE_VENDOR") or detect_vendor(device)
+        device = device or device_here()
+        vendor = vendor or vendor_here(device)
+        import_adaptor(backend, device, vendor)
         self._import(backend)
         tries: list[tuple[str, str | None]] = [(device, vendor), (device, ANY_VENDOR)]
         if device == "cuda" and vendor != "nvidia":
