@@ -7,13 +7,14 @@ out which strategy runs where (``strategies/registry.py``).
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from rlmodule.core.errors import ConfigError, did_you_mean
+from rlmodule.core.errors import ConfigError, DependencyError, did_you_mean
 
 ANY_VENDOR = None
 VARLEN, SDPA = "varlen", "sdpa"  # attention over packed rows: PyTorch's kernel for uneven lengths, or samples one by one
@@ -105,6 +106,21 @@ def adaptor_of(backend: str, device: str, vendor: str) -> Adaptor | None:
 
 def _entry(device: str, vendor: str | None = None) -> DeviceSupport | None:
     return DEVICES.get((device, vendor or vendor_here(device))) or DEVICES.get((device, ANY_VENDOR))
+
+
+def import_package_of(device: str) -> None:
+    """Import the module without which PyTorch does not know a device that was asked for; nothing for most.
+
+    Raises:
+        DependencyError: it is not installed.
+    """
+    for (kind, _), support in DEVICES.items():
+        if kind == device and support.package is not None:
+            try:
+                importlib.import_module(support.package)
+            except ModuleNotFoundError as error:
+                asked = f"trainer.accelerator={device}"
+                raise DependencyError(package=str(error.name), needed_by=asked, extra=device) from error
 
 
 def device_here() -> str:

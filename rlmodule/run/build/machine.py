@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rlmodule.core.devices import detect_device
+from rlmodule.core.devices import detect_device, import_package_of
 from rlmodule.core.errors import ConfigError
 from rlmodule.run.trainer_config import TrainerConfig
 
@@ -33,6 +33,7 @@ class Machine:
         """
         asked = self.trainer.accelerator
         wanted = {"gpu": "cuda"}.get(asked, asked)
+        import_package_of(wanted)
         here = detect_device()
         if wanted not in ("auto", "cpu", here):
             raise ConfigError(

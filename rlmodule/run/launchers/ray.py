@@ -6,6 +6,7 @@ process groups of its own. Leaves out how ranks are watched (``parts/supervision
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -65,9 +66,11 @@ class RayLauncher:
         import ray
 
         with self._cluster(ray, job), self._machines(ray, job) as machines:
-            code = supervise(Ranks(job.run_dir), partial(_start, job, machines))
-            machines[0].look(at_once=True)  # its last words
-            return code
+            try:
+                return supervise(Ranks(job.run_dir), partial(_start, job, machines))
+            finally:
+                for machine in machines:
+                    machine.look(at_once=True)  # rank 0's last words; an actor clears up when all have ended
 
     @contextmanager
     def _cluster(self, ray: Any, job: Job) -> Iterator[None]:
@@ -82,8 +85,9 @@ class RayLauncher:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anyone
             cores = max(os.cpu_count() or 1, int(job.world_size * self.cpus_per_process + 1))
             options = {"num_cpus": cores, "object_store_memory": SMALLEST_STORE, "_temp_dir": folder}
+            options["include_dashboard"] = False
         try:
-            ray.init(**options, include_dashboard=None if folder is None else False, log_to_driver=False)
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
             for number, handler in handlers.items():
                 signal.signal(number, handler)  # Ray puts one of its own there
             yield
