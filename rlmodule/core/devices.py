@@ -87,7 +87,7 @@ def support_of(device: str, vendor: str | None = None) -> DeviceSupport:
     if found is None:
         known = sorted({device for device, _ in DEVICES})
         because = "core/devices.py has no entry for such a device"
-        raise ConfigError(key="trainer.accelerator", got=device, because=because, fix=did_you_mean(device, known))
+        raise ConfigError(key="device", got=device, because=because, fix=did_you_mean(device, known))
     return found
 
 

@@ -50,3 +50,90 @@ def test_a_whole_fit_gives_the_numbers_of_the_cpu(backend, ranks):
 
 def fit_on_cpu(rank):
     return fit(rank, "single", rows=ROWS, config=CONFIG, use_kl_loss=True)
+
+
+REGISTERED = """
+from houses import RECORD, REGISTRY
+import megatron_core
+class Megatron: pass
+REGISTRY.register(model_type='language_model', backend='megatron', device=['npu', 'cuda'])(Megatron)
+"""
+
+
+@pytest.fixture
+def record(tmp_path, monkeypatch):
+    """Stand-ins for MindSpeed and Megatron that write down who came when, and with what; a registry over them."""
+    files = {
+        "houses/__init__.py": "RECORD = []\n",
+        "houses/megatron.py": REGISTERED,
+        "megatron_core.py": "from houses import RECORD\nRECORD.append('megatron_core')\n",
+        "mindspeed/__init__.py": "",
+        "mindspeed/megatron_adaptor.py": "import sys\nfrom houses import RECORD\n"
+        "RECORD.append(('adaptor', 'megatron_core' in sys.modules))\n"
+        "def repatch(arguments): RECORD.append(arguments)\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    houses = __import__("houses")
+    houses.REGISTRY = StrategyRegistry(package="houses")
+    yield houses
+    for name in [n for n in sys.modules if n.split(".")[0] in ("houses", "mindspeed", "megatron_core")]:
+        del sys.modules[name]
+
+
+def test_mindspeed_comes_before_megatron_and_is_told_its_arguments(record):
+    """On Ascend; verl's order: the adaptor, then the packages, then ``repatch`` before the first process group."""
+    found = record.REGISTRY.lookup("language_model", "megatron", device="npu", vendor="ascend")
+    assert found.__name__ == "Megatron"
+    patch_backend("megatron", "npu", "ascend", {"use_flash_attn": True, "tensor_model_parallel_size": 2})
+    assert record.RECORD == [
+        ("adaptor", False),
+        "megatron_core",
+        {"use_flash_attn": True, "tensor_model_parallel_size": 2},
+    ]
+
+
+@pytest.mark.parametrize("vendor", ["nvidia", "metax"])
+def test_other_devices_have_no_adaptor(record, vendor):
+    record.REGISTRY.lookup("language_model", "megatron", device="cuda", vendor=vendor)
+    patch_backend("megatron", "cuda", vendor, {"use_flash_attn": True})
+    assert record.RECORD == ["megatron_core"]
+
+
+def test_an_adaptor_that_is_missing_is_named_with_its_source(record, monkeypatch):
+    gone = Adaptor("mindspeed.no_such_adaptor", None, "Install it from there")
+    monkeypatch.setitem(DEVICES, NPU, replace(DEVICES[NPU], adaptors={"megatron": gone}))
+    with pytest.raises(ConfigError, match=r"strategy=megatron: on device=npu .* 'mindspeed.no_such_adaptor'. Install it"):
+        record.REGISTRY.lookup("language_model", "megatron", device="npu", vendor="ascend")
+    assert "houses.megatron" not in sys.modules, "its packages were not imported without it"
+
+
+@pytest.mark.parametrize(
+    ("device", "vendor", "collectives"),
+    [("cpu", "generic", "gloo"), ("cuda", "nvidia", "nccl"), ("cuda", "metax", "nccl"), ("cuda", "new", "nccl"), ("npu", "ascend", "hccl"), ("xpu", "generic", "xccl")],
+)  # fmt: skip
+def test_who_sends_what_ranks_exchange(device, vendor, collectives):
+    assert support_of(device, vendor).collectives == collectives
+
+
+def test_the_vendor_can_be_said(monkeypatch):
+    monkeypatch.setenv("RLMODULE_VENDOR", "metax")
+    assert support_of("cuda") is DEVICES["cuda", "metax"]
+    with pytest.raises(ConfigError, match="device=abacus: .* Known: cpu, cuda"):
+        support_of("abacus")
+
+
+def test_a_device_whose_package_is_missing_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(DEVICES, NPU, DeviceSupport("hccl", package="a_package_nobody_has"))
+    with pytest.raises(DependencyError, match=r"trainer.accelerator=npu needs .* pip install 'rlmodule\[npu\]'"):
+        _ = Machine(TrainerConfig(accelerator="npu")).device
+
+
+@pytest.mark.parametrize("kind", ["npu", "xpu"])
+def test_lightning_is_given_an_accelerator_where_it_has_none(kind):
+    made = accelerator_of(kind)
+    assert made.name() == kind
+    assert made.parse_devices(2) == made.parse_devices("2") == [0, 1]
+    assert accelerator_of("cuda") == "cuda"
