@@ -124,7 +124,8 @@ class StrategyRegistry:
 
         Device and vendor are those of ``lookup``.
         """
-        point = next(iter(entry_points(group=ENTRY_POINT_GROUP, name=backend)), None) if not self._has(backend) else None
+        points = () if self._has(backend) else entry_points(group=ENTRY_POINT_GROUP, name=backend)
+        point = next(iter(points), None)
         found: dict[str, str] = {}
         problem = unmet(backend, point)
         if problem is None:

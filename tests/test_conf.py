@@ -36,8 +36,8 @@ from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.parts.sampling import SamplingConfig
 from rlmodule.run.config import EnvironmentSizes, GeneralConfig, RunConfig, WarmStartConfig
-from rlmodule.run.run import Run
 from rlmodule.run.launchers import LAUNCHERS
+from rlmodule.run.run import Run
 from rlmodule.run.trainer_config import TrainerConfig
 from strategies.registry import STRATEGIES
 

@@ -37,7 +37,7 @@ class Strategies(Command):
         console.print(table_of_strategies(backends))
         console.print(table_of_devices())
         console.print(
-            "RLMODULE_DEVICE and RLMODULE_VENDOR stand for a machine with other devices; nothing runs on one that is absent.",
+            "RLMODULE_DEVICE and RLMODULE_VENDOR ask about another machine; a run needs the device itself.",
             markup=False,
         )
         return 0

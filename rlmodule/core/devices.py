@@ -1,7 +1,7 @@
 """Kinds of devices and their makers: which one this machine has, and what each needs, in one table.
 
-A new kind is an entry of ``DEVICES``, and an accelerator in ``run/build/accelerators.py`` where Lightning has none. Leaves
-out which strategy runs where (``strategies/registry.py``).
+A new kind is an entry of ``DEVICES``, and an accelerator in ``run/build/accelerators.py`` where Lightning has none.
+Leaves out which strategy runs where (``strategies/registry.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from rlmodule.core.errors import ConfigError, DependencyError, did_you_mean
 
 ANY_VENDOR = None
-VARLEN, SDPA = "varlen", "sdpa"  # attention over packed rows: PyTorch's kernel for uneven lengths, or samples one by one
+# Attention over packed rows: by PyTorch's kernel for uneven lengths, or sample by sample.
+VARLEN, SDPA = "varlen", "sdpa"
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,10 @@ class DeviceSupport:
 MINDSPEED = Adaptor(
     module="mindspeed.megatron_adaptor",
     patch="repatch",
-    source="Install MindSpeed from its repository (https://gitee.com/ascend/MindSpeed); the registry has no wheel of it",
+    source="Install MindSpeed from its repository, https://gitee.com/ascend/MindSpeed; PyPI has no wheel of it",
 )
 
-# (device, vendor) -> what it needs. AMD's and MetaX's builds of PyTorch call their devices cuda and their collectives nccl.
+# (device, vendor) -> what it needs. AMD's and MetaX's PyTorch call their devices cuda and their collectives nccl.
 DEVICES: dict[tuple[str, str | None], DeviceSupport] = {
     ("cpu", ANY_VENDOR): DeviceSupport("gloo", was_run=True),
     ("cuda", "nvidia"): DeviceSupport("nccl", attention=VARLEN, was_run=True),

@@ -82,7 +82,7 @@ class Theirs(SingleStrategy):
 
 def installed(site: Path, name: str, module: str, backend: str, requires: str = "") -> None:
     """A distribution as pip leaves it behind."""
-    folder = site / f"{name}-1.5.dist-info"
+    folder = site / f"{name.replace('-', '_')}-1.5.dist-info"
     folder.mkdir()
     needs = f"Requires-Dist: {requires}\n" if requires else ""
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n{needs}")

@@ -1,14 +1,15 @@
-"""A run is the same run whoever started its processes: a cluster's variables alone, srun, or a batch job around it."""
+"""A run is the same run whoever started its processes: a cluster's variables alone, or srun."""
 
 from __future__ import annotations
 
 import socket
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
 from rlmodule.records.metrics_log import read_records
-from tests.end_to_end.commands import Command, forked
+from tests.end_to_end.commands import Command, forked, typed
 from tests.helpers.runs import MADE_OF_THE_LAYOUT, MADE_OF_TIME, SMALL, numbers, rollouts, run_small
 
 pytestmark = pytest.mark.ranks
@@ -79,20 +80,19 @@ def test_two_processes_that_a_cluster_starts_are_one_run(one_process, tmp_path, 
     assert not (tmp_path / "1" / "run").exists()
 
 
-def test_ranks_of_our_own_inside_a_batch_job_are_not_its_tasks(one_process, tmp_path, monkeypatch):
-    """``sbatch --ntasks=1`` with ``python train.py trainer.devices=2`` in the script; a stray RANK=0, too."""
-    batch = {"SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}
-    alone = {"SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_JOB_ID": "77", "RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in (batch | alone).items():
-        monkeypatch.setenv(name, value)
-    done = forked(*SMALL, "trainer.devices=2", f"run_dir={tmp_path / 'run'}", cwd=tmp_path)
-    assert done.code == 0, done.text
-    assert_same_run(tmp_path / "run", one_process)
-
-
 def test_half_of_a_cluster_s_variables_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     done = forked(*SMALL, f"run_dir={tmp_path / 'run'}", cwd=tmp_path)
     assert done.code == 2
     assert done.text.startswith("error: RANK=1: it says that this is one of several processes")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.backends
+@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'rlmodule[ray]'")
+def test_ranks_on_two_machines_of_a_ray_cluster_are_one_run(one_process, tmp_path):
+    """Both machines are this one; they meet at an address and a port, as others would."""
+    done = typed(*SMALL, "launcher=ray", "trainer.num_nodes=2", f"run_dir={tmp_path / 'run'}", cwd=tmp_path)
+    assert done.code == 0, done.text
+    assert "ddp on 2 cpu processes" in done.text, "rank 0 is heard"
+    assert_same_run(tmp_path / "run", one_process)

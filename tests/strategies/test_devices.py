@@ -105,7 +105,9 @@ def test_other_devices_have_no_adaptor(record, vendor):
 def test_an_adaptor_that_is_missing_is_named_with_its_source(record, monkeypatch):
     gone = Adaptor("mindspeed.no_such_adaptor", None, "Install it from there")
     monkeypatch.setitem(DEVICES, NPU, replace(DEVICES[NPU], adaptors={"megatron": gone}))
-    with pytest.raises(ConfigError, match=r"strategy=megatron: on device=npu .* 'mindspeed.no_such_adaptor'. Install it"):
+    with pytest.raises(
+        ConfigError, match=r"strategy=megatron: on device=npu .* 'mindspeed.no_such_adaptor'. Install it"
+    ):
         record.REGISTRY.lookup("language_model", "megatron", device="npu", vendor="ascend")
     assert "houses.megatron" not in sys.modules, "its packages were not imported without it"
 
@@ -121,7 +123,7 @@ def test_who_sends_what_ranks_exchange(device, vendor, collectives):
 def test_the_vendor_can_be_said(monkeypatch):
     monkeypatch.setenv("RLMODULE_VENDOR", "metax")
     assert support_of("cuda") is DEVICES["cuda", "metax"]
-    with pytest.raises(ConfigError, match="device=abacus: .* Known: cpu, cuda"):
+    with pytest.raises(ConfigError, match=r"device=abacus: .* Known: cpu, cuda"):
         support_of("abacus")
 
 

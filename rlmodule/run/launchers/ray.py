@@ -1,7 +1,7 @@
-"""``launcher=ray``: ranks on the machines of a Ray cluster; an actor on each machine starts them as its child processes.
+"""``launcher=ray``: ranks on the machines of a Ray cluster; an actor on each starts them as its child processes.
 
-So a rank is the same process as under every launcher, and ends in the same words. Ray's own trainer is not used: it makes
-process groups of its own. Leaves out how ranks are watched (``parts/supervision.py``).
+So a rank is the same process as under every launcher, and ends in the same words. Ray's own trainer is not used: it
+makes process groups of its own. Leaves out how ranks are watched (``parts/supervision.py``).
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class RayLauncher:
             yield [RayMachine(ray, actor, job.num_processes) for actor in actors]
         except ray.exceptions.GetTimeoutError as error:
             raise TrainingError(
-                f"the Ray cluster had no room for {job.num_nodes} x {bundle} within launcher.wait={self.wait:g} seconds; "
-                f"it has {ray.cluster_resources()}"
+                f"the Ray cluster had no room for {job.num_nodes} x {bundle} within launcher.wait={self.wait:g} "
+                f"seconds; it has {ray.cluster_resources()}"
             ) from error
         finally:
             ray.util.remove_placement_group(group)

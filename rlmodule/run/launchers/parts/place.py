@@ -1,8 +1,8 @@
 """Which rank this process is, and who said so: a launcher of this package, torchrun, srun, or a cluster's operator.
 
-All of them speak through environment variables. An operator such as Kubeflow's sets RANK, WORLD_SIZE and MASTER_* alone;
-which machine that is, and which process of the machine, follows from the processes of each (``trainer.devices``), since
-the ranks of one machine are numbered next to each other. Standard library only.
+All of them speak through environment variables. An operator such as Kubeflow's sets RANK, WORLD_SIZE and MASTER_*
+alone; which machine that is, and which process of the machine, follows from the processes of each
+(``trainer.devices``), since the ranks of one machine are numbered next to each other. Standard library only.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ def check_meeting_point() -> None:
             raise ConfigError(
                 key=name,
                 got=os.environ.get(name, "(not set)"),
-                because=f"RANK and WORLD_SIZE make this one of {os.environ.get('WORLD_SIZE')} processes, which meet there",
+                because=f"RANK and WORLD_SIZE make this one of {os.environ.get('WORLD_SIZE')} processes, "
+                "which meet there",
                 fix=f"Set it to {what} for every process, or start them with torchrun",
             )
     _whole("MASTER_PORT")
@@ -146,8 +147,8 @@ def _check_named_places(place: ProcessPlace, num_processes: int) -> None:
             raise ConfigError(
                 key=name,
                 got=os.environ[name],
-                because=f"{_names()[0]}={place.rank} with trainer.devices={num_processes} makes it {want}: the ranks of a "
-                "machine are numbered next to each other, as many on each",
+                because=f"{_names()[0]}={place.rank} with trainer.devices={num_processes} makes it {want}: the ranks "
+                "of a machine are numbered next to each other, as many on each",
                 fix="Set trainer.devices to the processes of one machine, and number them machine by machine",
             )
 

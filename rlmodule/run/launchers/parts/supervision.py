@@ -160,7 +160,8 @@ def run_alone(program: Sequence[str], run_dir: Path) -> None:
     Raises:
         TrainingError: it did not end well.
     """
-    code = subprocess.run([sys.executable, *program, WARM_START_FLAG, str(run_dir)], env=without_place(os.environ)).returncode
+    command = [sys.executable, *program, WARM_START_FLAG, str(run_dir)]
+    code = subprocess.run(command, env=without_place(os.environ)).returncode
     if code:
         raise TrainingError(f"the warm start exited with code {code}; what it said is above")
 
