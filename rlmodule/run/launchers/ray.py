@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlmodule.core.config import more_than
-from rlmodule.core.errors import DependencyError, TrainingError
+from rlmodule.core.errors import DependencyError, TrainingError, in_one_line
 from rlmodule.run.launchers import LAUNCHERS, Job
 from rlmodule.run.launchers.local import meeting_in
 from rlmodule.run.launchers.parts.heartbeat import Heartbeats
@@ -34,6 +35,7 @@ from rlmodule.run.launchers.parts.supervision import WORKER_FLAG, Ranks, supervi
 RESOURCES = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}  # Ray's names of devices; a CPU is no device of its own
 ANSWER_SECONDS = 30.0  # that a busy machine may take to say how its ranks are
 LOOK_SECONDS = 0.05  # between two questions to a machine
+STARTS = 3  # attempts to start a cluster, or to connect to one
 SMALLEST_STORE = 80 * 2**20  # bytes; nothing is kept in Ray's object store
 
 
@@ -75,7 +77,6 @@ class RayLauncher:
     @contextmanager
     def _cluster(self, ray: Any, job: Job) -> Iterator[None]:
         """Connected to the cluster; one of our own is gone afterwards, with everything that it wrote."""
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
         folder = None
         options: dict[str, Any] = {"address": self.address}
         if self.address is None and "RAY_ADDRESS" not in os.environ:
@@ -87,12 +88,9 @@ class RayLauncher:
             options = {"num_cpus": cores, "object_store_memory": SMALLEST_STORE, "_temp_dir": folder}
             options["include_dashboard"] = False
         try:
-            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)  # Ray puts one of its own there
+            with _handlers_kept():
+                _connect(ray, options)
             yield
-        except ConnectionError as error:
-            raise TrainingError(f"launcher.address={self.address}: no Ray cluster answers there ({error})") from error
         finally:
             ray.shutdown()
             if folder is not None:
@@ -134,6 +132,37 @@ class RayLauncher:
             ray.util.remove_placement_group(group)
 
 
+def _connect(ray: Any, options: Mapping[str, Any]) -> None:
+    """Connect; Ray gives its own processes half a minute to start, which a busy machine may exceed.
+
+    Raises:
+        TrainingError: it never came to it.
+    """
+    for attempt in range(STARTS):
+        try:
+            ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
+            return
+        except Exception as error:  # Ray raises all kinds
+            ray.shutdown()
+            if attempt == STARTS - 1:
+                where = options.get("address") or os.environ.get("RAY_ADDRESS", "this machine")
+                raise TrainingError(f"launcher.address: no Ray cluster on {where} ({in_one_line(error)})") from error
+
+
+@contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Put back the handlers of signals that are replaced inside, as Ray does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _start(job: Job, machines: list[RayMachine], ranks: Ranks) -> Callable[[], str | None]:
     address, port = machines[0].meeting_point()
     # One machine meets through a file of its own; several cannot.
@@ -153,10 +182,12 @@ class RankHost:
         self.log, self.told = Path(os.devnull), 0
 
     def meeting_point(self) -> tuple[str, int]:
-        """Address of this machine and a port of it that is free."""
+        """Address at which the cluster knows this machine, and a port of it that is free."""
+        import ray
+
         with socket.socket() as free:
             free.bind(("", 0))
-            return socket.gethostbyname(socket.gethostname()), int(free.getsockname()[1])
+            return str(ray.util.get_node_ip_address()), int(free.getsockname()[1])
 
     def start(self, job: Job, node_rank: int, meeting: Mapping[str, str], there: Mapping[str, str]) -> None:
         """Start them all; ``there`` is the environment of the supervisor, for what this machine's lacks."""

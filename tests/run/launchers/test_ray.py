@@ -6,6 +6,7 @@ The ranks are scripts of a few lines; a whole run is in ``end_to_end/test_cluste
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from rlmodule.run.launchers.parts.supervision import PREEMPTED, USER_ERROR
 ROOT = Path(__file__).parents[3]
 HAS_RAY = find_spec("ray") is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: pip install 'rlmodule[ray]'")
-PATIENCE = 120.0  # seconds; a cluster takes some to start
+PATIENCE = 280.0  # seconds; a cluster takes some to start
 
 SUPERVISOR = """
 import sys
@@ -116,14 +117,14 @@ def test_ranks_of_two_machines_know_their_places_and_the_first_one_is_heard(tmp_
     body = """
     names = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")
     (run / f"place_{rank}").write_text(" ".join(os.environ[name] for name in names))
-    print(f"rank {rank} speaks", os.environ["MASTER_ADDR"] != "127.0.0.1", int(os.environ["MASTER_PORT"]) > 0)
+    print(f"rank {rank} speaks", "RLMODULE_STORE" in os.environ, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     """
     with started(tmp_path, body, processes=2, nodes=2) as process:
         said = process.communicate(timeout=PATIENCE)[0]
     assert process.returncode == 0, said
     places = [(tmp_path / f"place_{rank}").read_text() for rank in range(4)]
     assert places == ["0 0 0 4", "1 1 0 4", "2 0 1 4", "3 1 1 4"]
-    assert "rank 0 speaks True True" in said
+    assert re.search(r"^rank 0 speaks False [\d.]+ \d+$", said, re.MULTILINE), "several machines share no file"
     assert "rank 1 speaks" not in said
     assert "rank 3 speaks" in (tmp_path / "logs" / "rank_3.log").read_text()
 
@@ -141,7 +142,7 @@ def test_ranks_of_two_machines_know_their_places_and_the_first_one_is_heard(tmp_
 def test_a_rank_that_dies_or_freezes_is_named_and_takes_the_others_along(tmp_path, death, says):
     with started(tmp_path, f"if rank == 1:\n    {death}{SLEEP}") as process:
         said = process.communicate(timeout=PATIENCE)[0]
-    assert process.returncode == USER_ERROR
+    assert process.returncode == USER_ERROR, said
     assert says in said
     assert "No state was saved yet" in said
 
