@@ -48,13 +48,13 @@ def words_of_machine() -> str:
     device = device_here()
     vendor = vendor_here(device)
     said = [name for name in ("RLMODULE_DEVICE", "RLMODULE_VENDOR") if os.environ.get(name)]
-    by = f"as {' and '.join(said)} say; this machine has {detect_device()}" if said else "detected"
+    by = f"given by {' and '.join(said)}; this machine has {detect_device()}" if said else "detected"
     return f"{'device':<12} {device}, vendor {vendor}  ({by})"
 
 
 def table_of_strategies(backends: list[BackendStatus]) -> Table:
     """A row for each backend and set of devices."""
-    table = Table("strategy", "model types", "device/vendor", "here")
+    table = _table("strategy", "model types", "device/vendor", "here")
     for status in backends:
         name = status.name if status.package == "rlmodule" else f"{status.name} ({status.package})"
         if not status.places:
@@ -79,9 +79,17 @@ def _here(status: BackendStatus, model_types: tuple[str, ...]) -> str:
     return "\n".join(found) or f"no: {status.problem}".replace("[", r"\[")  # rich reads brackets as styles
 
 
+def _table(*titles: str) -> Table:
+    """Columns that break a long name instead of cutting it."""
+    table = Table()
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    return table
+
+
 def table_of_devices() -> Table:
     """A row for each kind of device and vendor."""
-    table = Table("device", "vendor", "collectives", "attention", "imported first", "run by us", "here")
+    table = _table("device", "vendor", "collectives", "attention", "imported first", "run by us", "here")
     for (device, vendor), support in DEVICES.items():
         first = [name for name in (support.package,) if name is not None]
         first += [f"{adaptor.module} (strategy={name})" for name, adaptor in support.adaptors.items()]

@@ -51,7 +51,7 @@ def test_the_table_of_devices_is_the_one_that_runs_read():
 
 def test_a_machine_that_is_not_this_one_can_be_asked_about(monkeypatch):
     monkeypatch.setenv("RLMODULE_DEVICE", "mps")
-    assert "mps, vendor generic  (as RLMODULE_DEVICE say" in words_of_machine()
+    assert "mps, vendor generic  (given by RLMODULE_DEVICE;" in words_of_machine()
     assert f"this machine has {detect_device()}" in words_of_machine()
     assert STRATEGIES.status("single").found.keys() == set(MODEL_TYPES)
     refused = STRATEGIES.status("ddp")
