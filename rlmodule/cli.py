@@ -1,7 +1,7 @@
 """The command line: ``python train.py`` or ``rlmodule``; ``--help`` lists what can be chosen.
 
 The one place that knows everything: it composes the configuration (Hydra lives here alone), hands over the strategies,
-and calls a command (``commands/``). The ranks of one machine are started by a supervisor (``run/launchers/local.py``);
+and calls a command (``commands/``). The ranks of one machine are started by a supervisor (``run/launchers/``);
 under torchrun or srun every process runs this file by itself.
 """
 
@@ -37,7 +37,9 @@ from rlmodule.core.renamed import instead_of
 from rlmodule.records import run_directory
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.records.secrets import from_environment, mask, mask_arguments, to_environment, without_values
-from rlmodule.run.launchers import local as launch
+from rlmodule.run.launchers import Job
+from rlmodule.run.launchers.parts import supervision as launch
+from rlmodule.run.launchers.parts.place import outside_rank
 from rlmodule.run.saved.saved_settings import read_saved_config, with_settings
 
 if TYPE_CHECKING:
@@ -210,8 +212,9 @@ def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
         return OmegaConf.to_yaml(to_save)
 
     def start_ranks(root: Path, num_processes: int) -> int:
-        timeout = invocation.run.config.trainer.timeout * 60
-        return launch.supervise(PROGRAM, root, num_processes, timeout=timeout)
+        trainer, device = invocation.run.config.trainer, invocation.run.machine.device
+        job = Job(PROGRAM, root, num_processes, trainer.num_nodes, device, trainer.timeout * 60)
+        return invocation.run.config.launcher(job)
 
     invocation = Invocation(
         partial(build, config, run_dir),
@@ -512,7 +515,7 @@ def run_dir_of(run_dir: object, output_root: object, resume: object, command: ob
     """Resolver of ``hydra.run.dir``; a rank that torchrun or srun started learns the directory from rank 0 later on."""
     from rlmodule.commands import COMMANDS
 
-    if launch.outside_rank():
+    if outside_rank():
         return "."
     try:
         if not COMMANDS.get(str(command)).has_run_dir:

@@ -23,19 +23,20 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import os
 import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TypeVar
 
+from rlmodule.core.backends import BackendStatus
 from rlmodule.core.contract import LANGUAGE_MODEL, POLICY_VALUE, VALUE_MODEL, StrategyClass
-from rlmodule.core.errors import ConfigError, DependencyError, did_you_mean
-from strategies.parts.mesh import detect_device, detect_vendor
+from rlmodule.core.devices import ANY_VENDOR, device_here, vendor_here
+from rlmodule.core.errors import ConfigError, DependencyError, RLModuleError, did_you_mean, in_one_line
+from strategies.parts.adaptors import import_adaptor
+from strategies.parts.requirements import OWN, unmet
 
 C = TypeVar("C", bound=StrategyClass)
-ANY_VENDOR = None
 ENTRY_POINT_GROUP = "rlmodule.strategies"
 MODEL_TYPES = (LANGUAGE_MODEL, VALUE_MODEL, POLICY_VALUE)
 
@@ -108,8 +109,9 @@ class StrategyRegistry:
             ConfigError: nothing fits; lists what is registered.
             DependencyError: the backend needs a package that is not installed.
         """
-        device = device or os.environ.get("RLMODULE_DEVICE") or detect_device()
-        vendor = vendor or os.environ.get("RLMODULE_VENDOR") or detect_vendor(device)
+        device = device or device_here()
+        vendor = vendor or vendor_here(device)
+        import_adaptor(backend, device, vendor)
         self._import(backend)
         tries: list[tuple[str, str | None]] = [(device, vendor), (device, ANY_VENDOR)]
         if device == "cuda" and vendor != "nvidia":
@@ -120,10 +122,46 @@ class StrategyRegistry:
                 return found
         raise self._nothing(model_type, backend, device, vendor)
 
+    def status(self, backend: str) -> BackendStatus:
+        """What a run that chooses the backend would get here, and why where it would get nothing; imports it.
+
+        Device and vendor are those of ``lookup``.
+        """
+        points = () if self._has(backend) else entry_points(group=ENTRY_POINT_GROUP, name=backend)
+        point = next(iter(points), None)
+        found: dict[str, str] = {}
+        problem = unmet(backend, point)
+        if problem is None:
+            problem = self._resolve(backend, found)
+        places = {
+            model_type: tuple((d, v) for m, b, d, v in self._table if (m, b) == (model_type, backend))
+            for model_type in sorted({m for m, b, *_ in self._table if b == backend})
+        }
+        brought_by = OWN if point is None or point.dist is None else point.dist.name
+        return BackendStatus(backend, brought_by, places, found, problem)
+
+    def _resolve(self, backend: str, found: dict[str, str]) -> str | None:
+        """Fill in the class of each model type; returns what went wrong first."""
+        problem = None
+        for model_type in MODEL_TYPES:
+            try:
+                found[model_type] = _name(self.lookup(model_type, backend))
+            except RLModuleError as error:
+                problem = problem or str(error)
+            except Exception as error:  # of a package that was imported
+                return f"importing it failed ({in_one_line(error)})"
+        registered = {m for m, b, *_ in self._table if b == backend}
+        return problem if registered - found.keys() or not found else None
+
+    def _has(self, backend: str) -> bool:
+        """Whether it is a module of the package."""
+        paths = importlib.import_module(self.package).__path__
+        return any(m.name == backend for m in pkgutil.iter_modules(paths))
+
     def _import(self, backend: str) -> None:
         module = f"{self.package}.{backend}"
         try:
-            if any(m.name == backend for m in pkgutil.iter_modules(importlib.import_module(self.package).__path__)):
+            if self._has(backend):
                 importlib.import_module(module)
             elif not any(key[1] == backend for key in self._table):
                 for point in entry_points(group=ENTRY_POINT_GROUP, name=backend):

@@ -91,6 +91,7 @@ LIBRARIES = {
     "rlmodule/callbacks/report.py": {"rich", "matplotlib"},
     "rlmodule/run": TORCH | {"transformers", "omegaconf"},
     "rlmodule/run/preflight/tokens.py": {"numpy"},
+    "rlmodule/run/launchers/ray.py": {"ray"},
     "rlmodule/run/run.py": {"lightning"},
     "rlmodule/run/evaluation_run.py": {"lightning"},
     "rlmodule/run/planning/page.py": {"rich"},
@@ -107,6 +108,7 @@ LIBRARIES = {
     "rlmodule/commands/parts/sweep.py": {"rich"},
     "rlmodule/commands/evaluate.py": {"rich"},
     "rlmodule/commands/plan.py": {"rich"},
+    "rlmodule/commands/strategies.py": {"rich"},
     "rlmodule/cli.py": {"hydra", "omegaconf"},
     "strategies": TORCH | {"lightning"},
     "strategies/deepspeed.py": {"deepspeed"},
@@ -116,6 +118,7 @@ LIBRARIES = {
     "strategies/parts/foreign_imports.py": {"transformers"},
     "strategies/parts/megatron_api.py": {"megatron"},
     "strategies/parts/megatron_trunk.py": {"transformers"},
+    "strategies/parts/requirements.py": {"packaging"},
     "strategies/parts/tensor_parallel.py": {"transformers"},
     "strategies/parts/torchtitan_blocks.py": {"torchtitan", "transformers"},
     "strategies/parts/veomni_wrapping.py": {"veomni"},
@@ -137,6 +140,8 @@ DEFERRED = {
     ("rlmodule/data/readers/hub.py", ""),  # datasets, optional: for those who name data sets of the hub
     ("rlmodule/loggers/mlflow.py", ""),  # optional: for those who log there
     ("rlmodule/loggers/wandb.py", ""),  # likewise
+    ("rlmodule/run/launchers/ray.py", ""),  # optional: for those who have a Ray cluster
+    ("rlmodule/run/launchers/ray.py", "ray.util.scheduling_strategies"),  # likewise
     ("rlmodule/models/lora.py", ""),  # peft, optional: for those who train adapters
 }
 
@@ -150,6 +155,7 @@ MENUS = {
     "loggers": "LOGGERS",
     "callbacks": "CALLBACKS",
     "commands": "COMMANDS",
+    "run/launchers": "LAUNCHERS",
     "optim": "OPTIMIZERS",
 }
 

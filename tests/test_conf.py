@@ -36,6 +36,7 @@ from rlmodule.rewards import REWARDS
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.parts.sampling import SamplingConfig
 from rlmodule.run.config import EnvironmentSizes, GeneralConfig, RunConfig, WarmStartConfig
+from rlmodule.run.launchers import LAUNCHERS
 from rlmodule.run.run import Run
 from rlmodule.run.trainer_config import TrainerConfig
 from strategies.registry import STRATEGIES
@@ -59,6 +60,7 @@ COMPONENTS = {
     "rollout": ROLLOUTS,
     "environment": ENVIRONMENTS,
     "optimizer": OPTIMIZERS,
+    "launcher": LAUNCHERS,
 }
 # What else a component's section holds, whatever the component.
 BESIDE = {"rollout": (SamplingConfig, ReplayConfig), "environment": (EnvironmentSizes,)}

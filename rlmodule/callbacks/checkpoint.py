@@ -33,6 +33,7 @@ from rlmodule.checkpoint.state import (
 )
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.contract import SaveLater, Snapshot
+from rlmodule.core.devices import detect_device
 from rlmodule.core.errors import CheckpointError, TrainingError, did_you_mean, in_one_line
 from rlmodule.core.renamed import EARLIER_METRICS
 
@@ -301,10 +302,11 @@ def stop_on(failure: str | None, folder: Path) -> None:
 
 
 def random_state() -> PlainState:
-    """State of torch's and Python's generators."""
+    """State of Python's generator and of torch's, the accelerator's under the name of its kind."""
     state: PlainState = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    device = detect_device()
+    if device != "cpu":
+        state[device] = torch.get_device_module(device).get_rng_state()
     return state
 
 
@@ -312,5 +314,6 @@ def set_random_state(state: PlainState) -> None:
     """Restore what ``random_state`` returned."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    device = detect_device()
+    if device in state:
+        torch.get_device_module(device).set_rng_state(state[device])

@@ -55,7 +55,7 @@ class Evaluate(PolicySource, Command):
                 print(f"{'held out':<12} {dataset.describe_held_out()}")
                 if words := dataset.describe_sampling():
                     print(f"{'sampling':<12} {words}", flush=True)
-            if run.machine.needs_supervisor:
+            if run.needs_launcher:
                 return invocation.start_ranks(run.run_dir.root, run.machine.num_processes)
             self.on_rank(run)
         return 0

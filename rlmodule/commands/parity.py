@@ -8,7 +8,8 @@ from rlmodule.commands import COMMANDS, Command, Invocation
 from rlmodule.core.errors import ConfigError
 from rlmodule.parity.config import ParityConfig
 from rlmodule.parity.report import check_parity
-from rlmodule.run.launchers.local import DIFFERENT_NUMBERS, launched_from_outside
+from rlmodule.run.launchers.parts.place import launched_from_outside
+from rlmodule.run.launchers.parts.supervision import DIFFERENT_NUMBERS
 
 
 @COMMANDS.register

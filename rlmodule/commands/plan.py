@@ -13,7 +13,7 @@ from rlmodule.commands import COMMANDS, Invocation
 from rlmodule.core.config import at_least, at_most, more_than
 from rlmodule.core.errors import ConfigError
 from rlmodule.run.build.device_memory import ACCELERATOR_SHARE, device_memory
-from rlmodule.run.launchers.local import USER_ERROR
+from rlmodule.run.launchers.parts.supervision import USER_ERROR
 from rlmodule.run.planning.machine import PlannedMachine
 from rlmodule.run.planning.page import Assumed, as_data, show
 from rlmodule.run.planning.work import Lengths

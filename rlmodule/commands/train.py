@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from rlmodule.commands import COMMANDS, Command, Invocation
 from rlmodule.run.build.distributed import on_rank_zero
-from rlmodule.run.launchers.local import launched_from_outside
+from rlmodule.run.launchers.parts.place import launched_from_outside
 from rlmodule.run.run import Run
 from rlmodule.run.warm_start import WarmStart
 
@@ -28,7 +28,7 @@ class Train(Command):
             run.check()
             run.save_config(invocation.config, invocation.provenance)
             make_starting_weights(run, invocation)
-            if run.machine.needs_supervisor:
+            if run.needs_launcher:
                 return invocation.start_ranks(run.run_dir.root, run.machine.num_processes)
             fit(run)
         return 0

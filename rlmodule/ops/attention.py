@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
+from rlmodule.core.devices import VARLEN, attention_of
 from rlmodule.ops.segments import EndToEnd, SegmentBuckets, SideBySide
 
 # [rows, Hq, Q, D], [rows, Hkv, K, D], [rows, Hkv, K, Dv] -> [rows, Hq, Q, Dv]
@@ -166,8 +167,8 @@ def _kernel_runs_on(query: Tensor, value: Tensor) -> bool:
     """Whether PyTorch's variable-length attention takes these: NVIDIA from Ampere on, half precision, one head size."""
     size = query.shape[-1]
     return (
-        query.device.type == "cuda"
-        and torch.version.hip is None
+        query.device.type != "cpu"
+        and attention_of(query.device.type) == VARLEN
         and query.dtype in (torch.float16, torch.bfloat16)
         and size % 8 == 0
         and size <= 256

@@ -37,7 +37,7 @@ from rlmodule.run.build.data import build_maker
 from rlmodule.run.build.distributed import meet
 from rlmodule.run.build.models import build_module
 from rlmodule.run.build.trainer import build_trainer, silence_warnings
-from rlmodule.run.launchers.local import STORE
+from rlmodule.run.launchers.parts.place import STORE, ProcessPlace
 from rlmodule.run.preflight.family import with_micro_batches_for
 from rlmodule.run.run import Run
 
@@ -160,7 +160,7 @@ def _received(receiver: Connection) -> Outcome | str | None:
 def _rank(
     rank: int, world_size: int, store: Path, run: Run, parity: ParityConfig, is_reference: bool, sender: Connection
 ) -> None:
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(world_size))
+    os.environ.update(ProcessPlace.of_rank(rank, world_size, 1).variables(os.getppid()))
     os.environ.update({STORE: str(store), "MASTER_ADDR": "127.0.0.1"})
     try:
         answer: Outcome | str | None = train(run, parity, is_rank_zero=rank == 0, is_reference=is_reference)
@@ -178,7 +178,7 @@ def train(run: Run, parity: ParityConfig, *, is_rank_zero: bool, is_reference: b
     silence_warnings()
     config = run.config
     if run.machine.num_processes > 1:
-        meet(parity.timeout)
+        meet(run.machine, parity.timeout)
     torch.set_num_threads(config.trainer.num_threads or 1)
     samples = make_samples(run.dataset.examples(), parity)
     objective = config.objective

@@ -43,6 +43,8 @@ from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.hf import HFRolloutConfig
 from rlmodule.rollout.parts.engine import EngineConfig
 from rlmodule.rollout.parts.sampling import SamplingConfig
+from rlmodule.run.launchers import LAUNCHERS, Launcher
+from rlmodule.run.launchers.local import Local
 from rlmodule.run.trainer_config import TrainerConfig, read_trainer
 
 STORED = "stored"  # beside the words of algorithm.source: what data.rollouts names
@@ -61,7 +63,7 @@ SECTIONS = (
         "critic",
         "val",
     ),
-    *("warm_start", "trainer", "strategy", "callbacks", "command"),
+    *("warm_start", "trainer", "launcher", "strategy", "callbacks", "command"),
 )
 AUTO_BUDGET = "auto"  # of batching.max_token_len_per_gpu
 NO_ENVIRONMENT = "none"  # rows come from files
@@ -133,6 +135,7 @@ class RunConfig:
     critic: CriticConfig = field(default_factory=CriticConfig)
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    launcher: Launcher = field(default_factory=Local)
     backend: str = "single"  # name of the strategy
     num_rows: int | None = None  # rows that trainer.passes goes over, once they are counted
     loggers: Mapping[str, LoggerConfig] = field(default_factory=dict)
@@ -168,6 +171,7 @@ class RunConfig:
             optimizer=component(OPTIMIZERS, node.optimizer),
             warm_start=convert(WarmStartConfig, node.warm_start, "warm_start"),
             trainer=read_trainer(node.trainer),
+            launcher=component(LAUNCHERS, node.launcher),
             backend=str(node.strategy.get("name")),
             critic=replace(
                 convert(CriticConfig, node.critic, "critic", ignore=("optimizer",)),
@@ -247,6 +251,7 @@ class RunConfig:
                 num_nodes=1,
                 num_threads=None,
             ),
+            launcher=Local(),
             backend="single",
             advantage=None,
             reward=None,

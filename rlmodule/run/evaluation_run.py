@@ -131,7 +131,7 @@ class EvaluationRun:
     def evaluate(self) -> Record:
         """Evaluate once; every rank calls it. The record is the same on every rank but for times."""
         config = self.config
-        meet(config.trainer.timeout * 60)
+        meet(self.run.machine, config.trainer.timeout * 60)
         silence_warnings()
         torch.set_num_threads(config.trainer.num_threads or 1)
         strategy = self.run.strategy.build()

@@ -1,7 +1,7 @@
 """One run from its configuration to its result: check, save the configuration, build the parts, fit.
 
 The parts are made in ``run/build/``. Leaves out the command line (``train.py``) and the start of ranks
-(``run/launchers/local.py``).
+(``run/launchers/``).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from rlmodule.run.dataset_kinds import DATASETS
 from rlmodule.run.datasets import TrainingDataset
 from rlmodule.run.digests import check_unchanged, digests
 from rlmodule.run.digests import save as save_digests
-from rlmodule.run.launchers.local import process_rank
+from rlmodule.run.launchers.parts.place import launched_from_outside, process_rank
 from rlmodule.run.learning_rate import learning_rate_warning, settled_keys, with_learning_rates
 from rlmodule.run.offline_datasets import Demonstrations
 from rlmodule.run.plan import ModelSummary, RunPlan
@@ -160,6 +160,12 @@ class Run:
         return Machine(self.config.trainer)
 
     @property
+    def needs_launcher(self) -> bool:
+        """Whether the ranks of this run have yet to be started."""
+        elsewhere = self.config.launcher.reaches_other_machines
+        return not launched_from_outside() and (elsewhere or self.machine.num_processes > 1)
+
+    @property
     def is_rank_zero(self) -> bool:
         """Whether this process writes files and talks to the user."""
         return (dist.get_rank() if dist.is_initialized() else process_rank()) == 0
@@ -180,7 +186,8 @@ class Run:
 
     def init_distributed(self) -> None:
         """Under torchrun or srun: meet the other ranks, and learn the run directory from the first."""
-        self.run_dir = init_distributed(self.machine, self.run_dir)
+        reaches = self.config.launcher.reaches_other_machines
+        self.run_dir = init_distributed(self.machine, self.run_dir, alone_is_enough=reaches)
         # Free memory differs from machine to machine, and the plan must be the same on every rank.
         self._take_budget(smallest_of_ranks(self.config.batching.max_token_len_per_gpu))
 
@@ -208,6 +215,7 @@ class Run:
             RLModuleError: what is wrong and what to do about it.
         """
         self.unpack_model()
+        self.config.launcher.check()
         self.check_strategy()
         config, layout = self.config, self.strategy.layout
         check(config, self.hf_config, layout)
@@ -338,7 +346,7 @@ class Run:
 
     def fit(self) -> None:
         """Build the parts and train; every rank of the run calls it."""
-        meet(self.config.trainer.timeout * 60)
+        meet(self.machine, self.config.trainer.timeout * 60)
         parts = self.build()
         preemption = parts.module.preemption
         if "checkpoint" not in self.config.callbacks:

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 
 from rlmodule.core.config import at_least
+from rlmodule.core.devices import support_of
 from rlmodule.core.layout import Layout
 from strategies.parts.collectives import GroupCollectives
 from strategies.parts.failures import first_error
@@ -62,7 +63,7 @@ class DistributedStrategy(StrategyMixin, LightningDDPStrategy):
 
     def __init__(self, config: ParallelConfig, *, device: str, num_processes: int, num_nodes: int) -> None:
         check_degrees(num_processes * num_nodes, **config.grid)
-        super().__init__()
+        super().__init__(process_group_backend=support_of(device).collectives)
         self.config = config
         self.offload = config.offload
 

@@ -1,35 +1,14 @@
-"""This process's device, and its place among the running processes. The one place that asks torch and the machine."""
+"""This process's place among the running processes. The one place that asks torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
-
-
-def detect_device() -> str:
-    """``cuda``, ``npu``, ``xpu``, ``mps`` or ``cpu``: the accelerator torch sees."""
-    if torch.cuda.is_available():
-        return "cuda"
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator.type if accelerator is not None else "cpu"
-
-
-def detect_vendor(device: str) -> str:
-    """Maker of the device; ``generic`` where it does not matter."""
-    if device == "npu":
-        return "ascend"
-    if device != "cuda":
-        return "generic"
-    if torch.version.hip:
-        return "amd"
-    name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    return next((vendor for vendor in ("metax", "iluvatar", "moorethreads") if vendor in name), "nvidia")
 
 
 def current_layout(sp_size: int = 1, tp_size: int = 1, cp_size: int = 1, pp_size: int = 1) -> Layout:

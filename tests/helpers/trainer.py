@@ -20,6 +20,7 @@ from rlmodule.core.types import TrainingSample
 from rlmodule.experience.iteration import Experience
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.module import RLModule
+from rlmodule.run.build.accelerators import accelerator_of
 from rlmodule.run.build.trainer import silence_warnings
 from rlmodule.training.update import Trainable
 from strategies.parts.mesh import current_layout
@@ -84,15 +85,17 @@ def fit(
     use_kl_loss: bool = False,
     epochs: int = 2,
     max_skipped_in_a_row: int = 3,
+    device: str = "cpu",
     callbacks: Sequence[L.Callback] = (),
 ) -> Fit:
-    """Train a tiny policy; ``rank`` is what ``run_on_ranks`` passes, 0 in a process of its own."""
+    """Train a tiny policy; ``rank`` is what ``run_on_ranks`` passes, 0 in a process of its own. ``device`` is its kind."""
     world_size = current_layout().world_size
-    cls = STRATEGIES.lookup("language_model", backend, device="cpu")
-    strategy = cls(cls.config_class(), device="cpu", num_processes=world_size, num_nodes=1)
+    cls = STRATEGIES.lookup("language_model", backend, device=device)
+    strategy = cls(cls.config_class(), device=device, num_processes=world_size, num_nodes=1)
     models = {"policy": tiny_policy()}
     if use_kl_loss:
         models["reference"] = tiny_policy(seed=1).requires_grad_(False).eval()
+    models = {name: model.to(device) for name, model in models.items()}
     objective = Objective(PPOClip(), AlgorithmConfig(use_kl_loss=use_kl_loss, entropy_coeff=0.01))
     module = RLModule(
         models,
@@ -101,7 +104,7 @@ def fit(
     )
     reports = KeepReports()
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator_of(device),
         devices=world_size,
         strategy=strategy,
         max_epochs=epochs,
@@ -122,7 +125,7 @@ def fit(
         except TrainingError as error:
             failure = str(error)
         weights, reference = (
-            {key: tensor.numpy().copy() for key, tensor in strategy.full_weights(name)} if name in models else {}
+            {key: tensor.cpu().numpy().copy() for key, tensor in strategy.full_weights(name)} if name in models else {}
             for name in ("policy", "reference")
         )
     return Fit(

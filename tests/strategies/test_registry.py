@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
+from rlmodule.core.devices import ANY_VENDOR, detect_device, detect_vendor
 from rlmodule.core.errors import ConfigError, DependencyError
-from strategies.parts.mesh import detect_device, detect_vendor
-from strategies.registry import ANY_VENDOR, ENTRY_POINT_GROUP, STRATEGIES, StrategyRegistry
+from strategies.registry import ENTRY_POINT_GROUP, STRATEGIES, StrategyRegistry
 
 
 def a_class(name):

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rlmodule.core.devices import detect_device, import_package_of
 from rlmodule.core.errors import ConfigError
-from rlmodule.run.launchers.local import launched_from_outside
 from rlmodule.run.trainer_config import TrainerConfig
 
 CPU_PROCESSES = 64  # a laptop may try the layout of a large machine; far more would take its whole memory
@@ -33,8 +33,8 @@ class Machine:
         """
         asked = self.trainer.accelerator
         wanted = {"gpu": "cuda"}.get(asked, asked)
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        here = "cpu" if found is None else found.type
+        import_package_of(wanted)
+        here = detect_device()
         if wanted not in ("auto", "cpu", here):
             raise ConfigError(
                 key="trainer.accelerator",
@@ -76,11 +76,6 @@ class Machine:
     def world_size(self) -> int:
         """Processes of the run over all machines."""
         return self.num_processes * self.trainer.num_nodes
-
-    @property
-    def needs_supervisor(self) -> bool:
-        """Whether the ranks of this run have yet to be started."""
-        return self.num_processes > 1 and not launched_from_outside()
 
     def describe(self) -> str:
         """For the run's plan."""

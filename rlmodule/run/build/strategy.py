@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rlmodule.core.backends import BackendStatus
 from rlmodule.core.config import convert
 from rlmodule.core.contract import LANGUAGE_MODEL, POLICY_VALUE, VALUE_MODEL, Strategy, StrategyClass
 from rlmodule.core.layout import Layout
@@ -33,6 +34,12 @@ class StrategyRegistry(Protocol):
         self, model_type: str, backend: str, *, device: str | None = None, vendor: str | None = None
     ) -> StrategyClass:
         """The class that runs this kind of model on this machine; None for what the machine has."""
+
+    def backends(self) -> list[str]:
+        """Names of every backend that can be chosen, without importing any."""
+
+    def status(self, backend: str) -> BackendStatus:
+        """What a run that chooses the backend would get here, and why where it would get nothing."""
 
 
 @dataclass(frozen=True)

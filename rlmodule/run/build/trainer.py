@@ -16,6 +16,8 @@ from transformers.utils import logging as transformers_logging
 from rlmodule.core.contract import Strategy
 from rlmodule.loggers import LoggedRun
 from rlmodule.records.run_directory import RunDirectory
+from rlmodule.run.build.accelerators import accelerator_of
+from rlmodule.run.build.distributed import cluster_of
 from rlmodule.run.build.machine import Machine
 from rlmodule.run.config import RunConfig
 
@@ -33,10 +35,11 @@ def build_trainer(
     assert isinstance(strategy, LightningStrategy), "a strategy stands on one of Lightning's"
     loggers = [logger.connect(logged or LoggedRun(run_dir.root)) for logger in config.loggers.values()]
     trainer = L.Trainer(
-        accelerator="gpu" if machine.device == "cuda" else machine.device,
+        accelerator=accelerator_of(machine.device),
         devices=machine.num_processes,
         num_nodes=config.trainer.num_nodes,
         strategy=strategy,
+        plugins=[cluster_of(machine)],
         max_epochs=config.trainer.max_epochs,
         callbacks=callbacks,
         logger=loggers,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rlmodule.core.devices import detect_device
 from rlmodule.run.build.machine import Machine
 
 
@@ -19,8 +20,7 @@ class PlannedMachine(Machine):
         asked = self.trainer.accelerator
         if asked != "auto":
             return {"gpu": "cuda"}.get(asked, asked)
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return "cpu" if found is None else found.type
+        return detect_device()
 
     @property
     def num_processes(self) -> int:

@@ -27,7 +27,7 @@ from rlmodule.rollout.parts.engine import EngineConfig, EngineContext
 from rlmodule.run.build.models import model_specs
 from rlmodule.run.build.trainer import silence_warnings
 from rlmodule.run.datasets import Prompts
-from rlmodule.run.launchers.local import launched_from_outside
+from rlmodule.run.launchers.parts.place import launched_from_outside
 from rlmodule.run.preflight.tokens import check_tokenizer
 from rlmodule.run.run import Run
 from rlmodule.run.saved.saved_settings import CHECKPOINTS, root_of_run

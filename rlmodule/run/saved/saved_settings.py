@@ -16,8 +16,8 @@ from rlmodule.records.run_directory import RunDirectory
 
 # Sections and keys that a run of then does not decide now.
 OF_THE_OCCASION = {
-    *("command", "trainer", "strategy", "callbacks", "logger", "run_dir", "resume", "resume_changed", "output_root"),
-    *("name", "tags", "overrides"),
+    *("command", "trainer", "launcher", "strategy", "callbacks", "logger", "run_dir", "resume", "resume_changed"),
+    *("output_root", "name", "tags", "overrides"),
 }
 CHECKPOINTS = "checkpoints"
 

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from rlmodule.core.errors import TrainingError
-from rlmodule.run.launchers import heartbeat
-from rlmodule.run.launchers import local as launch
+from rlmodule.run.launchers import Job
+from rlmodule.run.launchers.local import Local
+from rlmodule.run.launchers.parts import heartbeat, place
+from rlmodule.run.launchers.parts import supervision as launch
 
 pytestmark = pytest.mark.ranks
 
@@ -72,7 +74,7 @@ def test_every_rank_is_told_its_place(tmp_path, script):
     print(sys.argv[1], *(os.environ[n] for n in names), "RANK" in os.environ)
     (run / f"place_{rank}").write_text(" ".join(os.environ[n] for n in names))
     """
-    assert launch.supervise(script(body), tmp_path, 3) == 0
+    assert Local()(Job(script(body), tmp_path, 3)) == 0
     places = [(tmp_path / f"place_{rank}").read_text().split() for rank in range(3)]
     assert [place[:4] for place in places] == [[str(rank), "0", "3", "127.0.0.1"] for rank in range(3)]
     assert len({place[4] for place in places}) == 1, "they meet in one place"
@@ -88,7 +90,7 @@ def test_an_error_of_the_user_s_ends_all_with_its_code(tmp_path, script):
         raise SystemExit({launch.USER_ERROR})
     {SLEEP}
     """
-    assert launch.supervise(script(body), tmp_path, 2) == launch.USER_ERROR
+    assert Local()(Job(script(body), tmp_path, 2)) == launch.USER_ERROR
     assert not any(map(is_running, pids(tmp_path)))
 
 
@@ -104,7 +106,7 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_along(tmp_path, script, 
     {SLEEP}
     """
     with pytest.raises(TrainingError) as caught:
-        launch.supervise(script(body), tmp_path, 3)
+        Local()(Job(script(body), tmp_path, 3))
     log = tmp_path / "logs" / "rank_1.log"
     assert str(caught.value).startswith(said)
     assert str(log) in str(caught.value)
@@ -131,7 +133,7 @@ def test_the_rank_that_died_is_named_and_not_the_one_that_missed_it(tmp_path, sc
     os._exit(1)
     """
     with pytest.raises(TrainingError) as caught:
-        launch.supervise(script(body), tmp_path, 2)
+        Local()(Job(script(body), tmp_path, 2))
     assert str(caught.value).startswith(said)
 
 
@@ -144,7 +146,7 @@ def test_point_22_a_bug_has_one_exit_code_and_one_traceback_whatever_rank_has_it
     time.sleep(0.3)
     os._exit({launch.LOST_PEERS})
     """
-    assert launch.supervise(script(body), tmp_path, 2) == launch.BUG
+    assert Local()(Job(script(body), tmp_path, 2)) == launch.BUG
     said = capfd.readouterr().err
     assert said.count("Traceback (most recent call last)") == 1
     assert "ZeroDivisionError: planted" in said
@@ -153,7 +155,7 @@ def test_point_22_a_bug_has_one_exit_code_and_one_traceback_whatever_rank_has_it
 def test_point_14_a_frozen_rank_is_named_with_its_phase_and_all_are_ended(tmp_path, script):
     beating = f"""
     sys.path.insert(0, {str(ROOT)!r})
-    from rlmodule.run.launchers import local as launch
+    from rlmodule.run.launchers.parts import supervision as launch
     launch.end_with_supervisor()("update")
     time.sleep(0.5)
     if rank == 1:
@@ -165,7 +167,7 @@ def test_point_14_a_frozen_rank_is_named_with_its_phase_and_all_are_ended(tmp_pa
     with pytest.raises(
         TrainingError, match=r"rank 1 \(process \d+ on .*\) froze in phase 'update'.*trainer.timeout"
     ) as caught:
-        launch.supervise(script(beating), tmp_path, 2, timeout=2.5)
+        Local()(Job(script(beating), tmp_path, 2, timeout=2.5))
     assert f"Go on from iteration_000003 with resume={tmp_path}" in str(caught.value)
     assert not any(map(is_running, pids(tmp_path)))
 
@@ -174,7 +176,7 @@ def test_a_supervisor_that_was_frozen_itself_blames_no_rank(tmp_path, monkeypatc
     clock = [0.0]
     monkeypatch.setattr(heartbeat.time, "monotonic", lambda: clock[0])
     heartbeat.file_of(tmp_path, 0).write_text("{}")
-    signs = heartbeat.Heartbeats(tmp_path, 1, timeout=20)
+    signs = heartbeat.Heartbeats(tmp_path, range(1), timeout=20)
 
     def said_at(now):
         clock[0] = now
@@ -191,7 +193,7 @@ def test_point_19_ranks_meet_without_a_port(tmp_path, script):
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     assert Path(os.environ["RLMODULE_STORE"]).parent.stat().st_mode & 0o077 == 0, "for this user alone"
     """
-    assert launch.supervise(script(body), tmp_path, 2) == 0
+    assert Local()(Job(script(body), tmp_path, 2)) == 0
 
 
 def test_a_rank_0_that_dies_is_named_without_a_log(tmp_path, script):
@@ -201,7 +203,7 @@ def test_a_rank_0_that_dies_is_named_without_a_log(tmp_path, script):
     {SLEEP}
     """
     with pytest.raises(TrainingError) as caught:
-        launch.supervise(script(body), tmp_path, 2)
+        Local()(Job(script(body), tmp_path, 2))
     assert str(caught.value).startswith("rank 0 was ended by SIGKILL. ")
 
 
@@ -217,18 +219,20 @@ def test_a_rank_that_ignores_its_end_is_killed(tmp_path, script, monkeypatch):
         os._exit(3)
     {SLEEP}
     """
-    assert launch.supervise(script(body), tmp_path, 2) == 3
+    assert Local()(Job(script(body), tmp_path, 2)) == 3
     assert not any(map(is_running, pids(tmp_path)))
 
 
 SUPERVISOR = """
 import sys
 from pathlib import Path
-from rlmodule.run.launchers import local as launch
+from rlmodule.run.launchers import Job
+from rlmodule.run.launchers.local import Local
+from rlmodule.run.launchers.parts import supervision as launch
 launch._REPEAT_SECONDS = 1.0
-raise SystemExit(launch.supervise((sys.argv[1],), Path(sys.argv[2]), 2))
+raise SystemExit(Local()(Job((sys.argv[1],), Path(sys.argv[2]), 2)))
 """
-WATCHED = "from rlmodule.run.launchers import local as launch\nlaunch.end_with_supervisor()\n" + STARTED
+WATCHED = "from rlmodule.run.launchers.parts import supervision as launch\nlaunch.end_with_supervisor()\n" + STARTED
 
 
 @contextmanager
@@ -349,5 +353,5 @@ def test_who_started_this_process(monkeypatch, environment, launched, rank):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert launch.launched_from_outside() == launched
-    assert launch.outside_rank() == rank
+    assert place.launched_from_outside() == launched
+    assert place.outside_rank() == rank

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -47,17 +47,17 @@ def beat(file: Path) -> Callable[[str], None]:
 
 
 class Heartbeats:
-    """The signs of life of all ranks, as the supervisor reads them.
+    """The signs of life of the ranks of a machine, as the supervisor reads them.
 
     Args:
         folder: where ranks give them.
-        num_ranks: how many there are.
+        ranks: their numbers.
         timeout: seconds of silence after which a rank counts as frozen.
     """
 
-    def __init__(self, folder: Path, num_ranks: int, timeout: float) -> None:
+    def __init__(self, folder: Path, ranks: Sequence[int], timeout: float) -> None:
         self.folder, self.timeout = folder, timeout
-        self._ranks = range(num_ranks)
+        self._ranks = ranks
         self._seen: dict[int, tuple[int, float]] = {}  # rank -> time stamp of its file, and when it was first seen
         self._looked_at = time.monotonic()
 
