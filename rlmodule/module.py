@@ -24,6 +24,7 @@ from rlmodule.optim.parts.decay import decayed_parameters
 from rlmodule.optim.parts.hidden import hidden_matrices
 from rlmodule.optim.parts.schedule import build_schedule
 from rlmodule.training.reduction import reduce_metrics
+from rlmodule.training.row_limit import RowLimit
 from rlmodule.training.update import StepResult, Trainable, update
 
 STOP = "train/stop"  # reduced with the metrics of a step, and never logged
@@ -81,6 +82,7 @@ class RLModule(L.LightningModule):
         models: name -> inner model; models that do not train are frozen.
         trainables: the models that train, in the order of ``models``.
         max_skipped_in_a_row: skipped steps after which the run fails.
+        row_limit: cuts rows that do not fit in memory.
 
     Attributes:
         counters: progress of the run.
@@ -95,12 +97,14 @@ class RLModule(L.LightningModule):
         trainables: Sequence[Trainable],
         *,
         max_skipped_in_a_row: int,
+        row_limit: RowLimit | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.models = nn.ModuleDict(models)
         self.trainables = tuple(trainables)
         self.max_skipped_in_a_row = max_skipped_in_a_row
+        self.row_limit = row_limit or RowLimit()
         self.decayed = {name: decayed_parameters(model) for name, model in models.items()}
         self.hidden = {name: hidden_matrices(model) for name, model in models.items()}
         self.counters = Counters()
@@ -140,6 +144,7 @@ class RLModule(L.LightningModule):
                     optimizer=optimizer,
                     schedule=schedule,
                     backward=self.manual_backward,
+                    row_limit=self.row_limit,
                 )
                 for trainable, optimizer, schedule in with_optimizers
                 if trainable.name in mini_batch.trained_models

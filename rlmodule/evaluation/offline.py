@@ -54,7 +54,9 @@ class OfflineEvaluator:
         objective, parts = scorer.objective.alone(VALIDATION, self.loss_agg_mode), list[Metrics]()
         for share in iteration.sampler.remaining():
             mini_batch = maker.packed(iteration.experience, share).to(scorer.device)
-            parts += scorer.strategy.evaluate(self.model, mini_batch.micro_batches, objective, mini_batch.totals)
+            parts += scorer.row_limit.evaluate(
+                scorer.strategy, self.model, mini_batch.micro_batches, objective, mini_batch.totals
+            )
         return merge(parts)
 
     @cached_property

@@ -41,6 +41,7 @@ from rlmodule.optim.parts.decay import decayed_parameters
 from rlmodule.optim.parts.hidden import hidden_matrices
 from rlmodule.optim.parts.schedule import build_schedule
 from rlmodule.training.reduction import reduce_metrics
+from rlmodule.training.row_limit import RowLimit
 from rlmodule.training.update import StepResult, Trainable, update
 from strategies.ddp import DDPConfig, DDPStrategy
 from strategies.parts.collectives import GroupCollectives
@@ -363,6 +364,7 @@ class Stepper:
         self.optimizer = self.config.build(self.strategy.named_parameters("policy"), decayed, hidden_matrices(policy))
         self.schedule = build_schedule(self.config, self.optimizer, run_steps=100)
         self.backward_calls = 0
+        self.row_limit = RowLimit()
 
     def __call__(self, mini_batch: MiniBatch) -> StepResult:
         """One optimizer step."""
@@ -373,6 +375,7 @@ class Stepper:
             optimizer=self.optimizer,
             schedule=self.schedule,
             backward=self._backward,
+            row_limit=self.row_limit,
         )
 
     def _backward(self, loss: Tensor) -> None:

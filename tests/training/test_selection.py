@@ -9,6 +9,7 @@ from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.types import LossInputs, TokenMeans
 from rlmodule.losses.clip_cov import ClipCov
 from rlmodule.losses.kl_cov import KLCov
+from rlmodule.training.row_limit import RowLimit
 from rlmodule.training.selection import highest, with_selection
 from strategies.parts.mesh import Mesh
 from strategies.parts.ulysses import Ulysses
@@ -32,7 +33,7 @@ def selected_on(rank, name, config, sp_size=1):
     if sp_size > 1:
         policy.sequence = Ulysses.of(Mesh.of_running("cpu", sp_size=sp_size).sequence_group, torch.device("cpu"))
     [mini_batch] = share_rows(ROWS, config, layout)
-    picked = with_selection(mini_batch, LOSSES[name], "policy", strategy)
+    picked = with_selection(mini_batch, LOSSES[name], "policy", strategy, RowLimit())
     return [
         (sample, place)
         for batch in picked.micro_batches

@@ -29,6 +29,7 @@ from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.run.config import RunConfig
 from rlmodule.run.datasets import TrainingDataset
 from rlmodule.run.offline_datasets import Demonstrations, Preferences
+from rlmodule.training.row_limit import RowLimit
 
 
 def build_datamodule(
@@ -62,7 +63,16 @@ def build_datamodule(
     made = RLDataModule(
         dataset.source(RowSampler(stream, s.algorithm.train_batch_size, layout), engine),
         stream,
-        partial(build_maker, s, dataset, objective, strategy, kl_controller=controller, reference_cache=kept),
+        partial(
+            build_maker,
+            s,
+            dataset,
+            objective,
+            strategy,
+            kl_controller=controller,
+            reference_cache=kept,
+            row_limit=RowLimit(s.batching.keep_groups),
+        ),
         evaluators=build_evaluators(s, dataset, objective, strategy, engine),
         kl_controller=controller,
         replay=ReplayMemory(s.replayed),
@@ -121,6 +131,7 @@ def build_maker(
     *,
     kl_controller: KLController | None = None,
     reference_cache: ReferenceLogprobCache | None = None,
+    row_limit: RowLimit | None = None,
 ) -> ExperienceMaker:
     """Turns the samples of one iteration into mini-batches; what it is given is that of ``build_datamodule``."""
     s, layout = config, strategy.layout
@@ -150,6 +161,7 @@ def build_maker(
         reference_in_policy=s.model.lora.is_on,
         value_model=s.value_model,
         reference_cache=reference_cache,
+        row_limit=row_limit or RowLimit(s.batching.keep_groups),
     )
     advantage_stage = AdvantageStage(objective, s.advantage, strategy.collectives, kl_controller)
     return ExperienceMaker(scorer, advantage_stage, make_sampler)

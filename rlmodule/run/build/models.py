@@ -24,6 +24,7 @@ from rlmodule.ops.chunked_head import Likeliest
 from rlmodule.optim.parts.config import OptimizerConfig
 from rlmodule.run.config import RunConfig
 from rlmodule.run.preflight.teacher import teacher_model
+from rlmodule.training.row_limit import RowLimit
 from rlmodule.training.update import Trainable
 
 Minimised = dict[str, tuple[ModelObjective, OptimizerConfig]]  # model that trains -> its objective and its optimizer
@@ -43,7 +44,12 @@ def build_module(config: RunConfig, objective: Objective, samples_per_row: float
         Trainable(name, of_model, optimizer, config.run_steps(samples_per_row, name))
         for name, (of_model, optimizer) in _minimised(config, objective).items()
     ]
-    return RLModule(models, trainables, max_skipped_in_a_row=config.trainer.max_skipped_in_a_row)
+    return RLModule(
+        models,
+        trainables,
+        max_skipped_in_a_row=config.trainer.max_skipped_in_a_row,
+        row_limit=RowLimit(config.batching.keep_groups),
+    )
 
 
 def critic_model(config: RunConfig) -> ModelConfig:
