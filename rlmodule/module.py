@@ -6,7 +6,7 @@ Leaves out the optimizer step itself, which needs no Lightning (``training/updat
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,6 +89,7 @@ class RLModule(L.LightningModule):
         preemption: signals that ask the run to stop.
         must_stop: whether any rank had received such a signal when the last step ended; the same on every rank.
         last_step: report of the last mini-batch, None before the first.
+        after_last_save: called when training has ended and every callback is done; the last state is saved by then.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class RLModule(L.LightningModule):
         self.preemption = PreemptionHandler()
         self.must_stop = False
         self.last_step: StepReport | None = None
+        self.after_last_save: Callable[[], None] = lambda: None
 
     @property
     def strategy(self) -> Strategy:
@@ -185,6 +187,9 @@ class RLModule(L.LightningModule):
                 f"(trainer.max_skipped_in_a_row={self.max_skipped_in_a_row}), last in step {counters.steps}. "
                 "Lower optimizer.lr, or look for rewards and advantages that are not finite"
             )
+
+    def on_train_end(self) -> None:
+        self.after_last_save()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["rlmodule_counters"] = vars(self.counters).copy()
