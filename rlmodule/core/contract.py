@@ -582,8 +582,13 @@ class Evaluator(Protocol):
     ``best_metric`` names the metric that checkpoints and runs are compared by; ``best_mode`` is ``max`` or ``min``.
     """
 
-    best_metric: ClassVar[str]
-    best_mode: ClassVar[str]
+    @property
+    def best_metric(self) -> str:
+        """See above."""
+
+    @property
+    def best_mode(self) -> str:
+        """See above."""
 
     def __call__(self) -> Evaluation:
         """``val/*`` and the answers, the same on every rank; every rank takes part."""

@@ -266,6 +266,11 @@ class RunConfig:
         return replace(self, model=replace(self.model, path=path, architecture={}, tokenizer=None))
 
     @property
+    def ranks_pairs_by_reference(self) -> bool:
+        """Whether held-out pairs are told apart by a policy and the one that it started from."""
+        return self.algorithm.source == PREFERENCES and self.objective.needs_reference
+
+    @property
     def group_size(self) -> int:
         """Samples that come of one row of the data."""
         return {DEMONSTRATIONS: 1, PREFERENCES: 2}.get(self.algorithm.source, self.sampling.n)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,7 +15,7 @@ from rlmodule.core.contract import AnswerReward, Evaluator, RolloutEngine, Strat
 from rlmodule.core.types import POLICY, Sample
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
-from rlmodule.evaluation.offline import DemonstrationEvaluator, PairEvaluator
+from rlmodule.evaluation.offline import DemonstrationEvaluator, OfflineEvaluator, PairEvaluator, SeveralSets
 from rlmodule.evaluation.prompts import PromptEvaluator
 from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.live_engine import LiveEngine
@@ -97,12 +97,17 @@ def build_evaluators(
         answer_of = s.reward.answer_of if isinstance(s.reward, AnswerReward) and not gives_rewards else None
         prompts = PromptEvaluator(dataset.val_prompts, dataset.episodes, engine, s.reward, strategy, s.val, answer_of)
         made.append(prompts)
+    sets = [(name, rows) for name, rows in dataset.held_out_sets.items() if len(rows)]
     offline = partial(_offline, config=s, dataset=dataset, objective=objective, strategy=strategy)
     if dataset.val_pairs:
-        made.append(PairEvaluator(*offline(dataset.held_out_rows, Preferences.rewards)))
+        made.append(_of_sets({n: PairEvaluator(*offline(r, Preferences.rewards)) for n, r in sets}))
     if dataset.val_demonstrations:
-        made.append(DemonstrationEvaluator(*offline(dataset.held_out_rows, Demonstrations.rewards)))
+        made.append(_of_sets({n: DemonstrationEvaluator(*offline(r, Demonstrations.rewards)) for n, r in sets}))
     return made
+
+
+def _of_sets(evaluators: Mapping[str, OfflineEvaluator]) -> Evaluator:
+    return SeveralSets(evaluators) if len(evaluators) > 1 else next(iter(evaluators.values()))
 
 
 def _offline(
