@@ -37,7 +37,7 @@ from rlmodule.core.preemption import PreemptionHandler
 from rlmodule.core.renamed import instead_of
 from rlmodule.records import run_directory
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.records.secrets import from_environment, mask, mask_arguments, to_environment, without_values
+from rlmodule.records.secrets import from_environment, mask, mask_arguments, mask_file, to_environment, without_values
 from rlmodule.run.launchers import local as launch
 from rlmodule.run.saved.saved_settings import read_saved_config, with_settings
 
@@ -152,6 +152,7 @@ def from_command_line(config: DictConfig) -> float | None:
 def job_of_sweep(config: DictConfig, run_dir: RunDirectory) -> float | None:
     """One job; the sweep goes on when it fails, but not when a person or a scheduler ends it."""
     job = HydraConfig.get().job
+    mask_file(sweep_dirs[0] / "multirun.yaml", sys.argv[1:])  # Hydra has just written it
     problems: list[BaseException] = []
 
     def attempt() -> int:

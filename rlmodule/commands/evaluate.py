@@ -1,7 +1,8 @@
 """``command=evaluate``: a policy or a reward model on held-out rows, without training.
 
-Makes a table, ``evaluation.json``, files of answers and what loggers show. The model is that of a run, a checkpoint, a Hugging Face folder or a hub name; rows, reward and sampling are those of
-the run or of the command line. The numbers are those that a run gets when it validates, on any number of processes.
+It leaves a table, ``evaluation.json``, answers and what loggers show. The model is that of a run, a checkpoint, a
+Hugging Face folder or a hub name; rows, reward and sampling are those of the run or of the command line. The numbers
+are those that a run gets when it validates, on any number of processes.
 """
 
 from __future__ import annotations
