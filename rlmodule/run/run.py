@@ -272,7 +272,11 @@ class Run:
                 "from what is to be kept",
                 fix="Use model.activation_checkpointing=full",
             )
-        check_optimizers(self.config, keeps_matrices=strategy.keeps_matrices)
+        check_optimizers(
+            self.config,
+            keeps_matrices=strategy.keeps_matrices,
+            moments_are_whole=self.strategy.sharding.moments == 1,
+        )
         check_layout(self.hf_config, self.strategy.layout)
         check_families_under(self.config, self.strategy.layout, gathers_inside_blocks=strategy.gathers_inside_blocks)
 
