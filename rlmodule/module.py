@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from torch import nn
@@ -24,8 +24,10 @@ from rlmodule.optim.parts.decay import decayed_parameters
 from rlmodule.optim.parts.hidden import hidden_matrices
 from rlmodule.optim.parts.schedule import build_schedule
 from rlmodule.training.reduction import reduce_metrics
-from rlmodule.training.row_limit import RowLimit
 from rlmodule.training.update import StepResult, Trainable, update
+
+if TYPE_CHECKING:  # types alone
+    from rlmodule.batching.row_limit import RowLimit
 
 STOP = "train/stop"  # reduced with the metrics of a step, and never logged
 
@@ -82,7 +84,7 @@ class RLModule(L.LightningModule):
         models: name -> inner model; models that do not train are frozen.
         trainables: the models that train, in the order of ``models``.
         max_skipped_in_a_row: skipped steps after which the run fails.
-        row_limit: cuts rows that do not fit in memory.
+        row_limit: cuts rows that do not fit in memory; None lets them fail.
 
     Attributes:
         counters: progress of the run.
@@ -105,7 +107,7 @@ class RLModule(L.LightningModule):
         self.models = nn.ModuleDict(models)
         self.trainables = tuple(trainables)
         self.max_skipped_in_a_row = max_skipped_in_a_row
-        self.row_limit = row_limit or RowLimit()
+        self.row_limit = row_limit
         self.decayed = {name: decayed_parameters(model) for name, model in models.items()}
         self.hidden = {name: hidden_matrices(model) for name, model in models.items()}
         self.counters = Counters()

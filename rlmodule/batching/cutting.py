@@ -2,7 +2,7 @@
 
 A loss divides by the totals of the mini-batch, so the rows together have the loss, the gradient and the metrics of the
 one they were cut from. Leaves out rows that are sharded over sequence ranks, and who decides to cut
-(``training/row_limit.py``).
+(``row_limit.py``).
 """
 
 from __future__ import annotations

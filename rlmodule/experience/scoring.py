@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
+from rlmodule.batching.row_limit import RowLimit
 from rlmodule.batching.sampler import BalancedSampler, RankShare
 from rlmodule.core.contract import Strategy
 from rlmodule.core.types import (
@@ -28,7 +29,6 @@ from rlmodule.core.types import (
 from rlmodule.experience.iteration import Experience
 from rlmodule.experience.reference_cache import ReferenceLogprobCache
 from rlmodule.experience.timer import Timer
-from rlmodule.training.row_limit import RowLimit
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from rlmodule.core.contract import Backward, ModelObjective, Strategy
 from rlmodule.core.metrics import Metric, ReduceType, merge
 from rlmodule.core.types import MiniBatch
-from rlmodule.training.row_limit import RowLimit
 from rlmodule.training.selection import with_selection
 
 if TYPE_CHECKING:  # types alone
+    from rlmodule.batching.row_limit import RowLimit
     from rlmodule.optim.parts.config import OptimizerConfig
 
 
@@ -77,12 +77,13 @@ def update(
     optimizer: Optimizer,
     schedule: LRScheduler,
     backward: Backward,
-    row_limit: RowLimit,
+    row_limit: RowLimit | None = None,
 ) -> StepResult:
     """Train one model on one mini-batch.
 
-    A mini-batch without loss tokens, which every rank sees in its totals, is not run. The schedule advances with every
-    optimizer step taken, not with micro-batches or skipped steps.
+    ``row_limit`` cuts rows that do not fit in memory; None lets them fail. A mini-batch without loss tokens, which
+    every rank sees in its totals, is not run. The schedule advances with every optimizer step taken, not with
+    micro-batches or skipped steps.
     """
     name, objective = trainable.name, trainable.objective
     if mini_batch.totals.tokens == 0:
@@ -92,7 +93,10 @@ def update(
     if objective.selects is not None:
         mini_batch = with_selection(mini_batch, objective.selects, name, strategy, row_limit)
     with strategy.train_mode(name):
-        parts = row_limit.forward_backward(strategy, name, mini_batch, objective, backward)
+        if row_limit is None:
+            parts = strategy.forward_backward(name, mini_batch.micro_batches, objective, mini_batch.totals, backward)
+        else:
+            parts = row_limit.forward_backward(strategy, name, mini_batch, objective, backward)
         lr = float(optimizer.param_groups[0]["lr"])
         grad_norm = strategy.clip_and_step(optimizer, trainable.optimizer.max_grad_norm)
     stepped = math.isfinite(grad_norm)

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
+from rlmodule.batching.row_limit import RowLimit
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.contract import Loss, TokenObjective
 from rlmodule.core.layout import Layout
@@ -41,7 +42,6 @@ from rlmodule.optim.parts.decay import decayed_parameters
 from rlmodule.optim.parts.hidden import hidden_matrices
 from rlmodule.optim.parts.schedule import build_schedule
 from rlmodule.training.reduction import reduce_metrics
-from rlmodule.training.row_limit import RowLimit
 from rlmodule.training.update import StepResult, Trainable, update
 from strategies.ddp import DDPConfig, DDPStrategy
 from strategies.parts.collectives import GroupCollectives

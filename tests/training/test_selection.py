@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 
+from rlmodule.batching.row_limit import RowLimit
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.types import LossInputs, TokenMeans
 from rlmodule.losses.clip_cov import ClipCov
 from rlmodule.losses.kl_cov import KLCov
-from rlmodule.training.row_limit import RowLimit
 from rlmodule.training.selection import highest, with_selection
 from strategies.parts.mesh import Mesh
 from strategies.parts.ulysses import Ulysses

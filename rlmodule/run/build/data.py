@@ -9,6 +9,7 @@ from functools import partial
 from rlmodule.algorithm.objective import Objective
 from rlmodule.algorithm.shaping import KLController
 from rlmodule.batching.collate import DynamicCollator
+from rlmodule.batching.row_limit import RowLimit
 from rlmodule.batching.sampler import BalancedSampler
 from rlmodule.batching.workload import Workload
 from rlmodule.core.contract import AnswerReward, Evaluator, RolloutEngine, Strategy
@@ -29,7 +30,6 @@ from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.run.config import RunConfig
 from rlmodule.run.datasets import TrainingDataset
 from rlmodule.run.offline_datasets import Demonstrations, Preferences
-from rlmodule.training.row_limit import RowLimit
 
 
 def build_datamodule(

@@ -13,6 +13,7 @@ from torch import nn
 
 from rlmodule.algorithm.critic import CriticObjective, JointObjective
 from rlmodule.algorithm.objective import Objective
+from rlmodule.batching.row_limit import RowLimit
 from rlmodule.core.contract import LANGUAGE_MODEL, POLICY_VALUE, VALUE_MODEL, ModelObjective, ModelSpec, Strategy
 from rlmodule.core.types import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER
 from rlmodule.models.building import build_policy_on_meta
@@ -24,7 +25,6 @@ from rlmodule.ops.chunked_head import Likeliest
 from rlmodule.optim.parts.config import OptimizerConfig
 from rlmodule.run.config import RunConfig
 from rlmodule.run.preflight.teacher import teacher_model
-from rlmodule.training.row_limit import RowLimit
 from rlmodule.training.update import Trainable
 
 Minimised = dict[str, tuple[ModelObjective, OptimizerConfig]]  # model that trains -> its objective and its optimizer

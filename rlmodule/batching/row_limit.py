@@ -4,7 +4,7 @@ Losses divide by the totals of the whole mini-batch, so the cut has no effect on
 tells no other: that is possible where no process waits for another one within a row. Where one does (sharded weights,
 rows that are cut over ranks), the run ends with words that say which budget to go on with.
 
-Leaves out how a row is cut (``batching/cutting.py``), and errors of sampling and of the optimizer.
+Leaves out how a row is cut (``cutting.py``), and errors of sampling and of the optimizer.
 """
 
 from __future__ import annotations

@@ -11,13 +11,13 @@ from torch import nn
 
 from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.objective import Objective
+from rlmodule.batching.row_limit import RowLimit
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.metrics import merge
 from rlmodule.losses.clip_cov import ClipCov
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.losses.sft import SFT
-from rlmodule.training.row_limit import RowLimit
 from strategies.parts.mesh import current_layout
 from strategies.single import SingleStrategy
 from tests.helpers.ranks import run_on_ranks
