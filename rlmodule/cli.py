@@ -30,13 +30,14 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlmodule.commands.parts.arguments import with_command, with_open_mappings
+from rlmodule.commands.parts.sums import section_of_sum, sums_written_in
 from rlmodule.commands.parts.sweep import JobResult, read_jobs, show_jobs
 from rlmodule.core.errors import ConfigError, Preempted, RLModuleError, TrainingError, did_you_mean, nearest
 from rlmodule.core.preemption import PreemptionHandler
 from rlmodule.core.renamed import instead_of
 from rlmodule.records import run_directory
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.records.secrets import from_environment, mask, mask_arguments, to_environment, without_values
+from rlmodule.records.secrets import from_environment, mask, mask_arguments, mask_file, to_environment, without_values
 from rlmodule.run.launchers import Job
 from rlmodule.run.launchers.parts import supervision as launch
 from rlmodule.run.launchers.parts.place import outside_rank
@@ -153,6 +154,7 @@ def from_command_line(config: DictConfig) -> float | None:
 def job_of_sweep(config: DictConfig, run_dir: RunDirectory) -> float | None:
     """One job; the sweep goes on when it fails, but not when a person or a scheduler ends it."""
     job = HydraConfig.get().job
+    mask_file(sweep_dirs[0] / "multirun.yaml", sys.argv[1:])  # Hydra has just written it
     problems: list[BaseException] = []
 
     def attempt() -> int:
@@ -454,11 +456,17 @@ def check_choices(arguments: Sequence[str]) -> None:
 def with_sums(arguments: Sequence[str]) -> list[str]:
     """``reward=[math,format]`` -> ``reward=math+format``, a choice that Hydra then finds in its store.
 
-    So a sum can be swept over, and replaced by another choice, like any file of the menu.
+    So a sum can be swept over, and replaced by another choice, like any file of the menu. Files that are chosen
+    (``sweep=NAME``, ``experiment=NAME``) may name sums as well.
 
     Raises:
         ConfigError: a reward of the sum is not on the menu, or stands in it twice.
     """
+    for group, _, name in (word.lstrip("+").partition("=") for word in arguments):
+        file = CONF / group / f"{name}.yaml"
+        if group in groups() and file.is_file():
+            for found in sums_written_in(file.read_text(encoding="utf-8"), menu("reward")):
+                _sum_name(found)
     return [_with_sum(word) if word.startswith("reward=") else word for word in arguments]
 
 
@@ -475,21 +483,11 @@ def _sum_name(choice: object) -> str | None:
     if choice is None or isinstance(choice, dict):
         return None
     parts = [str(part) for part in choice] if isinstance(choice, list) else str(choice).split("+")
-    if len(parts) == 1:
-        return parts[0]
-    for part in set(parts) - set(menu("reward")):
-        raise _unknown_choice(f"reward/{part}")
-    if "weighted" in parts or len(set(parts)) < len(parts) or not parts:
-        raise ConfigError(
-            key="reward",
-            got=f"[{','.join(parts)}]",
-            because="a sum has one reward or more, each once, and no sums in it",
-            fix="Name another, or give a reward more weight with reward.weights.NAME=2",
-        )
-    node = {"defaults": [f"{part}@{part}" for part in parts], "name": "weighted", "weights": dict.fromkeys(parts, 1.0)}
     name = "+".join(parts)
-    ConfigStore.instance().store(name, node, group="reward", provider="rlmodule")
-    sums.add(name)
+    if len(parts) != 1:
+        section = section_of_sum(parts, menu("reward"))
+        ConfigStore.instance().store(name, section, group="reward", provider="rlmodule")
+        sums.add(name)
     return name
 
 

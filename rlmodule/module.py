@@ -6,9 +6,9 @@ Leaves out the optimizer step itself, which needs no Lightning (``training/updat
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from torch import nn
@@ -25,6 +25,9 @@ from rlmodule.optim.parts.hidden import hidden_matrices
 from rlmodule.optim.parts.schedule import build_schedule
 from rlmodule.training.reduction import reduce_metrics
 from rlmodule.training.update import StepResult, Trainable, update
+
+if TYPE_CHECKING:  # types alone
+    from rlmodule.batching.row_limit import RowLimit
 
 STOP = "train/stop"  # reduced with the metrics of a step, and never logged
 
@@ -81,12 +84,14 @@ class RLModule(L.LightningModule):
         models: name -> inner model; models that do not train are frozen.
         trainables: the models that train, in the order of ``models``.
         max_skipped_in_a_row: skipped steps after which the run fails.
+        row_limit: cuts rows that do not fit in memory; None lets them fail.
 
     Attributes:
         counters: progress of the run.
         preemption: signals that ask the run to stop.
         must_stop: whether any rank had received such a signal when the last step ended; the same on every rank.
         last_step: report of the last mini-batch, None before the first.
+        after_last_save: called when training has ended and every callback is done; the last state is saved by then.
     """
 
     def __init__(
@@ -95,18 +100,21 @@ class RLModule(L.LightningModule):
         trainables: Sequence[Trainable],
         *,
         max_skipped_in_a_row: int,
+        row_limit: RowLimit | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.models = nn.ModuleDict(models)
         self.trainables = tuple(trainables)
         self.max_skipped_in_a_row = max_skipped_in_a_row
+        self.row_limit = row_limit
         self.decayed = {name: decayed_parameters(model) for name, model in models.items()}
         self.hidden = {name: hidden_matrices(model) for name, model in models.items()}
         self.counters = Counters()
         self.preemption = PreemptionHandler()
         self.must_stop = False
         self.last_step: StepReport | None = None
+        self.after_last_save: Callable[[], None] = lambda: None
 
     @property
     def strategy(self) -> Strategy:
@@ -140,6 +148,7 @@ class RLModule(L.LightningModule):
                     optimizer=optimizer,
                     schedule=schedule,
                     backward=self.manual_backward,
+                    row_limit=self.row_limit,
                 )
                 for trainable, optimizer, schedule in with_optimizers
                 if trainable.name in mini_batch.trained_models
@@ -180,6 +189,9 @@ class RLModule(L.LightningModule):
                 f"(trainer.max_skipped_in_a_row={self.max_skipped_in_a_row}), last in step {counters.steps}. "
                 "Lower optimizer.lr, or look for rewards and advantages that are not finite"
             )
+
+    def on_train_end(self) -> None:
+        self.after_last_save()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["rlmodule_counters"] = vars(self.counters).copy()

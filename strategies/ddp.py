@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,6 +37,7 @@ class DDPStrategy(DistributedStrategy):
 
     config_class: ClassVar[type] = DDPConfig
     config: DDPConfig
+    _averages_afterwards: bool = False
 
     @classmethod
     def sharding_of(cls, config: DDPConfig, layout: Layout) -> Sharding:
@@ -67,4 +71,22 @@ class DDPStrategy(DistributedStrategy):
         """Gradients are averaged once, during the backward pass of the last micro-batch."""
         wrapper = self._wrapped[name]
         assert isinstance(wrapper, DistributedDataParallel), f"{name} does not train"
-        return nullcontext() if is_last else wrapper.no_sync()
+        return nullcontext() if is_last and not self._averages_afterwards else wrapper.no_sync()
+
+    @property
+    def exchanges_within_rows(self) -> bool:
+        """Only where rows are cut over ranks; gradients are averaged during the last micro-batch, or afterwards."""
+        return self.sequence is not None
+
+    @contextmanager
+    def averaged_afterwards(self, name: str) -> Iterator[None]:
+        """Average gradients of model ``name`` on exit, one all-reduce for each."""
+        self._averages_afterwards = True
+        try:
+            yield
+        finally:
+            self._averages_afterwards = False
+        for _, parameter in self.named_parameters(name):
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad.div_(self.layout.world_size))

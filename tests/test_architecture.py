@@ -57,6 +57,7 @@ LIBRARIES = {
     "rlmodule/advantages": TORCH,
     "rlmodule/batching": TORCH | {"numpy"},
     "rlmodule/optim": TORCH,
+    "rlmodule/optim/parts/eight_bit.py": {"bitsandbytes"},
     "rlmodule/models": TORCH | {"transformers"},
     "rlmodule/models/byte_tokenizer.py": {"tokenizers"},
     "rlmodule/models/lora.py": {"peft", "safetensors"},
@@ -137,6 +138,7 @@ DEFERRED = {
     ("strategies/deepspeed.py", ""),  # the device must be named before it is imported
     ("strategies/torchtitan.py", "strategies.parts"),  # as automodel
     ("strategies/veomni.py", "strategies.parts"),  # as automodel
+    ("rlmodule/optim/parts/eight_bit.py", ""),  # bitsandbytes, optional: for those who choose adamw8bit
     ("rlmodule/data/readers/hub.py", ""),  # datasets, optional: for those who name data sets of the hub
     ("rlmodule/loggers/mlflow.py", ""),  # optional: for those who log there
     ("rlmodule/loggers/wandb.py", ""),  # likewise

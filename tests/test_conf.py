@@ -78,9 +78,14 @@ NEEDS = {
     "reward=llm_judge": ["reward.url=http://h/v1", "reward.model=m"],
     "reward=reward_model": ["reward.path=folder"],
     "reward=weighted": ["+reward.exact_match.name=exact_match"],
+    "reward=by_source": ["reward.otherwise=exact_match"],
 }
 # A function and a reward model are looked for when they are chosen; their tests have them.
-SUMS = ("reward=weighted", "reward=math_format")  # a section for each part; see tests/rewards/test_weighted.py
+SUMS = (
+    "reward=weighted",
+    "reward=by_source",
+    "reward=math_format",
+)  # a section for each part; see tests/rewards/test_weighted.py
 ABSENT = ("reward=function", "reward=reward_model")
 
 CHOICES = [

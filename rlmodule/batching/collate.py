@@ -68,7 +68,14 @@ class DynamicCollator:
         micro_batches = [
             self.pack(part, share.totals, positions) for part, positions in zip(rows, share.micro_batches, strict=True)
         ]
-        return MiniBatch(tuple(micro_batches), share.totals, share.metrics, share.trained_models, share.has_gradient)
+        return MiniBatch(
+            tuple(micro_batches),
+            share.totals,
+            share.metrics,
+            share.trained_models,
+            share.has_gradient,
+            share.longest_row,
+        )
 
     def pack(self, rows: Sequence[TrainingSample], totals: StepTotals, positions: tuple[int, ...] = ()) -> MicroBatch:
         """Pack ``rows`` into one micro-batch; no rows give a dummy micro-batch of two tokens without loss."""

@@ -49,6 +49,7 @@ class MiniBatchPlan:
         num_skipped: samples that count in the totals but are not computed.
         shared_prompt_tokens: prompt tokens saved by computing the prompt of a group once.
         has_gradient: whether any sample can have a gradient.
+        longest_row: tokens of the longest micro-batch of any rank; shared prompts may make it shorter.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -60,6 +61,7 @@ class MiniBatchPlan:
     num_skipped: int = 0
     shared_prompt_tokens: int = 0
     has_gradient: bool = True
+    longest_row: int = 0
 
     def __post_init__(self) -> None:
         positions = self.positions
@@ -273,6 +275,7 @@ def _assemble(
         has_gradient=any(
             metas[position].has_gradient and not metas[position].is_padding for position in block.tolist()
         ),
+        longest_row=max(DUMMY_TOKENS, int(packing.sums(units.length[computed]).max(initial=0))),
     )
 
 

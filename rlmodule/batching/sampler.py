@@ -82,6 +82,7 @@ class RankShare:
         metrics: metrics of the plan, the same on every rank.
         trained_models: names of the models that take an optimizer step on the mini-batch.
         has_gradient: whether any sample of it, over all ranks, can have a gradient.
+        longest_row: tokens of the longest micro-batch of any rank.
     """
 
     micro_batches: tuple[tuple[int, ...], ...]
@@ -89,6 +90,7 @@ class RankShare:
     metrics: Mapping[str, float]
     trained_models: tuple[str, ...] = (POLICY,)
     has_gradient: bool = True
+    longest_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,13 @@ class BalancedSampler(Sampler[RankShare]):
         """This data rank's share of each plan."""
         rank = self.layout.dp_rank
         return [
-            RankShare(plan.micro_batches[rank], plan.totals, plan.metrics, has_gradient=plan.has_gradient)
+            RankShare(
+                plan.micro_batches[rank],
+                plan.totals,
+                plan.metrics,
+                has_gradient=plan.has_gradient,
+                longest_row=plan.longest_row,
+            )
             for plan in plans
         ]
 

@@ -1,4 +1,4 @@
-"""Writes the trained models as Hugging Face folders at the end of a run.
+"""Writes the trained models as Hugging Face folders at the end of a run: the best ones, where the run fell.
 
 Leaves out how a model is made ready and written (``models/export.py``).
 """
@@ -6,11 +6,13 @@ Leaves out how a model is made ready and written (``models/export.py``).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import lightning as L
 
 from rlmodule.callbacks import CALLBACKS
+from rlmodule.callbacks.parts.best import best_checkpoint
 from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.core.config import one_of
 from rlmodule.core.errors import TrainingError
@@ -20,6 +22,8 @@ from rlmodule.models.export import DTYPES as ALL_DTYPES
 from rlmodule.models.policy import PolicyModel
 from rlmodule.models.value import ValueModel
 from rlmodule.models.weights import disk_errors
+from rlmodule.records.run_directory import RunDirectory
+from rlmodule.records.summary import COLLAPSED, held_out
 
 DTYPES = {name: ALL_DTYPES[name] for name in ("float32", "bfloat16")}
 
@@ -60,11 +64,34 @@ class ExportPolicy(L.Callback):
         run_state = RunState.of(trainer)
         if run_state.data.next_iteration < self.context.max_iterations:
             return
+        result = held_out(self.context.metrics_log.records)
+        # The first process has the records from before a resume.
+        if loss := trainer.strategy.broadcast("" if result is None else result.loss):
+            run_state.module.after_last_save = partial(self._export_best, run_state, loss)
+        else:
+            self._export(run_state)
+
+    def _export_best(self, run_state: RunState, loss: str) -> None:
+        """Export a run that ends worse than it began: its best checkpoint, where that is as good as the start.
+
+        Where there is no such checkpoint, the last state is exported, unless nothing is left of it. The state that
+        training ended with is saved by now, and is not needed any more.
+        """
+        found = best_checkpoint(RunDirectory(self.context.run_dir), self.context.metrics_log.records)
+        best = run_state.trainer.strategy.broadcast(None if found is None else str(found))
+        if best is None and loss == COLLAPSED:
+            return
+        if best is not None:
+            for trained in run_state.module.trainables:
+                run_state.strategy.load_model(trained.name, Path(best))
+        self._export(run_state)
+
+    def _export(self, run_state: RunState) -> None:
         models: dict[str, PolicyModel | ValueModel] = dict(run_state.value_models)
         if run_state.policy is not None:
             models = {POLICY: run_state.policy, **models}
         whole = {name: self.form.take(name, run_state.strategy, model) for name, model in models.items()}
-        failures = (self._write(name, model) for name, model in whole.items() if trainer.is_global_zero)
+        failures = (self._write(name, model) for name, model in whole.items() if self.context.is_rank_zero)
         problem = run_state.strategy.gather_first_error(
             next((failure for failure in failures if failure is not None), None)
         )

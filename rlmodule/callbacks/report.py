@@ -29,15 +29,15 @@ from rich.text import Text
 
 import rlmodule
 from rlmodule.callbacks import CALLBACKS
+from rlmodule.callbacks.parts.best import best_checkpoint
 from rlmodule.callbacks.parts.context import RunContext, RunState
-from rlmodule.checkpoint.state import best_of, oldest_first, quality_of
+from rlmodule.checkpoint.state import oldest_first
 from rlmodule.core.config import at_least, at_most
 from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.records.metrics_log import Record, atomic_write
 from rlmodule.records.rows import without_nan
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.records.summary import (
-    ACCURACY,
     COLLAPSED,
     Change,
     HeldOut,
@@ -117,7 +117,9 @@ class WriteReport(L.Callback):
         self.console.print(table(changes(records), "run finished" if finished else "run stopped before its end"))
         result = held_out(records)
         if result is not None and result.loss:
-            self.console.print(warning(result, self.context, best_checkpoint(directory, records)))
+            best = best_checkpoint(directory, records)
+            is_exported = any((directory.root / name).exists() for name in (POLICY, REWARD_MODEL))
+            self.console.print(warning(result, self.context, best, is_exported=is_exported))
         for label, place in output_paths(directory, records).items():
             words = f"tensorboard --logdir {directory.root}" if label == "tensorboard" else place
             self.console.print(f"{label:<12} {words}", soft_wrap=True, highlight=False, markup=False)
@@ -139,25 +141,25 @@ class WriteReport(L.Callback):
         }
 
 
-def best_checkpoint(directory: RunDirectory, records: Sequence[Record]) -> Path | None:
-    """The best checkpoint; None where none is as good as the policy that the run started from, or none is ranked."""
-    best, result = best_of(oldest_first(directory.checkpoints)), held_out(records)
-    quality = None if best is None else quality_of(best)
-    if result is None or quality is None or quality.value is None or quality.metric not in (result.metric, ACCURACY):
-        return best
-    return best if result.is_as_good_as_start(quality.value) else None
+def warning(result: HeldOut, context: RunContext, best: Path | None, *, is_exported: bool) -> Panel:
+    """What is said of a run that ends worse than it began, in a box that cannot be overlooked.
 
-
-def warning(result: HeldOut, context: RunContext, best: Path | None) -> Panel:
-    """What is said of a run that ends worse than it began, in a box that cannot be overlooked."""
+    Args:
+        result: what it came to.
+        context: its settings.
+        best: its best checkpoint; None where none is as good as the start.
+        is_exported: whether the run has written a Hugging Face folder.
+    """
     what = "NOTHING IS LEFT OF THE HELD-OUT REWARD" if result.loss == COLLAPSED else "THE RUN ENDS WORSE THAN IT BEGAN"
     when = f"after iteration {result.best_iteration}" if result.best_iteration else "before the first update"
     if best is not None:
-        kept = f"The best state is kept in {best}"
+        kept = f"The best state is kept in {best}" + (", and is what was exported" if is_exported else "")
     elif result.best_iteration:
         kept = "The best state was not saved: set callbacks.checkpoint.every_n_iterations=1"
     else:
         kept = "No state that was saved is as good as the policy that the run started from: use that one"
+    if best is None and not is_exported:
+        kept += ". The last one is not exported"
     text = (
         f"{result.name}: {result.start:.3f} at the start, {result.best:.3f} at best ({when}), {result.end:.3f} at the "
         f"end.\n{kept}.\nThe learning rate is the first thing to lower: optimizer.lr is "

@@ -1,7 +1,8 @@
-"""``command=evaluate``: a policy on held-out rows, without training: a table, ``evaluation.json``, answers, loggers.
+"""``command=evaluate``: a policy or a reward model on held-out rows, without training.
 
-The policy is that of a run, a checkpoint, a Hugging Face folder or a hub name; rows, reward and sampling are those of
-the run or of the command line. The numbers are those that a run gets when it validates, on any number of processes.
+It leaves a table, ``evaluation.json``, answers and what loggers show. The model is that of a run, a checkpoint, a
+Hugging Face folder or a hub name; rows, reward and sampling are those of the run or of the command line. The numbers
+are those that a run gets when it validates, on any number of processes.
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.build.distributed import on_rank_zero
 from rlmodule.run.evaluation_run import EvaluationRun
 from rlmodule.run.run import Run
-from rlmodule.run.saved.policy_source import EXPORTED, NEWEST, Place, PolicySource, refuse_reward_model
+from rlmodule.run.saved.policy_source import EXPORTED, NEWEST, Place, PolicySource
 
 RESULT = "evaluation.json"
 ORDER = (EXPORTED, NEWEST)
+ORDER_OF_PAIRS = (NEWEST, EXPORTED)  # a checkpoint is compared with what its run started from
 
 
 @COMMANDS.register
 @dataclass(frozen=True)
 class Evaluate(PolicySource, Command):
-    """Evaluate a policy; ``auto`` is the exported policy, or else the newest checkpoint."""
+    """Evaluate a policy or a reward model; ``auto`` is what was exported, or else the newest checkpoint.
+
+    For a policy that learnt from pairs it is the newest checkpoint.
+    """
 
     def __call__(self, invocation: Invocation) -> int:
         """Evaluate on as many processes as the command line asks for.
@@ -51,7 +56,8 @@ class Evaluate(PolicySource, Command):
             if run.is_rank_zero:
                 (run.run_dir.root / "config.yaml").write_text(invocation.config, encoding="utf-8")
                 (run.run_dir.root / "command.txt").write_text(invocation.provenance, encoding="utf-8")
-                print(f"{'policy':<12} {place.described}")
+                label = "reward model" if run.config.model.is_reward_model else "policy"
+                print(f"{label:<12} {place.described}")
                 print(f"{'held out':<12} {dataset.describe_held_out()}")
                 if words := dataset.describe_sampling():
                     print(f"{'sampling':<12} {words}", flush=True)
@@ -74,8 +80,15 @@ class Evaluate(PolicySource, Command):
             console.print(f"{label:<12} {path}", soft_wrap=True, highlight=False, markup=False)
 
     def _prepared(self, run: Run) -> tuple[EvaluationRun, Place]:
-        refuse_reward_model(run, "evaluate")
-        place = self.place_for(run, ORDER)
+        compares = run.config.ranks_pairs_by_reference
+        place = self.place_for(run, ORDER_OF_PAIRS if compares else ORDER)
+        if compares and not place.is_checkpoint:
+            raise ConfigError(
+                key="command.run",
+                got=place.described,
+                because="pairs are ranked against the policy that training began with, which these weights do not know",
+                fix="Give a run that keeps checkpoints: python train.py evaluate RUN",
+            )
         if place.folder is None and run.config.model.path is None:
             raise ConfigError(
                 key="model.path",

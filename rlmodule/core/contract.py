@@ -241,6 +241,10 @@ class Strategy(Protocol):
     def keeps_matrices(self) -> bool:
         """Whether an optimizer sees each weight with its shape, and can gather it where it is sharded."""
 
+    @property
+    def exchanges_within_rows(self) -> bool:
+        """Whether processes wait for each other within the forward or backward pass of one micro-batch."""
+
     def gather_first_error(self, problem: str | None) -> str | None:
         """The first error message that any process passes in, on every process; one exchange between all of them."""
 
@@ -308,6 +312,13 @@ class Strategy(Protocol):
 
         Returns:
             Metrics of each micro-batch, on every rank that has its row or a slice of it.
+        """
+
+    def averaged_afterwards(self, name: str) -> AbstractContextManager[None]:
+        """Inside, ``forward_backward`` of model ``name`` exchanges nothing and may run any number of micro-batches.
+
+        Gradients are averaged over ranks on exit, unless an error leaves the context. Only for a strategy that does not
+        exchange within rows.
         """
 
     def evaluate(
@@ -625,8 +636,13 @@ class Evaluator(Protocol):
     ``best_metric`` names the metric that checkpoints and runs are compared by; ``best_mode`` is ``max`` or ``min``.
     """
 
-    best_metric: ClassVar[str]
-    best_mode: ClassVar[str]
+    @property
+    def best_metric(self) -> str:
+        """See above."""
+
+    @property
+    def best_mode(self) -> str:
+        """See above."""
 
     def __call__(self) -> Evaluation:
         """``val/*`` and the answers, the same on every rank; every rank takes part."""

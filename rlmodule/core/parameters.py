@@ -5,6 +5,7 @@ And the states that an optimizer keeps for each, before its first step.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -30,16 +31,27 @@ def put(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 STATE_NAMES = "state_names"  # key of a parameter group: names of the states that its optimizer keeps, if not Adam's
 ADAM_STATES = ("step", "exp_avg", "exp_avg_sq")
+EIGHT_BIT_FROM = "eight_bit_from"  # key of a parameter group: elements from which on Adam's moments have 8 bits
+BLOCK = 256  # elements that share a scale
 
 
 def empty_states(group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Tensor]:
-    """The states of a parameter of an optimizer's group before the first step: zeros."""
-    return {
-        name: torch.zeros((), dtype=torch.float32, device=parameter.device)
-        if name == "step"
-        else torch.zeros_like(parameter.detach())
+    """The states of a parameter of an optimizer's group before the first step: zeros.
+
+    Moments of 8 bits, ``<name>_8bit``, have a scale for each block of consecutive elements, ``<name>_scale``.
+    """
+    whole, device = parameter.detach(), parameter.device
+    states = {
+        name: torch.zeros((), dtype=torch.float32, device=device) if name == "step" else torch.zeros_like(whole)
         for name in group.get(STATE_NAMES, ADAM_STATES)
     }
+    if whole.numel() < group.get(EIGHT_BIT_FROM, math.inf):
+        return states
+    for name in ADAM_STATES[1:]:
+        del states[name]
+        states[f"{name}_8bit"] = torch.zeros_like(whole, dtype=torch.uint8)
+        states[f"{name}_scale"] = torch.zeros(-(-whole.numel() // BLOCK), dtype=torch.float32, device=device)
+    return states
 
 
 def fp32_names(model: nn.Module, *, strict: bool = False) -> re.Pattern[str]:

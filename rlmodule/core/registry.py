@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from rlmodule.core.errors import ConfigError, did_you_mean
@@ -72,6 +73,26 @@ class Registry(Generic[T]):
             importlib.import_module(f"{self.package}.{name}")
         assert name in self._classes, f"{self.package}.{name} does not register a {self.kind}"
         return self._classes[name]
+
+    def chosen(self, section: object, key: str | None = None) -> type[T]:
+        """The class that a section of the configuration names.
+
+        Args:
+            section: with a key ``name``.
+            key: dotted key of the section; by default ``kind``.
+
+        Raises:
+            ConfigError: none is named, or none that there is.
+        """
+        name = section.get("name") if isinstance(section, Mapping) else None
+        if name is None:
+            raise ConfigError(
+                key=f"{key or self.kind}.name",
+                got=None,
+                because=f"no {self.kind} is chosen",
+                fix=did_you_mean("", self.names()),
+            )
+        return self.get(str(name), key)
 
 
 def name_of(component: type) -> str:

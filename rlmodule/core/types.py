@@ -305,6 +305,7 @@ class MiniBatch:
         metrics: metrics of the plan to log with the step (``global_seqlen/*``, ``balance/*``), equal on all ranks.
         trained_models: names of the models that take an optimizer step on it.
         has_gradient: whether any sample of it, over all ranks, can have a gradient; else it is no optimizer step.
+        longest_row: tokens of the longest micro-batch of any rank, the same on every rank; 0 where nothing was planned.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -312,6 +313,7 @@ class MiniBatch:
     metrics: Mapping[str, float] = field(default_factory=dict)
     trained_models: tuple[str, ...] = (POLICY,)
     has_gradient: bool = True
+    longest_row: int = 0
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MiniBatch:
         """Copy the tensors of all micro-batches to ``device``."""

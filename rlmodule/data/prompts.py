@@ -87,7 +87,7 @@ class PromptTable(LazyRows[Prompt]):
         for start in range(0, len(self), READ_AT_ONCE):
             positions = [int(position) for position in self.kept[start : start + READ_AT_ONCE]]
             for position, row in zip(positions, self.rows.select(positions), strict=True):
-                missing = missing_fields(row.answer, row.meta)
+                missing = missing_fields(row.answer, {"source": row.source, **row.meta})
                 if missing is not None:
                     raise DataError(
                         location=self.location(position),

@@ -7,13 +7,15 @@ independent of the cut. That way is gone once; later evaluations only ask the mo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 from rlmodule.core.evaluations import Evaluation
 from rlmodule.core.metrics import Metric, Metrics, merge
+from rlmodule.core.types import StepTotals
 from rlmodule.evaluation import VALIDATION
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.maker import ExperienceMaker
@@ -26,7 +28,7 @@ MAX_EXPONENT = 700.0  # exp() overflows float64 near 709
 
 
 @dataclass(frozen=True, eq=False)
-class OfflineEvaluator:
+class OfflineEvaluator(ABC):
     """Base of what is asked of given responses.
 
     Args:
@@ -35,11 +37,30 @@ class OfflineEvaluator:
         model: name of the model that trains.
     """
 
+    best_metric: ClassVar[str]
+    best_mode: ClassVar[str]
     loss_agg_mode: ClassVar[str]  # the mean that the numbers are
 
     source: Source
     make: Callable[[], ExperienceMaker]
     model: str
+
+    def __call__(self) -> Evaluation:
+        """What is said of the rows."""
+        return Evaluation(self.described(self.means()))
+
+    def described(self, means: Mapping[str, float]) -> dict[str, float]:
+        """The means, and what follows from them."""
+        return dict(means)
+
+    def weight(self) -> int:
+        """What the means are over: how many there are, over all ranks."""
+        return sum(self._counted(share.totals) for share in self._iteration.sampler.remaining())
+
+    @staticmethod
+    @abstractmethod
+    def _counted(totals: StepTotals) -> int:
+        """What of a mini-batch the means are over."""
 
     def means(self) -> dict[str, float]:
         """The loss without what is added to it, and what it logs, as means over all rows; the same on every rank."""
@@ -54,7 +75,9 @@ class OfflineEvaluator:
         objective, parts = scorer.objective.alone(VALIDATION, self.loss_agg_mode), list[Metrics]()
         for share in iteration.sampler.remaining():
             mini_batch = maker.packed(iteration.experience, share).to(scorer.device)
-            parts += scorer.strategy.evaluate(self.model, mini_batch.micro_batches, objective, mini_batch.totals)
+            parts += scorer.row_limit.evaluate(
+                scorer.strategy, self.model, mini_batch.micro_batches, objective, mini_batch.totals
+            )
         return merge(parts)
 
     @cached_property
@@ -68,15 +91,15 @@ class OfflineEvaluator:
 
 
 class PairEvaluator(OfflineEvaluator):
-    """Held-out pairs: how many are told apart, and how clearly."""
+    """Held-out pairs: how many are told apart, and how clearly. Means over pairs (``ops/pairs.py``)."""
 
     best_metric: ClassVar[str] = f"{VALIDATION}/pair_accuracy"
     best_mode: ClassVar[str] = "max"
     loss_agg_mode: ClassVar[str] = "prompt-mean"
 
-    def __call__(self) -> Evaluation:
-        """Means over pairs: the loss, and what it says of pairs (``ops/pairs.py``)."""
-        return Evaluation(self.means())
+    @staticmethod
+    def _counted(totals: StepTotals) -> int:
+        return totals.groups
 
 
 class DemonstrationEvaluator(OfflineEvaluator):
@@ -86,7 +109,50 @@ class DemonstrationEvaluator(OfflineEvaluator):
     best_mode: ClassVar[str] = "min"
     loss_agg_mode: ClassVar[str] = "token-mean"
 
-    def __call__(self) -> Evaluation:
+    def described(self, means: Mapping[str, float]) -> dict[str, float]:
         """``val/loss``, nats per trained token, and ``val/perplexity``, its exponential."""
-        metrics = self.means()
-        return Evaluation(metrics | {f"{VALIDATION}/perplexity": math.exp(min(metrics[LOSS], MAX_EXPONENT))})
+        return {**means, f"{VALIDATION}/perplexity": math.exp(min(means[LOSS], MAX_EXPONENT))}
+
+    @staticmethod
+    def _counted(totals: StepTotals) -> int:
+        return totals.tokens
+
+
+@dataclass(frozen=True, eq=False)
+class SeveralSets:
+    """Held-out rows in several validation sets: the numbers of all together, and ``val/<set>/*`` of each.
+
+    Args:
+        sets: name -> its evaluator, all of one class.
+    """
+
+    sets: Mapping[str, OfflineEvaluator]
+
+    @property
+    def best_metric(self) -> str:
+        """Of all sets together."""
+        return self._first.best_metric
+
+    @property
+    def best_mode(self) -> str:
+        """That of each set."""
+        return self._first.best_mode
+
+    def __call__(self) -> Evaluation:
+        """Ask each set once; the mean over all is that of their means, by what each has."""
+        means = {name: of_set.means() for name, of_set in self.sets.items()}
+        weights = {name: of_set.weight() for name, of_set in self.sets.items()}
+        total = sum(weights.values())
+        together = {
+            metric: math.fsum(of_set[metric] * weights[name] for name, of_set in means.items()) / total
+            for metric in means[next(iter(means))]
+        }
+        found = self._first.described(together)
+        for name, of_set in self.sets.items():
+            described = of_set.described(means[name]).items()
+            found |= {f"{VALIDATION}/{name}/{key.removeprefix(f'{VALIDATION}/')}": value for key, value in described}
+        return Evaluation(found)
+
+    @property
+    def _first(self) -> OfflineEvaluator:
+        return next(iter(self.sets.values()))

@@ -6,13 +6,14 @@ Leaves out what they are used for (``advantage_stage.py``) and the plan they run
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
+from rlmodule.batching.row_limit import RowLimit
 from rlmodule.batching.sampler import BalancedSampler, RankShare
 from rlmodule.core.contract import Strategy
 from rlmodule.core.types import (
@@ -59,6 +60,7 @@ class Scorer:
         reference_in_policy: the reference is the policy without its adapter, and no model of its own.
         value_model: name of the model that gives values; None where there is no value function.
         reference_cache: reference log-probabilities of samples that are trained on again; None where none are.
+        row_limit: cuts rows that do not fit in memory.
     """
 
     strategy: Strategy
@@ -68,6 +70,7 @@ class Scorer:
     reference_in_policy: bool = False
     value_model: str | None = None
     reference_cache: ReferenceLogprobCache | None = None
+    row_limit: RowLimit = field(default_factory=RowLimit)
 
     def __call__(
         self,
@@ -176,7 +179,7 @@ class Scorer:
         places: list[Tensor | None] = []
         experience = self.experience({p: TrainingSample(s) for p, s in samples.items()}, count)
         batches = self._packed(experience, shares, places)
-        found = self.strategy.forward(one.model, batches, outputs, with_adapter=one.with_adapter)
+        found = self.row_limit.forward(self.strategy, one.model, batches, outputs, with_adapter=one.with_adapter)
         positions = [step for share in shares for step in share.micro_batches]
         scores: dict[str, dict[int, Tensor]] = {output: {} for output in one.fields.values()}
         for output, by_position in scores.items():

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 MASK = "*****"
@@ -52,6 +53,18 @@ def mask(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def mask_arguments(arguments: Sequence[str]) -> list[str]:
     """A command line with the values of its secrets masked."""
     return [_masked_word(word) for word in arguments]
+
+
+def mask_file(path: Path, arguments: Sequence[str]) -> None:
+    """Mask the values of a command line's secrets in a file that somebody else has written; nothing where none is."""
+    pairs = zip(arguments, mask_arguments(arguments), strict=True)
+    typed = [word.partition("=")[2] for word, masked in pairs if word != masked]
+    values = sorted({*typed, *(value.strip("'\"") for value in typed)} - {""}, key=len, reverse=True)
+    if values and path.is_file():
+        text = path.read_text(encoding="utf-8")
+        for value in values:
+            text = text.replace(value, MASK)
+        path.write_text(text, encoding="utf-8")
 
 
 def without_values(arguments: Sequence[str]) -> list[str]:

@@ -1,4 +1,7 @@
-"""The score of a reward model: a Hugging Face sequence classifier in a local folder.
+"""The score of a reward model: a Hugging Face classifier in a local folder, also one that ``algorithm=rm`` exported.
+
+Of a sequence classifier the score is its output. What ``algorithm=rm`` trains is a token classifier, whose output at
+the end of the last turn is the score.
 
 Every rank that scores holds the whole model, in evaluation mode and without gradients. Scores do not depend on the
 batch: padding is a token that none of its conversations has, for transformers finds the end of one by it
@@ -16,13 +19,24 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError, TrainingError
 from rlmodule.core.types import RewardResult, Sample
 from rlmodule.rewards import REWARDS
 
+# The end of an architecture's name -> what loads it.
+KINDS: Mapping[str, Any] = {
+    "ForSequenceClassification": AutoModelForSequenceClassification,
+    "ForTokenClassification": AutoModelForTokenClassification,
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -49,7 +63,7 @@ class RewardModel:
         if self.max_length is not None:
             at_least("max_length", self.max_length, 1)
         one_of("dtype", self.dtype, DTYPES)
-        _check_folder(self.path, self.label)
+        _kind(self.path, self.label)
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """One score per sample, in order."""
@@ -69,12 +83,19 @@ class RewardModel:
             turns = [*turns, {"role": "assistant", "content": sample.text}]
             text = tokenizer.apply_chat_template(turns, tokenize=False)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = self._until_end_of_turn(ids) if self._is_per_token else ids
         else:
             ids = tokenizer(sample.prompt.text + sample.text)["input_ids"]
             end = tokenizer.eos_token_id
             ids = ids if end is None or (ids and ids[-1] == end) else [*ids, end]
         room = self.max_length or getattr(self._model.config, "max_position_embeddings", None) or len(ids)
         return list(ids[-room:])
+
+    def _until_end_of_turn(self, ids: list[int]) -> list[int]:
+        """Without the white space that a template writes behind the last turn: a token classifier is read before it."""
+        special = set(self._tokenizer.all_special_ids) | set(self._tokenizer.added_tokens_decoder)
+        end = next((i + 1 for i in reversed(range(len(ids))) if ids[i] in special), len(ids))
+        return ids if str(self._tokenizer.decode(ids[end:])).strip() else ids[:end]
 
     @torch.no_grad()
     def _scores(self, conversations: Sequence[list[int]]) -> list[float | None]:
@@ -97,8 +118,13 @@ class RewardModel:
         longest = max(map(len, conversations))
         ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in conversations], device=model.device)
         mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in conversations], device=model.device)
-        scores: Tensor = model(input_ids=ids, attention_mask=mask).logits[:, self.label].float()
+        logits: Tensor = model(input_ids=ids, attention_mask=mask).logits[..., self.label].float()
+        scores = logits[torch.arange(len(ids)), mask.sum(1) - 1] if self._is_per_token else logits
         return scores.sigmoid() if self.sigmoid else scores
+
+    @cached_property
+    def _is_per_token(self) -> bool:
+        return _kind(self.path, self.label) == "ForTokenClassification"
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
@@ -107,7 +133,7 @@ class RewardModel:
 
     @cached_property
     def _model(self) -> PreTrainedModel:
-        model, report = AutoModelForSequenceClassification.from_pretrained(
+        model, report = KINDS[_kind(self.path, self.label)].from_pretrained(
             self.path, dtype=DTYPES[self.dtype], local_files_only=True, output_loading_info=True
         )
         if report["missing_keys"]:
@@ -118,7 +144,12 @@ class RewardModel:
         return model.to(device).eval().requires_grad_(False)  # type: ignore[no-any-return]
 
 
-def _check_folder(path: str, label: int) -> None:
+def _kind(path: str, label: int) -> str:
+    """The end of the name of the folder's architecture, one of KINDS.
+
+    Raises:
+        ConfigError: the folder holds no classifier with that output.
+    """
     file = Path(path) / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -130,13 +161,15 @@ def _check_folder(path: str, label: int) -> None:
             fix="Give a folder that holds config.json",
         ) from None
     kinds = config.get("architectures") or []
-    if not any(str(kind).endswith("ForSequenceClassification") for kind in kinds):
+    found = next((end for end in KINDS if any(str(kind).endswith(end) for kind in kinds)), None)
+    if found is None:
         raise ConfigError(
             key="path",
             got=path,
-            because=f"it holds {' and '.join(map(str, kinds)) or 'a model of no kind'}, not a sequence classifier",
-            fix="Give a reward model that AutoModelForSequenceClassification loads",
+            because=f"it holds {' and '.join(map(str, kinds)) or 'a model of no kind'}, not a classifier",
+            fix="Give a reward model that AutoModelForSequenceClassification loads, or one that algorithm=rm exported",
         )
     outputs = len(config.get("id2label") or {}) or config.get("num_labels") or 2
     if label >= outputs:
         raise ConfigError(key="label", got=label, because=f"the model has {outputs} outputs", fix="Use label=0")
+    return found

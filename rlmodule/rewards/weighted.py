@@ -1,6 +1,7 @@
 """The weighted sum of several rewards: ``reward=[math,format]``. Every one is logged, and is a component of the sum.
 
-Leaves out how a list on the command line becomes a section (``cli.py``) and a section an object (``run/config.py``).
+Leaves out how a list on the command line becomes a section (``cli.py``) and a section an object
+(``parts/composite.py``).
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
-from rlmodule.core.contract import Reward
+from rlmodule.core.contract import AnswerReward, Reward
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.types import RewardResult, Sample
 from rlmodule.rewards import REWARDS
+from rlmodule.rewards.parts.composite import CompositeReward
 
 
 @dataclass(frozen=True)
@@ -22,15 +24,23 @@ class Weights:
 
     weights: dict[str, float] = field(default_factory=dict)  # reward -> factor; 1 for one that is not named
 
+    @property
+    def named(self) -> tuple[str, ...]:
+        """Rewards that need no section: none."""
+        return ()
+
 
 @REWARDS.register
 @dataclass(frozen=True)
-class Weighted:
+class Weighted(CompositeReward):
     """Sum of weight x reward. Unscored where one of the rewards that count leaves a response unscored.
 
     A reward of weight 0 is logged and counts for nothing. Components are the rewards as they are, before weighting.
     What a reward itself logs is logged as ``NAME/...``; what it counts is added up over all of them.
     """
+
+    settings_class: ClassVar[type] = Weights
+    takes_sums: ClassVar[bool] = False
 
     parts: Mapping[str, Reward] = field(default_factory=dict)  # by name, in the order in which they are asked
     weights: Mapping[str, float] = field(default_factory=dict)  # as in Weights
@@ -65,6 +75,11 @@ class Weighted:
         """What a row lacks for the first reward that lacks anything."""
         found = (part.missing_fields(answer, columns) for part in self.parts.values())
         return next((missing for missing in found if missing is not None), None)
+
+    def answer_of(self, sample: Sample) -> str | None:
+        """What the first part that counts and reads answers says; None where there is no such part."""
+        counting = (part for name, part in self.parts.items() if self.weights.get(name, 1.0))
+        return next((part.answer_of(sample) for part in counting if isinstance(part, AnswerReward)), None)
 
     def _sum(self, results: Mapping[str, RewardResult]) -> RewardResult:
         weights = {name: self.weights.get(name, 1.0) for name in results}

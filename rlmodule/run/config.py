@@ -37,8 +37,7 @@ from rlmodule.models.lora import LoraConfig
 from rlmodule.optim import OPTIMIZERS
 from rlmodule.optim.adamw import AdamW
 from rlmodule.optim.parts.config import OptimizerConfig
-from rlmodule.rewards import REWARDS
-from rlmodule.rewards.weighted import Weighted, Weights
+from rlmodule.rewards.parts.composite import reward_of
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.hf import HFRolloutConfig
 from rlmodule.rollout.parts.engine import EngineConfig
@@ -272,6 +271,11 @@ class RunConfig:
         return replace(self, model=replace(self.model, path=path, architecture={}, tokenizer=None))
 
     @property
+    def ranks_pairs_by_reference(self) -> bool:
+        """Whether held-out pairs are told apart by a policy and the one that it started from."""
+        return self.algorithm.source == PREFERENCES and self.objective.needs_reference
+
+    @property
     def group_size(self) -> int:
         """Samples that come of one row of the data."""
         return {DEMONSTRATIONS: 1, PREFERENCES: 2}.get(self.algorithm.source, self.sampling.n)
@@ -371,47 +375,13 @@ def component(registry: Registry[Any], node: Any, key: str | None = None) -> Any
         node: the section.
         key: dotted key of the section; by default the registry's kind, which is the config group.
     """
-    return convert(_chosen(registry, node, key), node, key or registry.kind, ignore=("name",))
-
-
-def _chosen(registry: Registry[Any], node: Any, key: str | None = None) -> type:
-    name = node.get("name") if isinstance(node, Mapping) else None
-    if name is None:
-        raise ConfigError(
-            key=f"{key or registry.kind}.name",
-            got=None,
-            because=f"no {registry.kind} is chosen",
-            fix=did_you_mean("", registry.names()),
-        )
-    return registry.get(str(name), key)
-
-
-def reward_of(node: DictConfig) -> Reward:
-    """The reward of a section, or the weighted sum of several, each with a section of its own under its name."""
-    if _chosen(REWARDS, node) is not Weighted:
-        return component(REWARDS, node)  # type: ignore[no-any-return]
-    parts = {str(name): part for name, part in node.items() if name not in ("name", "weights")}
-    made = {}
-    for name, part in parts.items():
-        if not isinstance(part, Mapping) or _chosen(REWARDS, part, f"reward.{name}") is Weighted:
-            raise ConfigError(
-                key=f"reward.{name}",
-                got=part,
-                because="beside the weights a sum holds a section for each of its rewards, and no other sum",
-                fix=did_you_mean(name, ("weights", *REWARDS.names())),
-            )
-        made[name] = component(REWARDS, part, f"reward.{name}")
-    weights = convert(Weights, {"weights": node.get("weights", {})}, "reward").weights
-    try:
-        return Weighted(made, weights)
-    except ConfigError as error:
-        raise ConfigError(key=f"reward.{error.key}", got=error.got, because=error.because, fix=error.fix) from None
+    return convert(registry.chosen(node, key), node, key or registry.kind, ignore=("name",))
 
 
 def _rollout_section(node: DictConfig) -> tuple[SamplingConfig, ReplayConfig, EngineConfig]:
     """One section on the command line: how responses are drawn, how long they are kept, and the engine's own keys."""
     sampling, replay, engine = convert_parts(
-        (SamplingConfig, ReplayConfig, _chosen(ROLLOUTS, node)), node, "rollout", ignore=("name",)
+        (SamplingConfig, ReplayConfig, ROLLOUTS.chosen(node)), node, "rollout", ignore=("name",)
     )
     return sampling, replay, engine
 
@@ -421,7 +391,7 @@ def _environment(node: DictConfig) -> Environment | None:
     if node.get("name") == NO_ENVIRONMENT:
         convert(EnvironmentSizes, node, "environment", ignore=("name",))
         return None
-    made, _ = convert_parts((_chosen(ENVIRONMENTS, node), EnvironmentSizes), node, "environment", ignore=("name",))
+    made, _ = convert_parts((ENVIRONMENTS.chosen(node), EnvironmentSizes), node, "environment", ignore=("name",))
     return made  # type: ignore[no-any-return]
 
 

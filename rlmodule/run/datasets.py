@@ -90,18 +90,20 @@ class TrainingDataset(ABC):
         config = self.config
         if not config.has_validation or config.reward is None:
             return {}
-        sets = (
-            {"": self}
-            if config.environment is not None
-            else {
-                name: replace(self, config=replace(config, data=replace(config.data, val_files=files)))
-                for name, files in config.data.val_sets.items()
-            }
-        )
-        tables = {name: of_set.load_split("test") for name, of_set in sets.items()}
+        tables = {name: of_set.load_split("test") for name, of_set in self._by_set().items()}
         for table in tables.values():
             self.check_prompts(table)
         return tables
+
+    def _by_set(self) -> Mapping[str, TrainingDataset]:
+        """The data set with the rows of one validation set each, by name."""
+        config = self.config
+        if config.environment is not None:
+            return {"": self}
+        return {
+            name: replace(self, config=replace(config, data=replace(config.data, val_files=files)))
+            for name, files in config.data.val_sets.items()
+        }
 
     @cached_property
     def val_pairs(self) -> Sequence[Pair]:
@@ -141,8 +143,14 @@ class TrainingDataset(ABC):
 
     @property
     def held_out_rows(self) -> Sequence[Sequence[Sample]]:
-        """The samples of each held-out row with given responses."""
+        """The samples of each held-out row with given responses, all validation sets together."""
         return []
+
+    @property
+    def held_out_sets(self) -> Mapping[str, Sequence[Sequence[Sample]]]:
+        """The same by validation set."""
+        sets = self._by_set()
+        return {"": self.held_out_rows} if len(sets) == 1 else {name: one.held_out_rows for name, one in sets.items()}
 
     def check_held_out(self, layout: Layout) -> None:
         """Read every held-out row; given responses fit into a micro-batch.

@@ -1,4 +1,4 @@
-"""One evaluation of a policy: its models and evaluators without training rows, optimizers and checkpoints.
+"""One evaluation of a policy or a reward model: models and evaluators without training rows and optimizers.
 
 It goes through Lightning's fit, which every strategy is set up by, and ends before the first step. Leaves out where the
 weights come from (``commands/parts/policy_source.py``) and what is shown of the numbers (``commands/evaluate.py``).
@@ -17,6 +17,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from rlmodule.algorithm.config import PREFERENCES
 from rlmodule.callbacks.metrics import MetricsConfig
 from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.callbacks.validation import ValidationConfig
@@ -39,7 +40,7 @@ from rlmodule.run.build.models import model_specs
 from rlmodule.run.build.trainer import build_trainer, reraise_keyboard_interrupt, silence_warnings
 from rlmodule.run.config import RunConfig
 from rlmodule.run.datasets import Prompts, TrainingDataset
-from rlmodule.run.offline_datasets import Demonstrations
+from rlmodule.run.offline_datasets import Demonstrations, Preferences
 from rlmodule.run.preflight.family import check_families, with_micro_batches_for
 from rlmodule.run.preflight.responses import check_reward
 from rlmodule.run.run import Run
@@ -56,17 +57,19 @@ class StopAtStart(L.Callback):
     """Reads the weights of a checkpoint once the models are set up, and ends the fit before its first step.
 
     Args:
+        name: of the model that is evaluated.
         checkpoint: folder to read; None where the models have their weights.
         trained: names of the parameters that the checkpoint must have.
     """
 
-    def __init__(self, checkpoint: Path | None, trained: frozenset[str]) -> None:
+    def __init__(self, name: str, checkpoint: Path | None, trained: frozenset[str]) -> None:
+        self.name = name
         self.checkpoint = checkpoint
         self.trained = trained
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.checkpoint is not None:
-            RunState.of(trainer).strategy.load_model(POLICY, self.checkpoint, self.trained)
+            RunState.of(trainer).strategy.load_model(self.name, self.checkpoint, self.trained)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.should_stop = True
@@ -104,8 +107,10 @@ class EvaluationRun:
 
     @property
     def dataset(self) -> TrainingDataset:
-        """Held-out rows: demonstrations for a run that imitates, else prompts."""
-        made = Prompts if self.config.algorithm.is_sampled or self.config.reward is not None else Demonstrations
+        """Held-out rows: pairs for a run that learns from pairs, demonstrations for one that imitates, else prompts."""
+        config = self.config
+        samples = config.algorithm.is_sampled or config.reward is not None
+        made = Preferences if config.algorithm.source == PREFERENCES else Prompts if samples else Demonstrations
         return made(self.config, self.run.tokenizer, self.run.hf_config)
 
     def check(self) -> TrainingDataset:
@@ -119,7 +124,7 @@ class EvaluationRun:
         check_reward(config)
         check_families(config, self.run.strategy.layout)
         dataset.check_held_out(self.run.strategy.layout)
-        if not dataset.val_prompts and not dataset.val_demonstrations:
+        if not (dataset.val_prompts or dataset.val_demonstrations or dataset.val_pairs):
             raise ConfigError(
                 key="data.val_files",
                 got=config.data.val_files,
@@ -135,14 +140,16 @@ class EvaluationRun:
         silence_warnings()
         torch.set_num_threads(config.trainer.num_threads or 1)
         strategy = self.run.strategy.build()
-        policy = strategy.build(POLICY, model_specs(config, config.objective)[POLICY])
-        trained = frozenset(name for name, parameter in policy.named_parameters() if parameter.requires_grad)
-        module = RLModule({POLICY: policy.requires_grad_(False).eval()}, [], max_skipped_in_a_row=1)
+        models = {name: strategy.build(name, spec) for name, spec in model_specs(config, config.objective).items()}
+        model = models[config.trained_model]
+        trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+        frozen = {name: model.requires_grad_(False).eval() for name, model in models.items()}
+        module = RLModule(frozen, [], max_skipped_in_a_row=1)
         context = self._context()
         context.metrics_log.subscribe(on_phase=self.run.on_phase)
         callbacks = [made.connect(context) for made in config.callbacks.values()]
         data = self._data(self.dataset, strategy)
-        callbacks.append(StopAtStart(self.checkpoint, trained))
+        callbacks.append(StopAtStart(config.trained_model, self.checkpoint, trained))
         logged = LoggedRun(self.run_dir.root, self.run_dir.root.name, (), context.hparams)
         trainer = build_trainer(config, self.run.machine, self.run_dir, strategy, callbacks, logged=logged)
         with reraise_keyboard_interrupt(), closing(data):

@@ -58,6 +58,7 @@ from rlmodule.run.planning.budget import fitting_budget
 from rlmodule.run.planning.machine import PlannedMachine
 from rlmodule.run.planning.plan import Plan
 from rlmodule.run.planning.work import Lengths
+from rlmodule.run.preflight.adapters import check_target_modules
 from rlmodule.run.preflight.checks import check
 from rlmodule.run.preflight.family import check_families, check_families_under, with_micro_batches_for
 from rlmodule.run.preflight.layout import check_layout
@@ -230,6 +231,7 @@ class Run:
         check_tokenizer(config.model, self.tokenizer, self.hf_config)
         check_teacher(config, self.hf_config, self.tokenizer)
         check_families(config, layout)
+        check_target_modules(config, self.hf_config)
         if config.model.compile:
             check_compiler(self.machine.device)
         if config.model.activation_offload:
@@ -278,7 +280,11 @@ class Run:
                 "from what is to be kept",
                 fix="Use model.activation_checkpointing=full",
             )
-        check_optimizers(self.config, keeps_matrices=strategy.keeps_matrices)
+        check_optimizers(
+            self.config,
+            keeps_matrices=strategy.keeps_matrices,
+            moments_are_whole=self.strategy.sharding.moments == 1,
+        )
         check_layout(self.hf_config, self.strategy.layout)
         for spec in model_specs(self.config, self.config.objective).values():
             strategy.check_model(spec, load_model_config(spec.config))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,15 +17,21 @@ from torch import Tensor
 from rlmodule.core.contract import Collectives, SelectingLoss, Strategy
 from rlmodule.core.types import LossInputs, MicroBatch, MiniBatch, TokenMeans
 
+if TYPE_CHECKING:  # types alone
+    from rlmodule.batching.row_limit import RowLimit
 
-def with_selection(mini_batch: MiniBatch, loss: SelectingLoss, name: str, strategy: Strategy) -> MiniBatch:
+
+def with_selection(
+    mini_batch: MiniBatch, loss: SelectingLoss, name: str, strategy: Strategy, row_limit: RowLimit | None = None
+) -> MiniBatch:
     """The mini-batch with ``selected`` filled in each of its micro-batches.
 
     Costs one forward pass over the mini-batch: log-probabilities are those that the model ``name`` gives before the
     update, in the micro-batches that the update will run.
     """
     batches = mini_batch.micro_batches
-    outputs = strategy.forward(name, batches, frozenset({"logprob"}))
+    score = strategy.forward if row_limit is None else partial(row_limit.forward, strategy)
+    outputs = score(name, batches, frozenset({"logprob"}))
     inputs = [LossInputs.of(batch, output["logprob"]) for batch, output in zip(batches, outputs, strict=True)]
     keys = [_keys(batch) for batch in batches]
     means = _means(inputs, strategy.collectives)

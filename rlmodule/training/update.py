@@ -20,6 +20,7 @@ from rlmodule.core.types import MiniBatch
 from rlmodule.training.selection import with_selection
 
 if TYPE_CHECKING:  # types alone
+    from rlmodule.batching.row_limit import RowLimit
     from rlmodule.optim.parts.config import OptimizerConfig
 
 
@@ -76,21 +77,26 @@ def update(
     optimizer: Optimizer,
     schedule: LRScheduler,
     backward: Backward,
+    row_limit: RowLimit | None = None,
 ) -> StepResult:
     """Train one model on one mini-batch.
 
-    A mini-batch without loss tokens, which every rank sees in its totals, is not run. The schedule advances with every
-    optimizer step taken, not with micro-batches or skipped steps.
+    ``row_limit`` cuts rows that do not fit in memory; None lets them fail. A mini-batch without loss tokens, which
+    every rank sees in its totals, is not run. The schedule advances with every optimizer step taken, not with
+    micro-batches or skipped steps.
     """
-    name, objective, totals = trainable.name, trainable.objective, mini_batch.totals
-    if totals.tokens == 0:
+    name, objective = trainable.name, trainable.objective
+    if mini_batch.totals.tokens == 0:
         return StepResult({}, math.nan, stepped=False, empty=True)
     if not mini_batch.has_gradient:  # moments alone would move the weights
         return StepResult({}, math.nan, stepped=False, zero_gradient=True)
     if objective.selects is not None:
-        mini_batch = with_selection(mini_batch, objective.selects, name, strategy)
+        mini_batch = with_selection(mini_batch, objective.selects, name, strategy, row_limit)
     with strategy.train_mode(name):
-        parts = strategy.forward_backward(name, mini_batch.micro_batches, objective, totals, backward)
+        if row_limit is None:
+            parts = strategy.forward_backward(name, mini_batch.micro_batches, objective, mini_batch.totals, backward)
+        else:
+            parts = row_limit.forward_backward(strategy, name, mini_batch, objective, backward)
         lr = float(optimizer.param_groups[0]["lr"])
         grad_norm = strategy.clip_and_step(optimizer, trainable.optimizer.max_grad_norm)
     stepped = math.isfinite(grad_norm)

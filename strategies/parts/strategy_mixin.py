@@ -62,6 +62,11 @@ class StrategyMixin(SavedState):
         """Whether an optimizer sees each weight with its shape, and can gather it where it is sharded."""
         return True
 
+    @property
+    def exchanges_within_rows(self) -> bool:
+        """Whether processes wait for each other within one micro-batch; a backend of several that does not says so."""
+        return self.layout.world_size > 1
+
     @classmethod
     def sharding_of(cls, config: Any, layout: Layout) -> Sharding:
         """How a model that trains is spread, for plans; unless a backend says more, every process holds everything."""
@@ -134,6 +139,11 @@ class StrategyMixin(SavedState):
 
     def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
         """Encloses forward and backward of one micro-batch; a backend syncs gradients after the last one only."""
+        return nullcontext()
+
+    def averaged_afterwards(self, name: str) -> AbstractContextManager[None]:
+        """Nothing to average."""
+        assert self.layout.world_size == 1, f"{type(self).__name__} does not say how gradients are averaged afterwards"
         return nullcontext()
 
     def evaluate(

@@ -6,11 +6,11 @@ import pytest
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from rlmodule.callbacks.parts.best import best_checkpoint
 from rlmodule.callbacks.parts.context import RunContext
 from rlmodule.callbacks.report import (
     NOISY_FROM,
     PANELS,
-    best_checkpoint,
     draw_curves,
     draw_panel,
     output_paths,
@@ -98,8 +98,14 @@ def test_a_dead_policy_is_never_the_best(tmp_path):
 @pytest.mark.parametrize(
     ("rewards", "says"),
     [
-        ((0.438, 0.1, 0.0), ["NOTHING IS LEFT", "0.438 at the start", "0.000 at the end", "use that one"]),
-        ((0.2, 0.6, 0.0), ["NOTHING IS LEFT", "0.600 at best (after iteration 1)", "iteration_000001"]),
+        (
+            (0.438, 0.1, 0.0),
+            ["NOTHING IS LEFT", "0.438 at the start", "0.000 at the end", "use that one", "is not exported"],
+        ),
+        (
+            (0.2, 0.6, 0.0),
+            ["NOTHING IS LEFT", "0.600 at best (after iteration 1)", "iteration_000001, and is what was exported"],
+        ),
         ((0.4, 0.3, 0.2), ["ENDS WORSE THAN IT BEGAN", "optimizer.lr is 0.01"]),
     ],
 )
@@ -110,7 +116,8 @@ def test_a_run_that_falls_says_so_in_large_words(tmp_path, rewards, says):
     records = validated(*rewards)
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(warning(held_out(records), context, best_checkpoint(RunDirectory(tmp_path), records)))
+        best = best_checkpoint(RunDirectory(tmp_path), records)
+        console.print(warning(held_out(records), context, best, is_exported=best is not None))
     for words in says:
         assert words in capture.get()
 

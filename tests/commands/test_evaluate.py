@@ -102,6 +102,23 @@ def test_an_imitation_is_evaluated_by_the_loss_on_demonstrations(tmp_path: Path)
     assert set(found) == {"val/loss", "val/perplexity"}
 
 
+@pytest.mark.parametrize("algorithm", ["dpo", "rm"])
+def test_pairs_are_ranked_as_at_the_end_of_the_run(algorithm: str, tmp_path: Path) -> None:
+    """A policy beside the one that it started from, after a warm start; a reward model from what was exported."""
+    small = [word for word in SMALL if not word.startswith(("reward", "rollout", "val"))]
+    done = forked(f"algorithm={algorithm}", *small, "run_dir=run", cwd=tmp_path)
+    assert done.code == 0, done.text
+    done = forked("evaluate", "run", *QUIET, "run_dir=out", cwd=tmp_path)
+    assert done.code == 0, done.text
+    found, expected = metrics_of(tmp_path / "out"), last_validation(tmp_path / "run")
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert {"val/pair_accuracy", "val/margin", "val/loss"} <= set(found)
+    if algorithm == "dpo":
+        refused = forked("evaluate", "run", "command.checkpoint=exported", *QUIET, "run_dir=no", cwd=tmp_path)
+        assert refused.code == 2
+        assert "pairs are ranked against the policy that training began with" in refused.text
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -18,6 +18,10 @@ CASES = {
         "error: strategy=fsdp3: no strategy has that name. Did you mean fsdp",
     ),
     "a budget too small": (["batching.max_token_len_per_gpu=4"], "error: batching.max_token_len_per_gpu=4: "),
+    "adapters of nothing": (
+        ["model.lora.r=4", "model.lora.target_modules=[nope]"],
+        "error: model.lora.target_modules=['nope']: the model has no such modules",
+    ),
     "no number of processes": (["trainer.devices=-3"], "error: trainer.devices=-3: "),
     "a misspelt key": (["optimizer.lrr=1"], "error: optimizer.lrr=1: there is no such key. Did you mean optimizer.lr"),
     "a misspelt key with a plus": (["+optimizer.lrr=1"], "error: optimizer.lrr=1: optimizer has no such key."),

@@ -20,7 +20,7 @@ from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.core.types import StepTotals, TrainingSample
 from rlmodule.data.preferences import Pair
 from rlmodule.data.stream import PromptStream
-from rlmodule.evaluation.offline import DemonstrationEvaluator, PairEvaluator
+from rlmodule.evaluation.offline import DemonstrationEvaluator, PairEvaluator, SeveralSets
 from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
@@ -131,7 +131,7 @@ def test_ranks_change_nothing_in_held_out_numbers(expected, world_size):
 SHOWN = [sample(i, 3, 2 + 3 * i % 7, loss_mask=[i % 2 == 0 or j > 0 for j in range(2 + 3 * i % 7)]) for i in range(6)]
 
 
-def predict(rank, budget, agg="token-mean"):
+def predict(rank, budget, agg="token-mean", sets=None):
     """What the evaluator says of demonstrations, whatever mean is trained with."""
     torch.set_num_threads(1)
     strategy = wrap_here({"policy": tiny_policy(seed=0)})
@@ -143,9 +143,28 @@ def predict(rank, budget, agg="token-mean"):
         AdvantageStage(objective, None, strategy.collectives),
         lambda metas: BalancedSampler(metas, batching, strategy.layout, seed=0, iteration=0),
     )
-    draw = RowSampler(PromptStream(len(SHOWN), seed=0, shuffle=False), len(SHOWN), lambda: strategy.layout)
-    source = OfflineSource([(shown,) for shown in SHOWN], (1.0,), draw)
-    return DemonstrationEvaluator(source, make, "policy")().metrics
+
+    def evaluator(rows):
+        draw = RowSampler(PromptStream(len(rows), seed=0, shuffle=False), len(rows), lambda: strategy.layout)
+        return DemonstrationEvaluator(OfflineSource([(shown,) for shown in rows], (1.0,), draw), make, "policy")
+
+    if sets is None:
+        return evaluator(SHOWN)().metrics
+    return SeveralSets({name: evaluator([SHOWN[i] for i in rows]) for name, rows in sets.items()})().metrics
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.ranks)])
+def test_several_sets_have_numbers_of_their_own_and_those_of_all_rows(world_size):
+    sets = {"one": [0, 4], "two": [1, 2, 3, 5]}
+    whole = predict(0, WHOLE)
+    alone = {name: predict(0, WHOLE, sets={name: rows}) for name, rows in sets.items()}
+    got = run_on_ranks(world_size, partial(predict, budget=CUT, sets=sets))[0]
+    assert got["val/loss"] == pytest.approx(whole["val/loss"], rel=1e-5)
+    assert got["val/perplexity"] == pytest.approx(whole["val/perplexity"], rel=1e-5)
+    for name, of_set in alone.items():
+        assert got[f"val/{name}/loss"] == pytest.approx(of_set["val/loss"], rel=1e-5)
+        assert got[f"val/{name}/perplexity"] == pytest.approx(math.exp(of_set["val/loss"]), rel=1e-5)
+    assert got["val/one/loss"] != pytest.approx(got["val/two/loss"], rel=1e-3)
 
 
 @pytest.fixture(scope="module")

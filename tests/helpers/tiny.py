@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
+from rlmodule.batching.row_limit import RowLimit
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.contract import Loss, TokenObjective
 from rlmodule.core.layout import Layout
@@ -363,6 +364,7 @@ class Stepper:
         self.optimizer = self.config.build(self.strategy.named_parameters("policy"), decayed, hidden_matrices(policy))
         self.schedule = build_schedule(self.config, self.optimizer, run_steps=100)
         self.backward_calls = 0
+        self.row_limit = RowLimit()
 
     def __call__(self, mini_batch: MiniBatch) -> StepResult:
         """One optimizer step."""
@@ -373,6 +375,7 @@ class Stepper:
             optimizer=self.optimizer,
             schedule=self.schedule,
             backward=self._backward,
+            row_limit=self.row_limit,
         )
 
     def _backward(self, loss: Tensor) -> None:

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from rlmodule.records.secrets import MASK, from_environment, looks_secret, mask, mask_arguments, to_environment
+from rlmodule.records.secrets import (
+    MASK,
+    from_environment,
+    looks_secret,
+    mask,
+    mask_arguments,
+    mask_file,
+    to_environment,
+)
 
 
 @pytest.mark.parametrize(
@@ -49,3 +59,19 @@ def test_ranks_find_them_in_their_environment(monkeypatch: pytest.MonkeyPatch) -
     assert from_environment() == {}
     to_environment({"reward.arguments.api_key": "sk-1"})
     assert from_environment() == {"reward.arguments.api_key": "sk-1"}
+
+
+def test_a_file_of_somebody_else_is_masked_as_well(tmp_path: Path) -> None:
+    """Hydra's multirun.yaml holds the command line as typed."""
+    file = tmp_path / "multirun.yaml"
+    file.write_text(
+        "overrides:\n- logger.wandb.api_key=abc,'d e'\n- seed=1,2\ndirname: logger.wandb.api_key=abc,'d e',seed=1\n"
+    )
+    mask_file(file, ["logger.wandb.api_key=abc,'d e'", "seed=1,2"])
+    assert file.read_text() == (
+        "overrides:\n- logger.wandb.api_key=*****\n- seed=1,2\ndirname: logger.wandb.api_key=*****,seed=1\n"
+    )
+    mask_file(tmp_path / "absent.yaml", ["api_key=abc"])
+    before = file.stat().st_mtime_ns
+    mask_file(file, ["seed=1"])
+    assert file.stat().st_mtime_ns == before

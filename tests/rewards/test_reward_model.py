@@ -4,9 +4,17 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+)
 
 from rlmodule.core.errors import ConfigError, TrainingError
+from rlmodule.data.chat import ChatFormat
+from rlmodule.data.tokens import join
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.rewards.reward_model import RewardModel
 from tests.rewards.samples import sample
@@ -100,7 +108,7 @@ def test_keys_are_checked_before_anything_is_loaded(folder, keys, says):
 
 def test_another_kind_of_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
-    with pytest.raises(ConfigError, match="it holds LlamaForCausalLM, not a sequence classifier"):
+    with pytest.raises(ConfigError, match="it holds LlamaForCausalLM, not a classifier"):
         RewardModel(path=str(tmp_path))
 
 
@@ -112,3 +120,25 @@ def test_weights_that_are_missing_are_not_made_up(folder, tmp_path):
     byte_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(TrainingError, match=r"lacks weights of its model \(score.weight\)"):
         RewardModel(path=str(tmp_path))(SAMPLES[:1])
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, TEMPLATE.replace("eos_token }}", "eos_token }}\n"), None])
+def test_what_algorithm_rm_exports_is_read_where_it_was_trained(tmp_path, template):
+    """A token classifier; the template may write a line break behind the token that ends the last turn."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForTokenClassification(LlamaConfig(vocab_size=260, num_labels=1, **sizes)).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    chat, expected = ChatFormat(tokenizer, template=template is not None), []
+    for item in SAMPLES:
+        prompt, *rest = chat.encode_demonstration(item.prompt.text, item.text)
+        trained = torch.tensor([[*prompt.ids, *join(rest)[0]]])  # whose last token is the one that is scored
+        trained = trained[:, : trained.tolist()[0].index(tokenizer.eos_token_id, len(prompt.ids)) + 1]
+        with torch.no_grad():
+            expected.append(float(model(input_ids=trained).logits[0, -1, 0]))
+    for batch_size in (1, 6):
+        scores = RewardModel(path=str(tmp_path), batch_size=batch_size, dtype="float32")(SAMPLES)
+        assert [result.value for result in scores] == pytest.approx(expected, abs=1e-5)

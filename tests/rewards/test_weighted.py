@@ -1,5 +1,7 @@
 """Sums of rewards: values, what is logged, and how a command line becomes one."""
 
+import shutil
+
 import hydra
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -8,13 +10,14 @@ from omegaconf import OmegaConf
 from rlmodule import cli
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import RewardResult
+from rlmodule.rewards.choice import Choice
 from rlmodule.rewards.exact_match import ExactMatch
 from rlmodule.rewards.format import Format
 from rlmodule.rewards.function import Function
 from rlmodule.rewards.math import Math
 from rlmodule.rewards.numeric import Numeric
+from rlmodule.rewards.parts.composite import reward_of
 from rlmodule.rewards.weighted import Weighted
-from rlmodule.run.config import reward_of
 from rlmodule.run.digests import _of_component
 from tests.rewards.samples import sample
 
@@ -63,6 +66,13 @@ def test_a_sum_of_nothing_and_weights_of_nothing_are_refused():
 def test_it_knows_one_response_when_a_part_does():
     assert Weighted({"exact_match": ExactMatch()}).knows_one_response
     assert not Weighted({"numeric": Numeric()}).knows_one_response
+
+
+def test_the_answer_that_is_voted_on_is_the_first_part_s_that_reads_one():
+    parts = {"format": Format(tags=["answer"]), "exact_match": ExactMatch(), "numeric": Numeric()}
+    assert Weighted(parts).answer_of(sample(" 5,000 ")) == "5,000"
+    assert Weighted(parts, {"exact_match": 0.0}).answer_of(sample(" 5,000 ")) == Numeric().answer_of(sample("5000"))
+    assert Weighted({"format": Format()}).answer_of(sample("5")) is None
 
 
 def test_rows_are_checked_for_every_part():
@@ -116,6 +126,18 @@ def test_a_sum_can_stand_in_a_file_and_be_replaced():
     assert reward_of(section_of("reward=math_format", "reward=numeric")) == Numeric()
 
 
+def test_a_file_that_is_chosen_may_name_sums(tmp_path, monkeypatch):
+    shutil.copytree(cli.CONF, tmp_path / "conf")
+    monkeypatch.setattr(cli, "CONF", tmp_path / "conf")
+    params = "hydra:\n  sweeper:\n    params:\n      reward: numeric,numeric+choice\n      optimizer.lr: 1e-4,2e+4\n"
+    (tmp_path / "conf" / "sweep" / "rewards.yaml").write_text(f"# @package _global_\n{params}")
+    assert cli.with_sums(["sweep=rewards"]) == ["sweep=rewards"]
+    assert "numeric+choice" in cli.sums
+    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
+        node = hydra.compose("train", ["reward=numeric+choice"]).reward
+    assert reward_of(node) == Weighted({"numeric": Numeric(), "choice": Choice()}, {"numeric": 1.0, "choice": 1.0})
+
+
 def test_a_list_can_be_swept_over():
     [word] = cli.with_sums(["reward=numeric,[numeric,format],exact_match"])
     assert word == "reward=numeric,numeric+format,exact_match"
@@ -151,7 +173,10 @@ def test_a_wrong_list_is_refused_in_words(arguments, message):
         (["reward=[numeric,format]", "reward.format.tags=[]"], "reward.format.tags=[]: at least one tag is needed"),
         (["reward=[numeric,format]", "reward.weights.format=much"], "reward.weights.format=much"),
         (["reward=[numeric,format]", "+reward.weights.formt=1"], "Did you mean format"),
-        (["reward=[numeric,format]", "+reward.formt=1"], "reward.formt=1: beside the weights a sum holds a section"),
+        (
+            ["reward=[numeric,format]", "+reward.formt=1"],
+            "reward.formt=1: beside weights the section of weighted holds a section",
+        ),
         (["reward=[numeric,length]"], "reward.length.start=???: this key has no default"),
         (["reward=weighted"], "Write reward=[math,format], which chooses it"),
     ],

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 
+from rlmodule.batching.row_limit import RowLimit
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.core.types import LossInputs, TokenMeans
 from rlmodule.losses.clip_cov import ClipCov
@@ -32,7 +33,7 @@ def selected_on(rank, name, config, sp_size=1):
     if sp_size > 1:
         policy.sequence = SharedRow.of(Mesh.of_running("cpu", sp_size=sp_size), torch.device("cpu"))
     [mini_batch] = share_rows(ROWS, config, layout)
-    picked = with_selection(mini_batch, LOSSES[name], "policy", strategy)
+    picked = with_selection(mini_batch, LOSSES[name], "policy", strategy, RowLimit())
     return [
         (sample, place)
         for batch in picked.micro_batches

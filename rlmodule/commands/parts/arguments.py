@@ -14,7 +14,7 @@ from rlmodule.core.errors import ConfigError, did_you_mean
 # Mappings whose keys are the user's: the chat template's, the model family's, the reward function's.
 OPEN_MAPPINGS = (
     *("data.chat_template_args", "model.architecture", "model.shape", "critic.architecture"),
-    *("reward.arguments", "reward.function.arguments"),
+    *("reward.arguments", "reward.function.arguments", "reward.sources"),
 )
 # A key and what is chosen where it is set; for commands about a policy, which need no training set-up. The sizes of a
 # built-in environment fit no model but the built-in one.

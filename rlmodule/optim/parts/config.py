@@ -22,10 +22,12 @@ SCHEDULES = CONSTANT, LINEAR, COSINE = ("constant", "linear", "cosine")
 class OptimizerConfig(ABC):
     """Base of all optimizers; a subclass adds its own settings and builds the optimizer.
 
-    ``needs_matrices`` says that it makes the update of a weight from the whole matrix.
+    ``needs_matrices`` says that it makes the update of a weight from the whole matrix, ``needs_whole_weights`` that
+    every process must hold all of it.
     """
 
     needs_matrices: ClassVar[bool] = False
+    needs_whole_weights: ClassVar[bool] = False
 
     state_bytes: ClassVar[int] = 8  # of the states for each trained parameter, for planning: two fp32 moments
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 from rlmodule.algorithm.objective import Objective
 from rlmodule.algorithm.shaping import KLController
 from rlmodule.batching.collate import DynamicCollator
+from rlmodule.batching.row_limit import RowLimit
 from rlmodule.batching.sampler import BalancedSampler
 from rlmodule.batching.workload import Workload
 from rlmodule.core.contract import AnswerReward, Evaluator, RolloutEngine, Strategy
 from rlmodule.core.types import POLICY, Sample
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
-from rlmodule.evaluation.offline import DemonstrationEvaluator, PairEvaluator
+from rlmodule.evaluation.offline import DemonstrationEvaluator, OfflineEvaluator, PairEvaluator, SeveralSets
 from rlmodule.evaluation.prompts import PromptEvaluator
 from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.live_engine import LiveEngine
@@ -62,7 +63,16 @@ def build_datamodule(
     made = RLDataModule(
         dataset.source(RowSampler(stream, s.algorithm.train_batch_size, layout), engine),
         stream,
-        partial(build_maker, s, dataset, objective, strategy, kl_controller=controller, reference_cache=kept),
+        partial(
+            build_maker,
+            s,
+            dataset,
+            objective,
+            strategy,
+            kl_controller=controller,
+            reference_cache=kept,
+            row_limit=RowLimit(s.batching.keep_groups),
+        ),
         evaluators=build_evaluators(s, dataset, objective, strategy, engine),
         kl_controller=controller,
         replay=ReplayMemory(s.replayed),
@@ -87,12 +97,17 @@ def build_evaluators(
         answer_of = s.reward.answer_of if isinstance(s.reward, AnswerReward) and not gives_rewards else None
         prompts = PromptEvaluator(dataset.val_prompts, dataset.episodes, engine, s.reward, strategy, s.val, answer_of)
         made.append(prompts)
+    sets = [(name, rows) for name, rows in dataset.held_out_sets.items() if len(rows)]
     offline = partial(_offline, config=s, dataset=dataset, objective=objective, strategy=strategy)
     if dataset.val_pairs:
-        made.append(PairEvaluator(*offline(dataset.held_out_rows, Preferences.rewards)))
+        made.append(_of_sets({n: PairEvaluator(*offline(r, Preferences.rewards)) for n, r in sets}))
     if dataset.val_demonstrations:
-        made.append(DemonstrationEvaluator(*offline(dataset.held_out_rows, Demonstrations.rewards)))
+        made.append(_of_sets({n: DemonstrationEvaluator(*offline(r, Demonstrations.rewards)) for n, r in sets}))
     return made
+
+
+def _of_sets(evaluators: Mapping[str, OfflineEvaluator]) -> Evaluator:
+    return SeveralSets(evaluators) if len(evaluators) > 1 else next(iter(evaluators.values()))
 
 
 def _offline(
@@ -121,6 +136,7 @@ def build_maker(
     *,
     kl_controller: KLController | None = None,
     reference_cache: ReferenceLogprobCache | None = None,
+    row_limit: RowLimit | None = None,
 ) -> ExperienceMaker:
     """Turns the samples of one iteration into mini-batches; what it is given is that of ``build_datamodule``."""
     s, layout = config, strategy.layout
@@ -151,6 +167,7 @@ def build_maker(
         reference_in_policy=s.model.lora.is_on,
         value_model=s.value_model,
         reference_cache=reference_cache,
+        row_limit=row_limit or RowLimit(s.batching.keep_groups),
     )
     advantage_stage = AdvantageStage(objective, s.advantage, strategy.collectives, kl_controller)
     return ExperienceMaker(scorer, advantage_stage, make_sampler)

@@ -13,6 +13,7 @@ from torch import nn
 
 from rlmodule.algorithm.critic import CriticObjective, JointObjective
 from rlmodule.algorithm.objective import Objective
+from rlmodule.batching.row_limit import RowLimit
 from rlmodule.core.contract import LANGUAGE_MODEL, POLICY_VALUE, VALUE_MODEL, ModelObjective, ModelSpec, Strategy
 from rlmodule.core.types import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER
 from rlmodule.models.building import build_policy_on_meta
@@ -43,7 +44,12 @@ def build_module(config: RunConfig, objective: Objective, samples_per_row: float
         Trainable(name, of_model, optimizer, config.run_steps(samples_per_row, name))
         for name, (of_model, optimizer) in _minimised(config, objective).items()
     ]
-    return RLModule(models, trainables, max_skipped_in_a_row=config.trainer.max_skipped_in_a_row)
+    return RLModule(
+        models,
+        trainables,
+        max_skipped_in_a_row=config.trainer.max_skipped_in_a_row,
+        row_limit=RowLimit(config.batching.keep_groups),
+    )
 
 
 def critic_model(config: RunConfig) -> ModelConfig:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from transformers import PreTrainedConfig
+
 from rlmodule.callbacks.export import ExportConfig
 from rlmodule.core.errors import ConfigError
 from rlmodule.models.export import ADAPTER
 from rlmodule.models.lora import check_installed, is_adapter
+from rlmodule.models.size import size_of
 from rlmodule.run.config import RunConfig
 
 
@@ -26,3 +29,13 @@ def check_lora(config: RunConfig) -> None:
         raise ConfigError(
             key="callbacks.export.lora", got=ADAPTER, because=reason, fix="Use callbacks.export.lora=merged"
         )
+
+
+def check_target_modules(config: RunConfig, hf_config: PreTrainedConfig) -> None:
+    """Adapters find the modules that they are for, in the model without its weights.
+
+    Raises:
+        ConfigError: the model has no such modules.
+    """
+    if config.model.lora.is_on:
+        size_of(hf_config, config.model.lora)

@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from rlmodule.checkpoint.state import best_of, newest_whole, oldest_first, verify
 from rlmodule.core.contract import RolloutEngine, Strategy
 from rlmodule.core.errors import ConfigError, did_you_mean
-from rlmodule.core.types import CRITIC, POLICY
+from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.experience.live_engine import LiveEngine
 from rlmodule.models.description import SEPARATE, generation_end_tokens
 from rlmodule.models.lora import LoraConfig
@@ -123,8 +123,8 @@ def _best(root: Path) -> Path | None:
 
 
 def _exported(root: Path) -> Path | None:
-    folder = RunDirectory(root).policy
-    return folder if folder.is_dir() else None
+    folders = (RunDirectory(root).policy, root / REWARD_MODEL)
+    return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def _named(root: Path, name: str) -> Path | None:
