@@ -52,6 +52,7 @@ LIBRARIES = {
     "rlmodule/core": TORCH | {"numpy"},
     "rlmodule/core/config.py": {"omegaconf"},
     "rlmodule/core/hub.py": {"huggingface_hub"},
+    "rlmodule/core/sandbox": {"rlmodule_sandbox"},  # itself, as children call it
     "rlmodule/ops": TORCH,
     "rlmodule/losses": TORCH,
     "rlmodule/advantages": TORCH,
@@ -72,8 +73,7 @@ LIBRARIES = {
     "rlmodule/rewards": TORCH | {"transformers"},
     "rlmodule/rewards/parts/math_grader.py": {"math_verify"},  # these run in child processes, without this package
     "rlmodule/rewards/parts/gym_scorer.py": {"reasoning_gym"},
-    "rlmodule/rewards/parts/code_runner.py": {"code_isolation"},  # beside it
-    "rlmodule/rewards/parts/code_isolation.py": {"code_landlock"},  # beside it
+    "rlmodule/rewards/parts/code_runner.py": {"rlmodule_sandbox"},  # core/sandbox, as children call it
     "rlmodule/rollout": TORCH | {"transformers", "numpy"},
     "rlmodule/checkpoint": TORCH,
     "rlmodule/algorithm": TORCH,

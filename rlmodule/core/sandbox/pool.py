@@ -43,14 +43,14 @@ RESULT_BYTES = 1 << 20  # of one reply: a score and its components
 FAULT_CHARACTERS = 4000  # of one traceback, the last ones
 OUTPUT_BYTES = 64 << 10  # of what the children of a pool print that are shown, over its whole life
 
-# By its path, for the packages around this file import torch.
+# By its path, for the packages around this one import torch.
 _PROGRAM = """
-import importlib.util, sys
-handle, path, timeout, file, sys.path[:] = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4], sys.argv[5:]
-spec = importlib.util.spec_from_file_location("rlmodule_sandbox", file)
-module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-module.serve(handle, path, timeout)
+import importlib, importlib.util, sys
+handle, path, timeout, folder, sys.path[:] = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4], sys.argv[5:]
+places = {"submodule_search_locations": [folder]}
+spec = importlib.util.spec_from_file_location("rlmodule_sandbox", folder + "/__init__.py", **places)
+sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+importlib.import_module("rlmodule_sandbox.pool").serve(handle, path, timeout)
 """
 
 
@@ -77,9 +77,11 @@ class Outcome:
     timed_out: bool = False
 
 
-def child_file(name: str) -> Path:
-    """The file of this folder that children run by its path, for the packages around it import torch."""
-    return Path(__file__).absolute().with_name(f"{name}.py")
+def child_file(module: str) -> Path:
+    """The file of a module that children run by its path, for the packages around it import torch."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, f"there is no module {module}"
+    return Path(spec.origin)
 
 
 class Pool:
@@ -230,7 +232,7 @@ class _Child:
         self.output, printed = os.pipe()
         os.set_blocking(self.output, False)
         with there:
-            arguments = [str(there.fileno()), path, str(timeout), os.path.abspath(__file__)]
+            arguments = [str(there.fileno()), path, str(timeout), os.path.dirname(os.path.abspath(__file__))]
             arguments += map(os.path.abspath, sys.path)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, *arguments],
