@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 from rlmodule.core.config import at_least, more_than
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.sandbox.pool import Outcome, Pool, child_file
 from rlmodule.core.types import Prompt, RewardResult, Sample
 from rlmodule.rewards import REWARDS
 from rlmodule.rewards.parts.code_tests import Test, code_of, read_tests
-from rlmodule.core.sandbox.pool import Outcome, Pool, child_file
 
 START_MARGIN = 30.0  # seconds beside those of the tests: to find out what can be isolated, to clean up
 

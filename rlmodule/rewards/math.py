@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 
 from rlmodule.core.config import at_least, more_than
 from rlmodule.core.errors import DependencyError
+from rlmodule.core.sandbox.pool import Outcome, Pool, child_file
 from rlmodule.core.types import RewardResult, Sample
 from rlmodule.rewards import REWARDS
 from rlmodule.rewards.parts.answers import final_answer, last_boxed, plain, possible_answers, right_answers, true_answer
-from rlmodule.core.sandbox.pool import Outcome, Pool, child_file
 
 # Answers of which math-verify need not be asked whether it can read them: most of a file's rows.
 SURE = re.compile(

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 
 from rlmodule.core.config import at_least, more_than
 from rlmodule.core.errors import DependencyError, did_you_mean
+from rlmodule.core.sandbox.pool import START_SECONDS, Outcome, Pool, child_file
 from rlmodule.core.types import RewardResult, Sample
 from rlmodule.rewards import REWARDS
 from rlmodule.rewards.parts.answers import tagged
-from rlmodule.core.sandbox.pool import START_SECONDS, Outcome, Pool, child_file
 
 
 @REWARDS.register

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from rlmodule.core.config import at_least, more_than, one_of
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.sandbox.pool import Outcome, Pool, child_file
 from rlmodule.core.types import RewardResult, Sample
 from rlmodule.rewards import REWARDS
-from rlmodule.core.sandbox.pool import Outcome, Pool, child_file
 
 PLACES = {"anywhere": "search", "start": "match", "whole": "fullmatch"}
 

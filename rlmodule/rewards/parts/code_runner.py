@@ -1,6 +1,6 @@
 """Run a program against tests. Imported by its path in a child process of a pool; standard library only.
 
-Leaves out what a program may reach (``core/sandbox/isolation.py``) and what tests look like in a file (``code_tests.py``).
+Leaves out what a program may reach (``core/sandbox/isolation.py``) and what tests look like (``code_tests.py``).
 """
 
 from __future__ import annotations
