@@ -74,6 +74,10 @@ LIBRARIES = {
     "rlmodule/rewards/parts/math_grader.py": {"math_verify"},  # these run in child processes, without this package
     "rlmodule/rewards/parts/gym_scorer.py": {"reasoning_gym"},
     "rlmodule/rewards/parts/code_runner.py": {"rlmodule_sandbox"},  # core/sandbox, as children call it
+    "rlmodule/environments/parts/tools.py": {"transformers"},
+    "rlmodule/environments/parts/python_program.py": {"rlmodule_sandbox"},  # core/sandbox, as children call it
+    "rlmodule/environments/openenv.py": {"websockets"},
+    "rlmodule/environments/reasoning_gym.py": {"reasoning_gym"},
     "rlmodule/rollout": TORCH | {"transformers", "numpy"},
     "rlmodule/checkpoint": TORCH,
     "rlmodule/algorithm": TORCH,
@@ -123,6 +127,8 @@ DEFERRED = {
     ("rlmodule/cli.py", "strategies.registry"),  # likewise
     ("strategies/deepspeed.py", ""),  # the device must be named before it is imported
     ("rlmodule/data/readers/hub.py", ""),  # datasets, optional: for those who name data sets of the hub
+    ("rlmodule/environments/openenv.py", "websockets.sync.client"),  # optional: for those who have such a server
+    ("rlmodule/environments/reasoning_gym.py", ""),  # optional: for those who choose it
     ("rlmodule/loggers/mlflow.py", ""),  # optional: for those who log there
     ("rlmodule/loggers/wandb.py", ""),  # likewise
     ("rlmodule/models/lora.py", ""),  # peft, optional: for those who train adapters

@@ -25,6 +25,7 @@ from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.data.config import DataConfig
 from rlmodule.environments import ENVIRONMENTS
 from rlmodule.evaluation.config import ValConfig
+from rlmodule.experience.episodes import EpisodesConfig
 from rlmodule.experience.replay import ReplayConfig
 from rlmodule.loggers import LOGGERS
 from rlmodule.losses import LOSSES
@@ -60,7 +61,7 @@ COMPONENTS = {
     "optimizer": OPTIMIZERS,
 }
 # What else a component's section holds, whatever the component.
-BESIDE = {"rollout": (SamplingConfig, ReplayConfig), "environment": (EnvironmentSizes,)}
+BESIDE = {"rollout": (SamplingConfig, ReplayConfig), "environment": (EpisodesConfig, EnvironmentSizes)}
 
 # What a choice cannot do without: files and functions are the user's.
 NEEDS = {
@@ -69,6 +70,8 @@ NEEDS = {
     "data=rollouts": ["data.rollouts=folder"],
     "algorithm=distill": ["algorithm.teacher=folder"],
     "algorithm=distill_topk": ["algorithm.teacher=folder"],
+    "environment=custom": ["environment.path=problem.py:Mine"],
+    "environment=openenv": ["environment.url=http://localhost:8000"],
     "reward=function": ["reward.path=math:sqrt"],
     "reward=regex": ["reward.pattern=a"],
     "reward=length": ["reward.start=1"],
@@ -78,7 +81,7 @@ NEEDS = {
 }
 # A function and a reward model are looked for when they are chosen; their tests have them.
 SUMS = ("reward=weighted", "reward=math_format")  # a section for each part; see tests/rewards/test_weighted.py
-ABSENT = ("reward=function", "reward=reward_model")
+ABSENT = ("reward=function", "reward=reward_model", "environment=custom", "environment=openenv")
 
 CHOICES = [
     f"{path.parent.name}={path.stem}" for path in sorted(cli.CONF.glob("*/*.yaml")) if path.parent.name != "callbacks"

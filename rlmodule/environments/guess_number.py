@@ -1,7 +1,7 @@
 """Find a number within a few guesses: ``guess 23-37`` is answered by ``30``, which ``higher`` or ``lower`` answers.
 
 The best way is to halve what is left: four guesses always find one of 15 numbers, and no other way does. Demonstrations
-guess any number that is still possible, which finds it in two cases of three; reinforcement has to find the middle.
+guess any number that is still possible, which finds it in three cases of five; reinforcement has to find the middle.
 """
 
 from __future__ import annotations

@@ -64,11 +64,14 @@ class Tool:
         schema: its description for chat templates.
         path: ``file.py:function``, what children import.
         settings: arguments that the policy neither sees nor gives.
+        seconds: that a call may take, for a tool that has limits of its own; None for those of the environment, which
+            are on memory as well.
     """
 
     schema: Schema
     path: str
     settings: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float | None = None
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Tool:
@@ -184,6 +187,8 @@ class Toolbox:
 
     def _new_pool(self, tool: Tool) -> Pool:
         try:
+            if tool.seconds is not None:
+                return Pool(tool.path, 1, tool.seconds)
             return Pool(tool.path, 1, self.limits.seconds, memory=self.limits.memory_mb << 20)
         except LoadError as error:
             raise ConfigError(
