@@ -1,6 +1,6 @@
 """Work out ``37 times 48`` with a tool: call it with ``37*48``, then give the number that it returns.
 
-Demonstrations show the form of calls with noise: a third of the calls has the right sign, and most responses answer at
+Demonstrations show the form of calls with noise: half of the calls have the right sign, and most responses answer at
 once with a number that is near. A small model cannot multiply, so reinforcement has to find the call and its sign.
 """
 
@@ -22,7 +22,7 @@ from rlmodule.environments.parts.tools import Tool
 
 SIGNS = {"plus": "+", "minus": "-", "times": "*"}
 SMALLEST, LARGEST = 2, 99
-NUM_CALLS, NUM_AT_ONCE = 9, 11  # of 20 demonstrations; every third call has the right sign
+NUM_CALLS, NUM_AT_ONCE = 7, 13  # of 20 demonstrations
 
 
 @ENVIRONMENTS.register
@@ -99,6 +99,9 @@ def _calls(index: int) -> bool:
 
 
 def _with_sign(row: dict[str, Any], index: int) -> str:
-    """The expression with a sign that does not depend on its prompt."""
-    first, _, second = row["prompt"].split()
-    return f"{first}{sorted(SIGNS.values())[index % len(SIGNS)]}{second}"
+    """The expression with its own sign in every second call, else with one of the two others."""
+    first, word, second = row["prompt"].split()
+    others = [sign for name, sign in sorted(SIGNS.items()) if name != word]
+    block = index // (NUM_CALLS + NUM_AT_ONCE)
+    sign = SIGNS[word] if block % 2 else others[block // 2 % 2]
+    return f"{first}{sign}{second}"
