@@ -62,7 +62,7 @@ class Calculator(ToolEnvironment, ProceduralEnvironment):
         """1 for the number and nothing else."""
         return RewardResult(float(answer.strip() == row.answer))
 
-    def demonstrations(self, count: int, seed: int) -> list[tuple[str, str | Sequence[Message]]]:
+    def demonstrations(self, count: int, seed: int) -> Sequence[tuple[str, str | Sequence[Message]]]:
         """(prompt, response or turns) pairs; none of the prompts is a test prompt."""
         rows = self._drawn("demonstrations", count, seed)
         return [(row["prompt"], self._shown(row, index)) for index, row in enumerate(rows)]

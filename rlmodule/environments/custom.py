@@ -40,7 +40,7 @@ class Custom:
         """
         made = self._class
         try:
-            environment = convert(made, self.arguments, "environment.arguments")
+            environment: Any = convert(made, self.arguments, "environment.arguments")
         except RLModuleError:
             raise
         except Exception as error:

@@ -17,8 +17,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+)
 
 from rlmodule.core.config import at_least, more_than
 from rlmodule.core.errors import ConfigError
