@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +28,7 @@ class Custom:
     """Imports the class in this process and makes it with ``arguments``, which are its fields."""
 
     path: str  # package.module:Class, or path/to/file.py:Class
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # fields of the class
+    arguments: dict[str, Any] = field(default_factory=dict)  # fields of the class
 
     @cached_property
     def environment(self) -> Environment:

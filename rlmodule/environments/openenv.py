@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -35,7 +35,7 @@ class OpenEnv:
     url: str  # of the server, such as http://localhost:8000
     action_key: str = "message"  # field of the action that a response becomes
     observation_key: str = ""  # field of the observation that is shown; empty: its only text, else all of it as JSON
-    reset: Mapping[str, Any] = field(default_factory=dict)  # further arguments of reset, such as a name of a task
+    reset: dict[str, Any] = field(default_factory=dict)  # further arguments of reset, such as a name of a task
     train_size: int = 8192  # rows, each with a seed
     test_size: int = 256  # held-out rows, with seeds that no training row has
     seed: int = 0  # first seed of the training rows
@@ -98,6 +98,7 @@ class ServerEpisode:
 
     environment: OpenEnv
     row: Prompt
+    _open: ExitStack = field(default_factory=ExitStack, init=False)
     _socket: ClientConnection | None = field(default=None, init=False)
 
     @property
@@ -106,7 +107,8 @@ class ServerEpisode:
         from websockets.sync.client import connect
 
         seconds = self.environment.request_seconds
-        self._socket = connect(self.environment.socket_url, open_timeout=seconds, max_size=None)
+        connection = connect(self.environment.socket_url, open_timeout=seconds, max_size=None)
+        self._socket = self._open.enter_context(connection)
         seed = int(self.row.meta["seed"])
         result = self._ask("reset", {"seed": seed, "episode_id": str(seed), **self.environment.reset})
         return Observation(messages=[self._message(result)])
@@ -139,9 +141,9 @@ class ServerEpisode:
         return content
 
     def _close(self) -> None:
-        if self._socket is not None:
-            with suppress(Exception):
+        """Leave the session; a server that has gone needs no goodbye."""
+        with suppress(Exception):
+            if self._socket is not None:
                 self._socket.send(json.dumps({"type": "close"}))
-            with suppress(Exception):
-                self._socket.close()
-            self._socket = None
+        with suppress(Exception):
+            self._open.close()

@@ -6,7 +6,6 @@ Its reward is ``reasoning_gym``, which asks the scorer of the task. Leaves out r
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -25,7 +24,7 @@ class ReasoningGym:
     """One task by name, with its own settings; rows are drawn from a seed."""
 
     task: str = "basic_arithmetic"  # a name of the gym; an unknown one is answered with the list
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the task, such as {min_digits: 2}
+    settings: dict[str, Any] = field(default_factory=dict)  # of the task, such as {min_digits: 2}
     instruction: str = "Put your answer between <answer> and </answer>."  # behind each question; empty for none
     train_size: int = 8192  # rows
     test_size: int = 256  # held-out rows, with questions that no training row has

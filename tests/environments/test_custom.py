@@ -26,6 +26,10 @@ class Game:
         return Done(RewardResult(0.0))
 
 @dataclass(frozen=True)
+class Empty:
+    count: int = 8
+
+@dataclass(frozen=True)
 class Echo:
     count: int = 8
     observation_role = "user"
@@ -75,7 +79,7 @@ def test_its_code_is_part_of_what_a_resumed_run_shares(file, tmp_path):
         ("{folder}/none.py:Echo", {}, "no file"),
         ("{file}:Other", {}, "cannot be imported"),
         ("{file}:Game", {}, "no dataclass"),
-        ("{file}:Done", {}, "has no 'rows'"),
+        ("{file}:Empty", {}, "has no 'rows'"),
         ("{file}:Echo", {"cuont": 3}, "cuont"),
     ],
 )

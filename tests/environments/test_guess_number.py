@@ -59,9 +59,8 @@ def test_misses_may_cost_something_each():
     assert MADE.start(prompt_of(row)).reply(said("24")).reward is None, "no rewards of turns where none are set"
 
 
-def test_demonstrations_never_contradict_a_hint_and_find_three_of_five():
-    found = 0
-    for prompt, turns in MADE.demonstrations(2000, seed=0):
+def test_demonstrations_never_contradict_a_hint():
+    for prompt, turns in MADE.demonstrations(300, seed=0):
         low, high = map(int, prompt.removeprefix("guess ").split("-"))
         for guess, hint in zip(turns[::2], turns[1::2], strict=False):
             assert low <= int(guess["content"]) <= high
@@ -69,12 +68,10 @@ def test_demonstrations_never_contradict_a_hint_and_find_three_of_five():
                 low = int(guess["content"]) + 1
             else:
                 high = int(guess["content"]) - 1
-        found += len(turns) < 7 or low == high
-    assert 0.5 < found / 2000 < 0.75
 
 
-def test_no_ways_of_guessing_beats_halving():
-    """Of 15 numbers, four guesses can tell 1 + 2 + 4 + 8 apart; a random way finds three of five."""
+def test_guessing_at_random_what_is_still_possible_finds_three_of_five():
+    """Where halving finds all: four guesses tell 1 + 2 + 4 + 8 numbers apart."""
     draw, wins = random.Random(0), 0
     for _ in range(2000):
         low, high, number = 1, 15, draw.randint(1, 15)
