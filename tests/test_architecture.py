@@ -52,6 +52,7 @@ LIBRARIES = {
     "rlmodule/core": TORCH | {"numpy"},
     "rlmodule/core/config.py": {"omegaconf"},
     "rlmodule/core/hub.py": {"huggingface_hub"},
+    "rlmodule/core/sandbox": {"rlmodule_sandbox"},  # itself, as children call it
     "rlmodule/ops": TORCH,
     "rlmodule/losses": TORCH,
     "rlmodule/advantages": TORCH,
@@ -74,8 +75,11 @@ LIBRARIES = {
     "rlmodule/rewards": TORCH | {"transformers"},
     "rlmodule/rewards/parts/math_grader.py": {"math_verify"},  # these run in child processes, without this package
     "rlmodule/rewards/parts/gym_scorer.py": {"reasoning_gym"},
-    "rlmodule/rewards/parts/code_runner.py": {"code_isolation"},  # beside it
-    "rlmodule/rewards/parts/code_isolation.py": {"code_landlock"},  # beside it
+    "rlmodule/rewards/parts/code_runner.py": {"rlmodule_sandbox"},  # core/sandbox, as children call it
+    "rlmodule/environments/parts/tools.py": {"transformers"},
+    "rlmodule/environments/parts/python_program.py": {"rlmodule_sandbox"},  # core/sandbox, as children call it
+    "rlmodule/environments/openenv.py": {"websockets"},
+    "rlmodule/environments/reasoning_gym.py": {"reasoning_gym"},
     "rlmodule/rollout": TORCH | {"transformers", "numpy"},
     "rlmodule/checkpoint": TORCH,
     "rlmodule/algorithm": TORCH,
@@ -140,6 +144,8 @@ DEFERRED = {
     ("strategies/veomni.py", "strategies.parts"),  # as automodel
     ("rlmodule/optim/parts/eight_bit.py", ""),  # bitsandbytes, optional: for those who choose adamw8bit
     ("rlmodule/data/readers/hub.py", ""),  # datasets, optional: for those who name data sets of the hub
+    ("rlmodule/environments/openenv.py", "websockets.sync.client"),  # optional: for those who have such a server
+    ("rlmodule/environments/reasoning_gym.py", ""),  # optional: for those who choose it
     ("rlmodule/loggers/mlflow.py", ""),  # optional: for those who log there
     ("rlmodule/loggers/wandb.py", ""),  # likewise
     ("rlmodule/run/launchers/ray.py", ""),  # optional: for those who have a Ray cluster

@@ -25,6 +25,7 @@ from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.data.config import DataConfig
 from rlmodule.environments import ENVIRONMENTS
 from rlmodule.evaluation.config import ValConfig
+from rlmodule.experience.episodes import EpisodesConfig
 from rlmodule.experience.replay import ReplayConfig
 from rlmodule.loggers import LOGGERS
 from rlmodule.losses import LOSSES
@@ -63,7 +64,7 @@ COMPONENTS = {
     "launcher": LAUNCHERS,
 }
 # What else a component's section holds, whatever the component.
-BESIDE = {"rollout": (SamplingConfig, ReplayConfig), "environment": (EnvironmentSizes,)}
+BESIDE = {"rollout": (SamplingConfig, ReplayConfig), "environment": (EpisodesConfig, EnvironmentSizes)}
 
 # What a choice cannot do without: files and functions are the user's.
 NEEDS = {
@@ -72,6 +73,8 @@ NEEDS = {
     "data=rollouts": ["data.rollouts=folder"],
     "algorithm=distill": ["algorithm.teacher=folder"],
     "algorithm=distill_topk": ["algorithm.teacher=folder"],
+    "environment=custom": ["environment.path=problem.py:Mine"],
+    "environment=openenv": ["environment.url=http://localhost:8000"],
     "reward=function": ["reward.path=math:sqrt"],
     "reward=regex": ["reward.pattern=a"],
     "reward=length": ["reward.start=1"],
@@ -81,12 +84,9 @@ NEEDS = {
     "reward=by_source": ["reward.otherwise=exact_match"],
 }
 # A function and a reward model are looked for when they are chosen; their tests have them.
-SUMS = (
-    "reward=weighted",
-    "reward=by_source",
-    "reward=math_format",
-)  # a section for each part; see tests/rewards/test_weighted.py
-ABSENT = ("reward=function", "reward=reward_model")
+# a section for each part; see tests/rewards/test_weighted.py
+SUMS = ("reward=weighted", "reward=by_source", "reward=math_format")
+ABSENT = ("reward=function", "reward=reward_model", "environment=custom", "environment=openenv")
 
 CHOICES = [
     f"{path.parent.name}={path.stem}" for path in sorted(cli.CONF.glob("*/*.yaml")) if path.parent.name != "callbacks"
@@ -158,11 +158,14 @@ def test_every_field_of_a_section_can_be_seen_and_set(choice):
 def test_every_field_of_a_component_can_be_seen_and_set(choice):
     group = choice.split("=")[0]
     section = compose(choice)[group]
-    own = set() if choice == "environment=none" else fields_of(COMPONENTS[group].get(section.name))
+    if choice == "environment=none":  # nothing runs that could have limits
+        assert set(section) == fields_of(EnvironmentSizes) | {"name"}
+        return
+    own = fields_of(COMPONENTS[group].get(section.name))
     assert set(section) == own.union({"name"}, *map(fields_of, BESIDE.get(group, ())))
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS.names())
+@pytest.mark.parametrize("name", [n for n in ENVIRONMENTS.names() if f"environment={n}" not in ABSENT])
 def test_an_environment_is_complete_by_its_name_alone(name):
     """Its reward, its lengths and its warm start come along."""
     config = compose(f"environment={name}")
@@ -242,7 +245,7 @@ def test_conf_says_what_the_code_says():
     """
     purpose = {
         "data": {"max_prompt_length", "max_response_length", "warm_start_steps"},
-        "environment": {"max_prompt_length", "max_response_length", "warm_start_steps"},
+        "environment": {"max_prompt_length", "max_response_length", "warm_start_steps", "max_turns"},
         "model": {"architecture", "tokenizer", "lora", "lr", "sft_lr", "value_lr"},
         "algorithm": {"loss_scale_factor", "overlong_buffer"},
         "optimizer": {"schedule", "min_lr_ratio"},

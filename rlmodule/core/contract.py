@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlmodule.core.episodes import Completion, Done, GenerationRequest, Observation
+from rlmodule.core.episodes import Completion, Done, GenerationRequest, Message, Observation
 from rlmodule.core.evaluations import Evaluation
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metric, Metrics
@@ -577,11 +577,37 @@ class Environment(Protocol):
 
 
 @runtime_checkable
+class MultiTurnEnvironment(Environment, Protocol):
+    """An environment whose episodes can have several turns."""
+
+    @property
+    def observation_role(self) -> str:
+        """Role of the messages that it answers with, which the chat template must be able to append."""
+
+
+@runtime_checkable
+class TemplateEnvironment(Environment, Protocol):
+    """An environment that depends on the model's chat template, such as on how the model writes tool calls."""
+
+    def for_template(self, template: str) -> Environment:
+        """The same environment for models with this chat template; empty where a model has none."""
+
+
+@runtime_checkable
+class EnvironmentSource(Protocol):
+    """A choice of the menu that stands for an environment made elsewhere, such as a class of the user's."""
+
+    @property
+    def environment(self) -> Environment:
+        """The environment."""
+
+
+@runtime_checkable
 class DemonstratedEnvironment(Environment, Protocol):
     """An environment that shows responses: for warm starts, supervised training and preference pairs."""
 
-    def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
-        """(prompt, response) pairs; none of the prompts is a test prompt."""
+    def demonstrations(self, count: int, seed: int) -> Sequence[tuple[str, str | Sequence[Message]]]:
+        """(prompt, response) pairs; none of the prompts is a test prompt. A response of several turns is messages."""
 
     def preferences(self, count: int, seed: int) -> list[tuple[str, str, str]]:
         """(prompt, right response, wrong response) triples; none of the prompts is a test prompt."""

@@ -7,7 +7,7 @@ the episode. Leaves out who implements what (``contract.py``) and what becomes o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -73,6 +73,8 @@ class Completion:
         finish_reason: ``stop`` (ended by itself) or ``length`` (cut after ``max_tokens``; nothing is appended).
         version: iterations of training behind the weights that drew it; the oldest where weights changed in between.
         text: the tokens decoded, without special tokens.
+        raw_text: the same with them, for environments that read marks such as ``[TOOL_CALLS]``; engines leave it empty,
+            and whoever runs episodes of several turns fills it in.
     """
 
     sample_id: int
@@ -81,6 +83,7 @@ class Completion:
     finish_reason: str
     version: int
     text: str
+    raw_text: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,15 @@ class Observation:
 
     As the prompt of an episode it holds everything up to where the policy speaks. As the answer to a response it holds
     everything between that response and the next one.
+
+    Args:
+        messages, ids: what is shown.
+        reward: of the response that it answers, added to what the end of the episode gives; None counts as 0.
     """
 
     messages: Sequence[Message] | None = None
     ids: tuple[int, ...] | None = None
+    reward: float | None = None
 
     def __post_init__(self) -> None:
         assert (self.messages is None) != (self.ids is None), "an observation is messages or ids"
@@ -100,6 +108,12 @@ class Observation:
 
 @dataclass(frozen=True)
 class Done:
-    """The end of an episode, with the environment's own reward, or None where the run's reward function gives it."""
+    """The end of an episode.
+
+    Args:
+        reward: of the last response, or None where the run's reward function gives it.
+        diagnostics: numbers that are logged as means beside the reward, whoever gives that.
+    """
 
     reward: RewardResult | None = None
+    diagnostics: Mapping[str, float] = field(default_factory=dict)

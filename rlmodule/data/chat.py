@@ -168,7 +168,8 @@ class ChatFormat:
     def encode_observation(self, messages: Sequence[Message], after: int) -> tuple[int, ...]:
         """Token ids that follow an assistant turn, up to where the assistant speaks again; ``messages`` lie between.
 
-        Nothing that was sampled is encoded again: the ids are appended to those of the episode so far.
+        Nothing that was sampled is encoded again: the ids are appended to those of the episode so far. What they are is
+        found by comparing what the template writes of a conversation with what it writes of the longer one.
 
         Args:
             messages: what the environment says, of any role but the assistant's.
@@ -179,13 +180,45 @@ class ChatFormat:
         """
         if not self.template:
             raise ChatError("messages need a chat template, and data.apply_chat_template is false")
-        asked = self._render(_OPENING, asks_for_answer=True)
-        spoken = {"role": "assistant", "content": MARK}
-        whole = self._render([*_OPENING, spoken, *messages], asks_for_answer=True)
-        if not whole.startswith(asked + MARK):
-            raise ChatError("the chat template writes an assistant turn otherwise once another turn follows it")
-        [ids] = encode_behind(self.tokenizer, [whole.removeprefix(asked + MARK)])
+        try:
+            text = self._text_after({"role": "assistant", "content": MARK}, messages)
+        except ChatError:
+            if not any("tool_call_id" in message for message in messages):
+                raise
+            text = self._text_after_calls(messages)
+        [ids] = encode_behind(self.tokenizer, [text])
         return ids[1:] if ids[:1] == (after,) else ids
+
+    def _text_after(self, spoken: Message, messages: Sequence[Message]) -> str:
+        """What the template writes behind the mark in an assistant turn when ``messages`` follow it."""
+        asked = self._render(_OPENING, asks_for_answer=True)
+        before, found, behind = self._render([*_OPENING, spoken, *messages], asks_for_answer=True).rpartition(MARK)
+        if not found or not before.startswith(_EMPTY_THOUGHT.sub("", asked)):
+            raise ChatError("the chat template writes an assistant turn otherwise once another turn follows it")
+        return behind
+
+    def _text_after_calls(self, messages: Sequence[Message]) -> str:
+        """The same for templates that let results follow calls alone: the end of such a turn, and what follows."""
+        calls = [
+            {"id": message["tool_call_id"], "type": "function", "function": {"name": MARK, "arguments": {}}}
+            for message in messages
+            if "tool_call_id" in message
+        ]
+        end, last = self.end_of_turn(), ChatError("the chat template refuses tool calls")
+        for form in _forms([{"role": "assistant", "tool_calls": calls}]):
+            try:
+                _, token, behind = self._text_after(form[0], messages).partition(self._spelled(end))
+            except ChatError as error:
+                last = error
+                continue
+            if token:
+                return token + behind
+            last = ChatError("the chat template puts no token after an assistant turn")
+        raise last
+
+    def _spelled(self, token: int | None) -> str:
+        """A token as templates write it; what no text holds for None."""
+        return MARK if token is None else str(self.tokenizer.convert_ids_to_tokens(token))
 
     def end_of_turn(self) -> int | None:
         """The token with which the template ends an assistant turn that nothing follows; None where it puts none."""
@@ -253,6 +286,8 @@ class ChatFormat:
         return text
 
 
+# What a generation prompt ends with where thinking is off; turns that others follow are written without it.
+_EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")
 _NEEDS_TEMPLATE = "a list of turns needs a chat template, and data.apply_chat_template is false"
 _OWN_COLUMN = "; a system column, which makes turns of a text, is left out by data.system_key=null"
 

@@ -16,14 +16,14 @@ from rlmodule.core.types import Sample
 from rlmodule.data.chat import ChatError, ChatFormat, Segment, as_turns
 from rlmodule.data.config import DataConfig
 from rlmodule.data.given_responses import Encoded, ResponseRows, ResponseTable
-from rlmodule.data.messages import is_assistant, without_prompt
+from rlmodule.data.messages import Turns, is_assistant, without_prompt
 from rlmodule.data.prompts import tools_note
 from rlmodule.data.row import Row
 from rlmodule.data.rows import open_rows
 
 
 def environment_demonstrations(
-    pairs: Sequence[tuple[str, str]], name: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
+    pairs: Sequence[tuple[str, Turns]], name: str, config: DataConfig, tokenizer: PreTrainedTokenizerBase
 ) -> ResponseTable:
     """Samples of what an environment demonstrates, one of each row.
 

@@ -5,7 +5,7 @@ Leaves out rewards that a function gives (``rewards/``) and how episodes are run
 
 from __future__ import annotations
 
-from rlmodule.core.contract import Environment
+from rlmodule.core.contract import Environment, EnvironmentSource
 from rlmodule.core.registry import Registry
 
-ENVIRONMENTS: Registry[Environment] = Registry("environment", "rlmodule.environments")
+ENVIRONMENTS: Registry[Environment | EnvironmentSource] = Registry("environment", "rlmodule.environments")

@@ -1,25 +1,52 @@
 """Episodes over a rollout engine: prompts and observations from the environment, responses from the policy.
 
 Any number of turns, and episodes at different turns side by side. Token ids are kept as they were sampled and shown:
-nothing is decoded and encoded again. Leaves out what an environment answers (``environments/``), how a response is
-drawn (``rollout/``) and rewards by a function of the run (``sources.py``).
+nothing is decoded and encoded again. An episode in which the environment fails is unscored: it leaves the statistics
+and the loss, and costs no other. Leaves out what an environment answers (``environments/``), how a response is drawn
+(``rollout/``) and rewards by a function of the run (``sources.py``).
 """
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from rlmodule.core.config import at_least, more_than
 from rlmodule.core.contract import Episode, RolloutEngine
-from rlmodule.core.episodes import LENGTH, Completion, Done, Drawing, GenerationRequest, Message, Observation
-from rlmodule.core.errors import DataError
+from rlmodule.core.episodes import LENGTH, STOP, Completion, Done, Drawing, GenerationRequest, Message, Observation
+from rlmodule.core.errors import DataError, RLModuleError
 from rlmodule.core.types import Prompt, RewardResult, Sample
 from rlmodule.data.chat import ChatError, ChatFormat
+from rlmodule.experience.replies import Failure, Replies
+
+
+@dataclass(frozen=True)
+class EpisodesConfig:
+    """How episodes run; the keys stand in the ``environment`` section beside the environment's own."""
+
+    max_turns: int = 16  # responses of an episode at most; rollout.max_response_length limits the tokens of all of them
+    max_turn_length: int | None = None  # tokens of one response at most; null: what the episode has left
+    reply_seconds: float = 60.0  # that the environment may take for one reply, else its episode has failed
+    num_workers: int = 0  # episodes that the environment works on at a time, on each rank; 0: one, without a time limit
+
+    def __post_init__(self) -> None:
+        at_least("max_turns", self.max_turns, 1)
+        if self.max_turn_length is not None:
+            at_least("max_turn_length", self.max_turn_length, 1)
+        more_than("reply_seconds", self.reply_seconds, 0)
+        at_least("num_workers", self.num_workers, 0)
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether an episode can have several responses."""
+        return self.max_turns > 1
 
 
 @dataclass(frozen=True)
@@ -47,10 +74,37 @@ class FinishedEpisode:
     Args:
         sample: the prompt, and everything after it as the response.
         reward: the environment's, or None where the run's reward function gives it.
+        turn_rewards: of the responses that were answered, where the environment gave any.
+        answer: the last response as text, which is what a reward function scores.
+        num_turns: responses in it.
+        has_turns: whether episodes of its environment can have several.
+        diagnostics: what the environment has to log beside the reward.
     """
 
     sample: Sample
     reward: RewardResult | None
+    turn_rewards: tuple[float, ...] = ()
+    answer: str = ""
+    num_turns: int = 1
+    has_turns: bool = False
+    diagnostics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def to_score(self) -> Sample:
+        """What a reward function is given: the sample with its last response as text."""
+        return replace(self.sample, text=self.answer) if self.has_turns else self.sample
+
+    def scored(self, last: RewardResult) -> RewardResult:
+        """The reward of the episode: those of its turns and the last one added up, each logged as ``turn_<number>``."""
+        if not self.has_turns and not self.diagnostics:
+            return last
+        numbers, value = {**self.diagnostics, "turns": float(self.num_turns)}, last.value
+        if self.turn_rewards and value is not None:
+            given = [*self.turn_rewards, *[0.0] * (self.num_turns - len(self.turn_rewards))]
+            given[-1] += value
+            numbers |= {f"turn_{number}": of_turn for number, of_turn in enumerate(given, start=1)}
+            value = sum(given)
+        return replace(last, value=value, diagnostics={**last.diagnostics, **numbers})
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +116,14 @@ class EpisodeRunner:
         chat: turns messages of the environment into tokens.
         max_prompt_length: tokens of a prompt at most.
         max_response_length: tokens of a sample after its prompt at most, observations included.
+        config: further limits.
     """
 
     start: Callable[[Prompt], Episode]
     chat: ChatFormat
     max_prompt_length: int
     max_response_length: int
+    config: EpisodesConfig = field(default_factory=EpisodesConfig)
 
     def run(self, engine: RolloutEngine, requests: Sequence[EpisodeRequest]) -> list[FinishedEpisode]:
         """Run episodes to their ends, in one call of the engine; returns them in the order of ``requests``.
@@ -85,13 +141,13 @@ class EpisodeRunner:
         Raises:
             DataError: as ``run``.
         """
-        batch = EpisodeBatch(self, requests, engine.version)
-        with closing(engine.generate(batch.requests())) as completions:
-            for completion in completions:
-                finished = batch.receive(completion)
-                if finished is not None:
-                    yield finished
-        batch.check_all_ended()
+        with closing(EpisodeBatch(self, iter(requests), engine.version)) as batch:
+            with closing(engine.generate(batch.requests())) as completions:
+                for completion in completions:
+                    batch.receive(completion)
+                    yield from batch.ended()
+            yield from batch.ended()
+            batch.check_all_ended()
 
 
 @dataclass(eq=False)
@@ -105,35 +161,72 @@ class EpisodeBatch:
     """
 
     runner: EpisodeRunner
-    to_run: Iterable[EpisodeRequest]
+    to_run: Iterator[EpisodeRequest]
     version: int
     _running: dict[int, RunningEpisode] = field(default_factory=dict, init=False)  # by sample id
     _next_turns: deque[GenerationRequest] = field(default_factory=deque, init=False)
+    _finished: deque[FinishedEpisode] = field(default_factory=deque, init=False)
+
+    def __post_init__(self) -> None:
+        config = self.runner.config
+        self._replies: Replies[RunningEpisode] = Replies(config.num_workers, config.reply_seconds)
 
     def requests(self) -> Iterator[GenerationRequest | None]:
-        """What an engine reads: next turns before new episodes, None while all episodes wait for a response."""
-        for request in self.to_run:
-            while self._next_turns:
-                yield self._next_turns.popleft()
-            assert request.sample_id not in self._running, f"two episodes have the sample id {request.sample_id}"
-            self._running[request.sample_id] = RunningEpisode.begin(request, self.runner)
-            yield self._running[request.sample_id].next_turn(self.version)
-        while self._running:
-            yield self._next_turns.popleft() if self._next_turns else None
+        """What an engine reads: next turns before new episodes, None while all episodes wait for a response.
 
-    def receive(self, completion: Completion) -> FinishedEpisode | None:
-        """Hand a response to its episode, which ends, and is returned, or has another turn."""
+        Replies are waited for in the order in which they were asked for, so which requests come together does not
+        depend on how long any of them takes.
+        """
+        while True:
+            while len(self._replies) + len(self._next_turns) <= self.runner.config.num_workers:
+                if (request := next(self.to_run, None)) is None:
+                    break
+                self._begin(request)
+            while self._replies and not self._next_turns:
+                self._take()
+            if self._next_turns:
+                yield self._next_turns.popleft()
+            elif self._running:
+                yield None
+            else:
+                return
+
+    def receive(self, completion: Completion) -> None:
+        """Hand a response to its episode, which ends or has another turn once the environment has replied."""
         episode = self._running[completion.sample_id]
-        finished = episode.receive(completion)
-        if finished is None:
-            self._next_turns.append(episode.next_turn(self.version))
-        else:
-            del self._running[completion.sample_id]
-        return finished
+        self._replies.ask(episode, episode.answered(completion))
+        if not self._replies.num_workers:
+            self._take()
+
+    def ended(self) -> Iterator[FinishedEpisode]:
+        """Episodes that have ended since the last call."""
+        while self._finished:
+            yield self._finished.popleft()
 
     def check_all_ended(self) -> None:
         """The engine has answered every request."""
         assert not self._running, f"the engine left {len(self._running)} requests without a response"
+
+    def close(self) -> None:
+        """Wait for no reply any more."""
+        self._replies.close()
+
+    def _begin(self, request: EpisodeRequest) -> None:
+        assert request.sample_id not in self._running, f"two episodes have the sample id {request.sample_id}"
+        episode = self._running[request.sample_id] = RunningEpisode(request, self.runner, self.version, request.row)
+        self._replies.ask(episode, episode.begun)
+        if not self._replies.num_workers:
+            self._take()
+
+    def _take(self) -> None:
+        """See what follows the oldest reply: a turn, or the end of its episode."""
+        episode, reply = self._replies.take()
+        finished = episode.take(reply)
+        if finished is None:
+            self._next_turns.append(episode.next_turn())
+        else:
+            del self._running[episode.request.sample_id]
+            self._finished.append(finished)
 
 
 @dataclass(eq=False)
@@ -143,84 +236,132 @@ class RunningEpisode:
     Args:
         request: what was asked for.
         runner: has limits and chat format.
-        episode: the environment's side.
+        version: of the engine's weights.
         prompt: the row, with the prompt that the episode opened with.
         ids, logprobs, masks: token ids [R] int64, log-probabilities [R] float32 and loss mask [R] bool of each response
             and each observation so far.
-        versions: of the weights that drew each response.
+        completions: the responses so far.
+        turn_rewards: of those that were answered; None where the environment gave none.
     """
 
     request: EpisodeRequest
     runner: EpisodeRunner
-    episode: Episode
+    version: int
     prompt: Prompt
     ids: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
     masks: list[Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
+    turn_rewards: list[float | None] = field(default_factory=list)
+    _episode: Episode | None = field(default=None, init=False)
 
-    @classmethod
-    def begin(cls, request: EpisodeRequest, runner: EpisodeRunner) -> RunningEpisode:
-        """Start an episode and read its prompt.
+    # ---- what is asked of the environment, perhaps in another thread: nothing but the environment is touched
 
-        Raises:
-            DataError: the prompt cannot be put into tokens, or is too long.
-        """
-        begun = cls(request, runner, runner.start(request.row), request.row)
-        ids = begun._ids_of(begun.episode.prompt, lambda messages: runner.chat.encode_prompts([messages])[0])
-        if len(ids) > runner.max_prompt_length:
-            because = f"its prompt has {len(ids)} tokens, data.max_prompt_length is {runner.max_prompt_length}"
-            raise begun._error(because, f"Use data.max_prompt_length={len(ids)}")
-        begun.prompt = replace(request.row, ids=ids)
-        return begun
+    def begun(self) -> Observation:
+        """Start the episode; its prompt."""
+        self._episode = self.runner.start(self.request.row)
+        return self._episode.prompt
+
+    def answered(self, completion: Completion) -> Callable[[], Observation | Done]:
+        """Take a response; the call that asks the environment what follows."""
+        self._append(completion.token_ids, completion.logprobs, is_sampled=True)
+        self.completions.append(completion)
+        assert self._episode is not None, "an episode begins before its first response"
+        return partial(self._episode.reply, self._with_raw_text(completion))
+
+    # ---- what follows
 
     @property
     def length(self) -> int:
         """Tokens after the prompt so far."""
         return sum(map(len, self.ids))
 
-    def next_turn(self, version: int) -> GenerationRequest:
-        """What the engine is asked for now; ``version`` of its weights."""
-        request = self.request
+    def take(self, reply: object) -> FinishedEpisode | None:
+        """Go on with what the environment gave; the finished episode where that was the end.
+
+        Raises:
+            DataError: what it shows cannot be put into tokens, or the prompt is too long.
+        """
+        if isinstance(reply, Failure):
+            return self._failed(reply)
+        if isinstance(reply, Done) and self.completions:
+            return self._ended(self.completions[-1].finish_reason, reply)
+        if not isinstance(reply, Observation):
+            return self._failed(Failure(f"the environment gave {reply!r:.200}; an Observation or Done was due"))
+        if self.completions:
+            return self._show(reply)
+        self._open(reply)
+        return None
+
+    def next_turn(self) -> GenerationRequest:
+        """What the engine is asked for now."""
+        request, left = self.request, self.runner.max_response_length - self.length
         return GenerationRequest(
             prompt_ids=(*self.prompt.ids, *(token for ids in self.ids for token in ids.tolist())),
             sample_id=request.sample_id,
             group_id=request.group_id,
-            max_tokens=self.runner.max_response_length - self.length,
+            max_tokens=min(left, self.runner.config.max_turn_length or left),
             seed=request.seed,
             first_position=self.length,
             greedy=request.greedy,
-            version=version,
+            version=self.version,
             drawing=request.drawing,
         )
 
-    def receive(self, completion: Completion) -> FinishedEpisode | None:
-        """Take a response; the finished episode if it was the last one.
+    def _open(self, shown: Observation) -> None:
+        """Begin with this prompt."""
+        runner = self.runner
+        ids = self._ids_of(shown, lambda messages: runner.chat.encode_prompts([messages])[0])
+        if len(ids) > runner.max_prompt_length:
+            because = f"its prompt has {len(ids)} tokens, data.max_prompt_length is {runner.max_prompt_length}"
+            raise self._error(because, f"Use data.max_prompt_length={len(ids)}")
+        self.prompt = replace(self.request.row, ids=ids)
 
-        Raises:
-            DataError: the environment's observation cannot be put into tokens.
-        """
-        self._append(completion.token_ids, completion.logprobs, is_sampled=True)
-        self.versions.append(completion.version)
-        reply = self.episode.reply(completion)
-        if isinstance(reply, Done):
-            return self._finish(completion, completion.finish_reason, reply)
-        if completion.finish_reason == LENGTH:
-            return self._finish(completion, LENGTH, self.episode.cut())
-        chat, last = self.runner.chat, int(completion.token_ids[-1])
-        ids = self._ids_of(reply, lambda messages: chat.encode_observation(messages, after=last))
+    def _show(self, reply: Observation) -> FinishedEpisode | None:
+        """Append what follows a response, unless there is no room for another one."""
+        self.turn_rewards.append(reply.reward)
+        last = self.completions[-1]
+        if last.finish_reason == LENGTH or len(self.completions) == self.runner.config.max_turns:
+            return self._cut()
+        chat, token = self.runner.chat, int(last.token_ids[-1])
+        ids = self._ids_of(reply, lambda messages: chat.encode_observation(messages, after=token))
         if self.length + len(ids) >= self.runner.max_response_length:  # no room for another response
-            return self._finish(completion, LENGTH, self.episode.cut())
+            return self._cut()
         self._append(torch.tensor(ids, dtype=torch.int64), torch.zeros(len(ids)), is_sampled=False)
         return None
+
+    def _cut(self) -> FinishedEpisode:
+        """The end where a limit is reached."""
+        assert self._episode is not None, "only an episode that runs can be cut"
+        try:
+            end = self._episode.cut()
+        except RLModuleError:
+            raise
+        except Exception as error:
+            return self._failed(Failure("".join(traceback.format_exception(error))))
+        return self._ended(LENGTH, end)
 
     def _append(self, ids: Tensor, logprobs: Tensor, *, is_sampled: bool) -> None:
         self.ids.append(ids)
         self.logprobs.append(logprobs)
         self.masks.append(torch.full(ids.shape, is_sampled))
 
-    def _finish(self, last: Completion, finish_reason: str, end: Done) -> FinishedEpisode:
+    def _failed(self, failure: Failure) -> FinishedEpisode:
+        """The end of an episode in which the environment failed: a sample that nothing is learned from."""
+        if self._episode is not None and not failure.timed_out:
+            with suppress(Exception):
+                self._episode.cut()  # what it holds may go
+        if not self.ids:  # a sample has a token
+            end = self.runner.chat.end_tokens()[0]
+            self._append(torch.tensor([end]), torch.zeros(1), is_sampled=False)
+        self.turn_rewards.clear()
+        counts = {"failed": 1.0, "timed_out": float(failure.timed_out)}
+        text = f"{self._location}, turn {len(self.completions)}:\n{failure.text}"
+        return self._ended(STOP, Done(RewardResult(None, counts=counts, failure=text)))
+
+    def _ended(self, finish_reason: str, end: Done) -> FinishedEpisode:
         ids, decode = torch.cat(self.ids), self.runner.chat.tokenizer.decode
+        answer = self.completions[-1].text if self.completions else ""
         sample = Sample(
             sample_id=self.request.sample_id,
             group_id=self.request.group_id,
@@ -229,10 +370,24 @@ class RunningEpisode:
             loss_mask=torch.cat(self.masks),
             rollout_logprob=torch.cat(self.logprobs),
             finish_reason=finish_reason,
-            text=last.text if len(self.ids) == 1 else str(decode(ids, skip_special_tokens=True)),
-            version=min(self.versions),
+            text=answer if len(self.ids) == 1 else str(decode(ids, skip_special_tokens=True)),
+            version=min((completion.version for completion in self.completions), default=self.version),
         )
-        return FinishedEpisode(sample, end.reward)
+        given = [value or 0.0 for value in self.turn_rewards]
+        return FinishedEpisode(
+            sample,
+            end.reward,
+            tuple(given) if any(value is not None for value in self.turn_rewards) else (),
+            answer,
+            len(self.completions),
+            self.runner.config.has_turns,
+            end.diagnostics,
+        )
+
+    def _with_raw_text(self, completion: Completion) -> Completion:
+        if not self.runner.config.has_turns:
+            return completion
+        return replace(completion, raw_text=str(self.runner.chat.tokenizer.decode(completion.token_ids)))
 
     def _ids_of(self, shown: Observation, encode: Callable[[Sequence[Message]], tuple[int, ...]]) -> tuple[int, ...]:
         """The observation's own token ids, or those that ``encode`` makes of its messages."""
@@ -244,7 +399,10 @@ class RunningEpisode:
         except ChatError as error:
             raise self._error(str(error), "Change what the environment says, or use another model") from error
 
-    def _error(self, because: str, fix: str) -> DataError:
+    @property
+    def _location(self) -> str:
         row = self.request.row
-        location = f"episode of row {row.row + 1} of {row.source or 'the data'}"
-        return DataError(location=location, because=because, fix=fix)
+        return f"episode of row {row.row + 1} of {row.source or 'the data'}"
+
+    def _error(self, because: str, fix: str) -> DataError:
+        return DataError(location=self._location, because=because, fix=fix)

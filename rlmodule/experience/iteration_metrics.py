@@ -93,8 +93,11 @@ def reward_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
 
 
 def length_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
-    """``response_length/*`` and ``prompt_length/*`` in tokens per sample; ``clip_ratio`` is the share that was cut."""
-    counted = without_padding(sample_info)
+    """``response_length/*`` and ``prompt_length/*`` in tokens per sample; ``clip_ratio`` is the share that was cut.
+
+    A sample that failed has no say in it: how far it got depends on when it failed.
+    """
+    counted = [f for f in without_padding(sample_info) if f.failure is None]
     return {
         **min_mean_max("response_length", [float(f.meta.response_len) for f in counted]),
         "response_length/clip_ratio": mean([float(f.truncated) for f in counted]),

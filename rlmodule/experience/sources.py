@@ -109,11 +109,11 @@ class RolloutSource:
 
 def with_rewards(episodes: Sequence[FinishedEpisode], reward: Reward) -> list[ScoredSample]:
     """The samples in order, each with its episode's reward; those without one are given to ``reward``, all at once."""
-    unscored = [episode.sample for episode in episodes if episode.reward is None]
+    unscored = [episode.to_score for episode in episodes if episode.reward is None]
     rewards = reward(unscored) if unscored else []
     assert len(rewards) == len(unscored), f"{len(rewards)} rewards for {len(unscored)} samples"
     given = iter(rewards)
-    return [ScoredSample(e.sample, next(given) if e.reward is None else e.reward) for e in episodes]
+    return [ScoredSample(e.sample, e.scored(next(given) if e.reward is None else e.reward)) for e in episodes]
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """1 for a response whose program passes every test of its row, else 0.
 
 The program runs in a process of its own with limits on time, memory and output, in an empty folder and environment, and
-where the machine allows it without network, other files and many processes: ``parts/code_isolation.py`` says what is
+where the machine allows it without network, other files and many processes: ``core/sandbox/isolation.py`` says what is
 held apart and what is not. The last block of Python counts. Leaves out other languages.
 """
 
@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 from rlmodule.core.config import at_least, more_than
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.sandbox.pool import Outcome, Pool, child_file
 from rlmodule.core.types import Prompt, RewardResult, Sample
 from rlmodule.rewards import REWARDS
 from rlmodule.rewards.parts.code_tests import Test, code_of, read_tests
-from rlmodule.rewards.parts.sandbox import Outcome, Pool, child_file
 
 START_MARGIN = 30.0  # seconds beside those of the tests: to find out what can be isolated, to clean up
 
@@ -90,7 +90,7 @@ class Code:
     @cached_property
     def isolated(self) -> dict[str, bool]:
         """What this machine lets be held apart: ``network``, ``processes``, ``user``."""
-        [outcome] = Pool(f"{child_file('code_runner')}:isolated", 1, START_MARGIN * 4).map(
+        [outcome] = Pool(f"{child_file('rlmodule.rewards.parts.code_runner')}:isolated", 1, START_MARGIN * 4).map(
             [{"limits": self._limits["limits"]}]
         )
         assert outcome.fault is None, outcome.fault
@@ -127,4 +127,8 @@ class Code:
 
     @cached_property
     def _pool(self) -> Pool:
-        return Pool(f"{child_file('code_runner')}:run_tests", self.num_workers, self.timeout_seconds + START_MARGIN)
+        return Pool(
+            f"{child_file('rlmodule.rewards.parts.code_runner')}:run_tests",
+            self.num_workers,
+            self.timeout_seconds + START_MARGIN,
+        )

@@ -17,9 +17,9 @@ from typing import Any, ClassVar
 
 from rlmodule.core.config import at_least, more_than, one_of
 from rlmodule.core.errors import ConfigError, TrainingError
+from rlmodule.core.sandbox.pool import LoadError, LoadTimeoutError, Outcome, Pool
 from rlmodule.core.types import Prompt, RewardResult, Sample
 from rlmodule.rewards import REWARDS
-from rlmodule.rewards.parts.sandbox import LoadError, LoadTimeoutError, Outcome, Pool
 
 
 def call_rlmodule(sample: Sample) -> dict[str, Any]:

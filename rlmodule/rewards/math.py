@@ -17,10 +17,10 @@ from typing import Any, ClassVar
 
 from rlmodule.core.config import at_least, more_than
 from rlmodule.core.errors import DependencyError
+from rlmodule.core.sandbox.pool import Outcome, Pool, child_file
 from rlmodule.core.types import RewardResult, Sample
 from rlmodule.rewards import REWARDS
 from rlmodule.rewards.parts.answers import final_answer, last_boxed, plain, possible_answers, right_answers, true_answer
-from rlmodule.rewards.parts.sandbox import Outcome, Pool, child_file
 
 # Answers of which math-verify need not be asked whether it can read them: most of a file's rows.
 SURE = re.compile(
@@ -93,7 +93,7 @@ class Math:
 
     @cached_property
     def _pool(self) -> Pool:
-        return Pool(f"{child_file('math_grader')}:grade", self.num_workers, self.timeout_seconds)
+        return Pool(f"{child_file('rlmodule.rewards.parts.math_grader')}:grade", self.num_workers, self.timeout_seconds)
 
 
 def _result(outcome: Outcome) -> RewardResult:

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 
 from rlmodule.core.config import at_least, more_than
 from rlmodule.core.errors import DependencyError, did_you_mean
+from rlmodule.core.sandbox.pool import START_SECONDS, Outcome, Pool, child_file
 from rlmodule.core.types import RewardResult, Sample
 from rlmodule.rewards import REWARDS
 from rlmodule.rewards.parts.answers import tagged
-from rlmodule.rewards.parts.sandbox import START_SECONDS, Outcome, Pool, child_file
 
 
 @REWARDS.register
@@ -103,4 +103,9 @@ class ReasoningGym:
 
     @cached_property
     def _pool(self) -> Pool:
-        return Pool(f"{child_file('gym_scorer')}:score", self.num_workers, self.timeout_seconds, START_SECONDS)
+        return Pool(
+            f"{child_file('rlmodule.rewards.parts.gym_scorer')}:score",
+            self.num_workers,
+            self.timeout_seconds,
+            START_SECONDS,
+        )

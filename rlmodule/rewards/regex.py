@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from rlmodule.core.config import at_least, more_than, one_of
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.sandbox.pool import Outcome, Pool, child_file
 from rlmodule.core.types import RewardResult, Sample
 from rlmodule.rewards import REWARDS
-from rlmodule.rewards.parts.sandbox import Outcome, Pool, child_file
 
 PLACES = {"anywhere": "search", "start": "match", "whole": "fullmatch"}
 
@@ -67,4 +67,6 @@ class Regex:
 
     @cached_property
     def _pool(self) -> Pool:
-        return Pool(f"{child_file('regex_search')}:is_found", self.num_workers, self.timeout_seconds)
+        return Pool(
+            f"{child_file('rlmodule.rewards.parts.regex_search')}:is_found", self.num_workers, self.timeout_seconds
+        )

@@ -19,7 +19,7 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.core.config import at_least, at_most, convert, convert_parts
-from rlmodule.core.contract import Advantage, Environment, Loss, Reward
+from rlmodule.core.contract import Advantage, Environment, EnvironmentSource, Loss, Reward
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.registry import Registry, name_of
 from rlmodule.core.renamed import instead_of
@@ -27,6 +27,7 @@ from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.data.config import DataConfig
 from rlmodule.environments import ENVIRONMENTS
 from rlmodule.evaluation.config import ValConfig
+from rlmodule.experience.episodes import EpisodesConfig
 from rlmodule.experience.replay import ReplayConfig
 from rlmodule.loggers import LOGGERS, LoggerConfig
 from rlmodule.losses import LOSSES
@@ -120,6 +121,7 @@ class RunConfig:
     general: GeneralConfig = field(default_factory=GeneralConfig)
     data: DataConfig = field(default_factory=DataConfig)
     environment: Environment | None = None  # None: rows come from files
+    episodes: EpisodesConfig = field(default_factory=EpisodesConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: EngineConfig = field(default_factory=HFRolloutConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
@@ -148,7 +150,7 @@ class RunConfig:
             ConfigError: names the full key of the first thing that is wrong.
         """
         _check_sections(node)
-        environment = _environment(node.environment)  # first, since the data section reads it
+        environment, episodes = _environment(node.environment)  # first, since the data section reads it
         data = convert(DataConfig, node.data, "data")
         algorithm = convert(AlgorithmConfig, node.algorithm, "algorithm")
         model = convert(ModelConfig, node.model, "model")
@@ -177,6 +179,7 @@ class RunConfig:
                 optimizer=component(OPTIMIZERS, node.critic.optimizer, "critic.optimizer"),
             ),
             environment=environment,
+            episodes=episodes,
             advantage=component(ADVANTAGES, node.advantage) if has_advantage else None,
             # A reward model responds to no prompt.
             reward=None if imitates or model.is_reward_model else reward_of(node.reward),
@@ -386,13 +389,14 @@ def _rollout_section(node: DictConfig) -> tuple[SamplingConfig, ReplayConfig, En
     return sampling, replay, engine
 
 
-def _environment(node: DictConfig) -> Environment | None:
-    """The environment, without the sizes beside its own keys, which the ``data`` section has read."""
+def _environment(node: DictConfig) -> tuple[Environment | None, EpisodesConfig]:
+    """The environment and its limits, without the sizes beside them, which the ``data`` section has read."""
     if node.get("name") == NO_ENVIRONMENT:
         convert(EnvironmentSizes, node, "environment", ignore=("name",))
-        return None
-    made, _ = convert_parts((ENVIRONMENTS.chosen(node), EnvironmentSizes), node, "environment", ignore=("name",))
-    return made  # type: ignore[no-any-return]
+        return None, EpisodesConfig()
+    classes = (ENVIRONMENTS.chosen(node), EpisodesConfig, EnvironmentSizes)
+    made, episodes, _ = convert_parts(classes, node, "environment", ignore=("name",))
+    return made.environment if isinstance(made, EnvironmentSource) else made, episodes
 
 
 def components(registry: Registry[Any], node: DictConfig | None, key: str) -> dict[str, Any]:
@@ -412,7 +416,7 @@ def _check_sections(node: DictConfig) -> None:
                 because="a run cannot do without this section",
                 fix=f"Choose one with {name}=NAME; --help lists the names",
             )
-    beside = ("general", "backend", "loggers", "num_rows", "fits_budget")
+    beside = ("general", "backend", "loggers", "num_rows", "fits_budget", "episodes")
     known = {f for f in RunConfig.__dataclass_fields__ if f not in beside}
     known |= {"strategy", "logger", "command", *GeneralConfig.__dataclass_fields__}
     for key in map(str, node):

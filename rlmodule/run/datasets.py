@@ -15,7 +15,7 @@ from functools import cached_property
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlmodule.algorithm.config import ROLLOUTS
-from rlmodule.core.contract import DemonstratedEnvironment, RolloutEngine
+from rlmodule.core.contract import DemonstratedEnvironment, Environment, RolloutEngine, TemplateEnvironment
 from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, Sample
 from rlmodule.data.end_tokens import EndTokens, find_end_tokens
@@ -25,11 +25,12 @@ from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.rollouts import RolloutTable, load_rollouts
 from rlmodule.data.tables import MemoryTable
 from rlmodule.environments.parts.single_turn import SingleTurnEpisode
-from rlmodule.experience.episodes import EpisodeRunner
+from rlmodule.experience.episodes import EpisodeRunner, EpisodesConfig
 from rlmodule.experience.sources import RolloutSource, RowSampler, Source, StoredSource
 from rlmodule.models.description import generation_end_tokens
 from rlmodule.run.config import RunConfig
 from rlmodule.run.preflight.stored_rollouts import check_rollouts
+from rlmodule.run.preflight.turns import check_turns
 
 
 @dataclass(eq=False)
@@ -76,13 +77,22 @@ class TrainingDataset(ABC):
     @cached_property
     def episodes(self) -> EpisodeRunner:
         """Runs episodes of the environment; rows of files are episodes of one turn."""
-        data, environment = self.config.data, self.config.environment
+        data, environment = self.config.data, self.environment
         return EpisodeRunner(
             SingleTurnEpisode if environment is None else environment.start,
             data.chat_format(self.tokenizer),
             data.max_prompt_length,
             self.config.sampling.max_response_length,
+            EpisodesConfig(max_turns=1) if environment is None else self.config.episodes,
         )
+
+    @cached_property
+    def environment(self) -> Environment | None:
+        """The environment as it is for this model's chat template; None where rows come from files."""
+        environment = self.config.environment
+        if not isinstance(environment, TemplateEnvironment):
+            return environment
+        return environment.for_template(str(self.tokenizer.chat_template or ""))
 
     @cached_property
     def val_prompts(self) -> Mapping[str, PromptTable]:
@@ -174,7 +184,7 @@ class TrainingDataset(ABC):
         Raises:
             RLModuleError: a row cannot be used.
         """
-        environment, table = self.config.environment, None
+        environment, table = self.environment, None
         if environment is not None:
             table = MemoryTable(f"environment {self.config.environment_name} ({split})", environment.rows(split))
         return load_prompts(self.config.data, self.tokenizer, split, table)
@@ -193,7 +203,7 @@ class TrainingDataset(ABC):
     @property
     def _demonstrated(self) -> DemonstratedEnvironment:
         """The environment, which shows responses, as ``preflight/rows.py`` has checked."""
-        environment = self.config.environment
+        environment = self.environment
         assert isinstance(environment, DemonstratedEnvironment), "checked before a run"
         return environment
 
@@ -234,6 +244,7 @@ class Prompts(TrainingDataset):
 
     def check(self, layout: Layout) -> None:
         """Read every prompt, and find what ends responses; their lengths follow from the configuration."""
+        check_turns(self.config, self.tokenizer, self.hf_config)
         self.check_prompts(self.table)
         _ = self.end_tokens, self.order
 

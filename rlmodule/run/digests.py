@@ -6,6 +6,7 @@ Settings such as learning rates may change; what is trained on and judged by may
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
@@ -133,6 +134,8 @@ def _of_component(component: Any) -> str:
     assert is_dataclass(component) and not isinstance(component, type), "components are dataclasses"
     fields = asdict(component)
     code = [Path(path.partition(":")[0]) for path in _paths(fields)]
+    if not type(component).__module__.startswith("rlmodule."):
+        code.append(Path(inspect.getsourcefile(type(component)) or ""))
     name = f"{type(component).__module__}.{type(component).__qualname__}"
     text = json.dumps([name, fields], sort_keys=True, default=str)
     return _digest(text, *(_contents(str(path)) for path in code if path.is_file()))

@@ -86,7 +86,8 @@ def unread(config: RunConfig, run_steps: int) -> list[str]:
         config: of the run.
         run_steps: optimizer steps of the whole run.
     """
-    return [*_switched_off(config), *_divisor(config), *_warmup(config, run_steps), *_best(config)]
+    rules = (_switched_off(config), _divisor(config), _warmup(config, run_steps), _best(config), _replies(config))
+    return [found for rule in rules for found in rule]
 
 
 def _switched_off(config: RunConfig) -> Iterator[str]:
@@ -138,3 +139,9 @@ def _best(config: RunConfig) -> Iterator[str]:
     save = config.callbacks.get("checkpoint")
     if save is not None and save.best_metric is None and save.best_mode != _default(save, "best_mode"):
         yield f"callbacks.checkpoint.best_mode={save.best_mode} is read only with callbacks.checkpoint.best_metric"
+
+
+def _replies(config: RunConfig) -> Iterator[str]:
+    episodes = config.episodes
+    if not episodes.num_workers and episodes.reply_seconds != _default(episodes, "reply_seconds"):
+        yield f"environment.reply_seconds={episodes.reply_seconds:g} is read only with environment.num_workers above 0"

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.data.chat import ChatError, ChatFormat, Segment, check_messages, join, prompt_text
-from rlmodule.models.byte_tokenizer import byte_tokenizer
+from rlmodule.models.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 CHAT = ChatFormat(TOKENIZER)
@@ -33,8 +33,8 @@ def with_template(template):
     return tokenizer
 
 
-def turn(role, content):
-    return {"role": role, "content": content}
+def turn(role, content, **more):
+    return {"role": role, "content": content, **more}
 
 
 def text_of(segments):
@@ -207,3 +207,53 @@ def test_a_template_that_rewrites_an_earlier_turn_is_refused():
         chat.encode_observation([turn("user", "x")], after=END)
     with pytest.raises(ChatError, match="need a chat template"):
         ChatFormat(TOKENIZER, template=False).encode_observation([turn("user", "x")], after=END)
+
+
+# Results follow calls alone, in as many messages; ids have nine characters; another header than other turns (Mistral).
+AFTER_CALLS = """
+{%- set state = namespace(calls=[]) -%}
+{%- for m in messages -%}
+{%- if m.role == 'user' -%}{{- '[INST]' + m.content + '[/INST]' -}}
+{%- elif m.tool_calls -%}
+{%- set state.calls = m.tool_calls -%}
+{{- '[TOOL_CALLS][' -}}
+{%- for c in m.tool_calls -%}
+{%- if c.id | length != 9 -%}{{- raise_exception('an id has nine characters') -}}{%- endif -%}
+{{- {'name': c.function.name, 'arguments': c.function.arguments, 'id': c.id} | tojson -}}
+{{- ', ' if not loop.last else ']<|e|>' -}}
+{%- endfor -%}
+{%- elif m.role == 'assistant' -%}{%- set state.calls = [] -%}{{- m.content + '<|e|>' -}}
+{%- elif m.role == 'tool' -%}
+{%- if not state.calls -%}{{- raise_exception('nothing was called') -}}{%- endif -%}
+{{- '[TOOL_RESULTS]' + {'content': m.content, 'call_id': m.tool_call_id} | tojson + '[/TOOL_RESULTS]' -}}
+{%- endif -%}
+{%- endfor -%}
+"""
+
+
+def result(number, content):
+    return turn("tool", content, tool_call_id=f"call{number:05d}", name="f")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_results_are_appended_where_the_template_lets_them_follow_calls_alone(count):
+    """As the template writes them behind the calls that they belong to."""
+    chat = ChatFormat(with_template(AFTER_CALLS))
+    shown = [result(number, f"r{number}") for number in range(count)]
+    text = chat.tokenizer.decode(chat.encode_observation(shown, after=END))
+    assert text == "".join(
+        f'[TOOL_RESULTS]{{"content": "r{number}", "call_id": "call{number:05d}"}}[/TOOL_RESULTS]'
+        for number in range(count)
+    )
+    assert chat.encode_observation(shown, after=ord("a"))[0] == END
+    with pytest.raises(ChatError, match="nothing was called"):
+        chat.encode_observation([turn("tool", "x")], after=END)
+
+
+def test_an_empty_thought_of_the_generation_prompt_alone_is_no_rewriting():
+    """Thinking is off: the prompt opens and closes a thought, which no earlier turn is written with (Qwen3)."""
+    prompt = "{%- if add_generation_prompt -%}{{- '<|a|>"
+    template = CHAT_TEMPLATE.replace(prompt, prompt + "<think>\\n\\n</think>\\n\\n")
+    chat = ChatFormat(with_template(template))
+    text = chat.tokenizer.decode(chat.encode_observation([turn("user", "x")], after=END))
+    assert text == "<|u|>x<|a|><think>\n\n</think>\n\n"

@@ -4,6 +4,7 @@ neither the ranks nor the size of a batch have a say.
 The environment is defined here: it asks for a second try, and then gives a reward of its own.
 """
 
+import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,7 +21,10 @@ from rlmodule.data.end_tokens import EndTokens
 from rlmodule.data.stream import PromptStream
 from rlmodule.environments.parts.single_turn import SingleTurnEpisode
 from rlmodule.evaluation.prompts import PromptEvaluator
-from rlmodule.experience.episodes import EpisodeRequest, EpisodeRunner
+from rlmodule.experience.episodes import EpisodeRequest, EpisodeRunner, EpisodesConfig
+from rlmodule.experience.failures import reward_counts
+from rlmodule.experience.iteration_metrics import length_metrics, reward_metrics
+from rlmodule.experience.sample_info import gather_sample_info, rewards_of
 from rlmodule.experience.sources import RolloutSource, RowSampler
 from rlmodule.experience.timer import Timer
 from rlmodule.models.byte_tokenizer import byte_tokenizer
@@ -324,3 +328,143 @@ def test_no_episode_still_takes_part():
     made.generation_mode = watched
     assert runner().run(made, []) == []
     assert entered == [0]
+
+
+# ---- limits, rewards of turns, and environments that fail
+
+
+def test_an_episode_has_no_more_turns_than_its_limit(finished):
+    """The environment has more to say after the first response; it is asked for the end instead."""
+    once = replace(runner(), config=EpisodesConfig(max_turns=1))
+    longer = {f.sample.sample_id: f.sample for f in finished}
+    for f in once.run(engine(), requests()):
+        whole = longer[f.sample.sample_id]
+        assert f.sample.loss_mask.all()
+        assert whole.response_ids[: len(f.sample.response_ids)].equal(f.sample.response_ids)
+        if f.sample.prompt.row % 2 == 0:
+            assert (f.sample.finish_reason, f.reward.value) == ("length", -1.0)
+        else:
+            assert f.sample.finish_reason == whole.finish_reason
+
+
+def test_a_turn_may_have_a_limit_of_its_own():
+    for f in replace(runner(), config=EpisodesConfig(max_turn_length=3)).run(engine(), requests()):
+        mask = "".join("x" if one else "." for one in f.sample.loss_mask.tolist())
+        assert all(len(turn) <= 3 for turn in mask.split(".") if turn)
+        assert f.num_turns == len(mask.replace(".", " ").split())
+
+
+@dataclass
+class Rewarded(TwoTries):
+    """Every try but the last is worth a quarter of a point."""
+
+    def reply(self, completion):
+        reply = super().reply(completion)
+        return replace(reply, reward=0.25) if isinstance(reply, Observation) else Done(RewardResult(1.0))
+
+    def cut(self):
+        return Done(RewardResult(-1.0))
+
+
+def test_rewards_of_turns_are_added_up_and_logged_by_turn():
+    seen = set()
+    for f in runner(Rewarded, limit=16).run(engine(), requests()):
+        result = f.scored(f.reward)
+        turns = [value for name, value in sorted(result.diagnostics.items()) if name.startswith("turn_")]
+        was_asked_again = f.sample.prompt.row % 2 == 0
+        end = -1.0 if f.reward.value == -1 else 1.0
+        assert result.value == end + (0.25 if was_asked_again else 0.0)
+        assert result.diagnostics["turns"] == f.num_turns
+        # One that is cut after its first try has both rewards in one turn.
+        expected = ([0.25, end] if f.num_turns == 2 else [0.25 + end]) if was_asked_again else []
+        assert turns == expected
+        seen.add((f.num_turns, end))
+    assert seen == {(1, 1.0), (2, 1.0), (1, -1.0)}
+
+
+def failing(how, which=(0, 5, 10), base=TwoTries):
+    """Episodes of some samples fail: at the start, in a reply, in the second reply, or at the cut."""
+    begun = []
+
+    @dataclass
+    class Failing(base):
+        number: int = -1
+
+        def __post_init__(self):
+            self.number = len(begun)  # episodes begin in the order of the requests
+            begun.append(self)
+            if how == "start" and self.number in which:
+                raise ValueError("cannot start")
+
+        def reply(self, completion):
+            if self.number in which:
+                if how == "reply" or (how == "second" and self.tries):
+                    raise ValueError("cannot reply")
+                if how == "hang":
+                    time.sleep(30)
+                if how == "nonsense":
+                    return "words"
+            return super().reply(completion)
+
+        def cut(self):
+            if how == "cut" and self.number in which:
+                raise ValueError("cannot cut")
+            return super().cut()
+
+    return Failing
+
+
+@pytest.mark.parametrize("how", ["start", "reply", "second", "cut", "nonsense", "hang"])
+def test_an_episode_that_fails_costs_itself_alone(finished, how):
+    """The others have the tokens and rewards that they have without it; it is unscored, counted and says why."""
+    config = EpisodesConfig(num_workers=2, reply_seconds=1.0) if how == "hang" else EpisodesConfig()
+    found = replace(runner(failing(how)), config=config).run(engine(), requests())
+    failed = {f.sample.sample_id for f in found if f.reward.failure is not None}
+    assert failed == {0, 5, 10} if how in ("start", "reply", "nonsense", "hang") else failed < {0, 5, 10}
+    whole = plain(finished)
+    assert {k: v for k, v in plain(found).items() if k not in failed} == {
+        k: v for k, v in whole.items() if k not in failed
+    }
+    for f in found:
+        if f.sample.sample_id in failed:
+            assert f.reward.value is None
+            assert f.reward.counts == {"failed": 1.0, "timed_out": float(how == "hang")}
+            assert "episode of row" in f.reward.failure
+            ids = f.sample.response_ids.tolist()
+            assert not f.sample.loss_mask.any() if how == "start" else ids == whole[f.sample.sample_id][0][: len(ids)]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_how_many_replies_are_worked_on_at_a_time_changes_nothing(finished, workers):
+    """Not even which requests are drawn together, however long each reply takes."""
+
+    @dataclass
+    class Slow(TwoTries):
+        def reply(self, completion):
+            time.sleep(0.002 * ((self.row.row * 7 + len(self.tries)) % 5))
+            return super().reply(completion)
+
+    seen = []
+    for start in (TwoTries, Slow):
+        batches = []
+        made = replace(runner(start), config=EpisodesConfig(num_workers=workers))
+        assert plain(made.run(noting(engine(max_batch_size=7), batches), requests())) == plain(finished)
+        seen.append([[r.sample_id for r in batch] for batch in batches])
+    assert seen[0] == seen[1]
+
+
+def test_failed_episodes_leave_every_other_number_of_an_iteration():
+    """Where they fail, and with how many tokens, is seen in what counts failures alone."""
+    numbers = []
+    for how in ("start", "reply", "second"):
+        draw = RowSampler(PromptStream(len(ROWS), seed=0, shuffle=False), 5, Layout)
+        # Rows of two tries: no sample that is to fail ends before its second reply.
+        source = RolloutSource(ROWS, draw, 4, runner(failing(how, (0, 8)), limit=60), engine, None, seed=3)
+        collect = partial(source.collect, 0, Timer())
+        _, info = gather_sample_info(collect, single({"policy": policy()}).collectives)
+        assert sum(i.failure is not None for i in info) == 2
+        found = reward_metrics(info) | length_metrics(info) | reward_counts(info)
+        numbers.append((found, [i.meta.loss_tokens for i in info], rewards_of(info)))
+    for other in numbers[1:]:
+        assert other[:2] == numbers[0][:2]
+        torch.testing.assert_close(other[2], numbers[0][2], equal_nan=True)

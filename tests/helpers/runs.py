@@ -54,7 +54,8 @@ def compose(*overrides: str) -> Any:
 
 def small_run(run_dir: Path, *overrides: str) -> Run:
     """A run that takes a fraction of a second."""
-    base = [word for word in SMALL if "data=files" not in overrides or not word.startswith("environment.")]
+    has_sizes = not {"data=files", "environment=custom"} & set(overrides)
+    base = [word for word in SMALL if has_sizes or not word.startswith("environment.")]
     config = compose(*base, f"run_dir={run_dir}", *overrides)
     run = Run.read(config, RunDirectory(run_dir), STRATEGIES)
     run.check()

@@ -13,6 +13,8 @@ from itertools import islice
 from typing import Any, ClassVar
 
 from rlmodule.core.config import at_least
+from rlmodule.core.contract import Episode
+from rlmodule.core.episodes import Message
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import Prompt
 from rlmodule.environments.parts.single_turn import SingleTurnEpisode
@@ -70,11 +72,11 @@ class ProceduralEnvironment(ABC):
             return list(held_out.values())
         return list(islice(self._draw_endlessly(f"train/{self.seed}", held_out), self.train_size))
 
-    def start(self, row: Prompt) -> SingleTurnEpisode:
+    def start(self, row: Prompt) -> Episode:
         """An episode of one response."""
         return SingleTurnEpisode(row)
 
-    def demonstrations(self, count: int, seed: int) -> list[tuple[str, str]]:
+    def demonstrations(self, count: int, seed: int) -> Sequence[tuple[str, str | Sequence[Message]]]:
         """(prompt, noisy response) pairs for a warm start; none of the prompts is a test prompt."""
         rows = self._drawn("demonstrations", count, seed)
         return [(row["prompt"], self.noisy_response(row, index)) for index, row in enumerate(rows)]

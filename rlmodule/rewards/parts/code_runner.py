@@ -1,6 +1,6 @@
-"""Run a program against tests. Imported by its path in a child process of ``sandbox.py``; standard library only.
+"""Run a program against tests. Imported by its path in a child process of a pool; standard library only.
 
-Leaves out what a program may reach (``code_isolation.py``) and what tests look like in a file (``code_tests.py``).
+Leaves out what a program may reach (``core/sandbox/isolation.py``) and what tests look like (``code_tests.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from code_isolation import Ended, Isolation, Limits, give_away, own_descendants, run, strongest
+from rlmodule_sandbox.isolation import Ended, Isolation, Limits, give_away, own_descendants, run, strongest
 
 PYTHON = (sys.executable, "-I", "-B")
 NUMBER_TOLERANCE = 1e-9  # relative difference of two printed numbers, one of which has a decimal point

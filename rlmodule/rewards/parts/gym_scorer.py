@@ -1,4 +1,4 @@
-"""Scorers of Reasoning Gym. Runs in a child process of ``sandbox.py``, which imports this file by its path."""
+"""Scorers of Reasoning Gym. Runs in a child process of a pool, which imports this file by its path."""
 
 from __future__ import annotations
 

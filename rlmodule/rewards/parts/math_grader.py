@@ -1,6 +1,6 @@
 r"""Whether two mathematical expressions are equal, by math-verify.
 
-Runs in a child process of ``sandbox.py``, which imports this file by its path, so it imports nothing of this project.
+Runs in a child process of a pool, which imports this file by its path, so it imports nothing of this project.
 math-verify's own time limits are off: they are signals, which only work in a main thread and do not interrupt a power
 tower in C. The pool kills what takes too long. On top of math-verify: numbers that are close because both are tiny are
 not equal, words are compared as words, ratios as fractions.

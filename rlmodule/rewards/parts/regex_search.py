@@ -1,4 +1,4 @@
-"""Looks for a regular expression. Runs in a child process of ``sandbox.py``, which imports this file by its path."""
+"""Looks for a regular expression. Runs in a child process of a pool, which imports this file by its path."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ class Answering:
             yield from with_rewards(list(finished), config.reward)
             return
         for episode in finished:
-            yield ScoredSample(episode.sample, episode.reward or RewardResult(None))
+            yield ScoredSample(episode.sample, episode.scored(episode.reward or RewardResult(None)))
 
     def _row(self, scored: ScoredSample, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> dict[str, Any]:
         sampling = {name: getattr(config.sampling, name) for name in ("temperature", "top_k", "top_p")}

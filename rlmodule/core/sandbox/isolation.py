@@ -1,5 +1,4 @@
-"""Run a program with as little reach as this machine allows. Standard library only: ``code_runner.py`` imports it in a
-child process.
+"""Run a program with as little reach as this machine allows. Standard library only: children of a pool import it.
 
 Always: limits on wall-clock time, processor time, memory and the size of a file; a folder of its own as working
 directory; an environment without the trainer's variables; the end of everything the program started. Where the system
@@ -24,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from code_landlock import restrict_files, version
+from rlmodule_sandbox.landlock import restrict_files, version
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
@@ -118,6 +117,7 @@ def run(
     *,
     stdin: IO[bytes] | None = None,
     stdout: IO[bytes] | None = None,
+    stderr: IO[bytes] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> Ended:
     """Run a program to its end, or to the end of its time; nothing that it started is left afterwards.
@@ -132,7 +132,7 @@ def run(
         env=_environment(folder),
         stdin=stdin or subprocess.DEVNULL,
         stdout=stdout or subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=stderr or subprocess.DEVNULL,
         pass_fds=pass_fds,
         start_new_session=True,
         preexec_fn=_restrict(isolation, limits, user, folder),

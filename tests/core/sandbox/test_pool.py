@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rlmodule.rewards.parts import sandbox
-from rlmodule.rewards.parts.sandbox import OUTPUT_BYTES, RESULT_BYTES, LoadError, Outcome, Pool
+from rlmodule.core.sandbox import pool as pools
+from rlmodule.core.sandbox.pool import OUTPUT_BYTES, RESULT_BYTES, LoadError, Outcome, Pool
 
 CODE = """
 import os, subprocess, time
@@ -206,7 +206,7 @@ def test_a_coroutine_function_is_awaited(pool_of):
 def test_an_import_that_is_waited_for_is_said(tmp_path, monkeypatch, capsys):
     file = tmp_path / "code.py"
     file.write_text("import time; time.sleep(0.5)\ndef score(): return 1\n")
-    monkeypatch.setattr(sandbox, "PATIENT_SECONDS", 0.05)
+    monkeypatch.setattr(pools, "PATIENT_SECONDS", 0.05)
     assert Pool(f"{file}:score", 1, 1.0, start_timeout=30).map([{}]) == [Outcome(result=1)]
     assert "this is given up after 30 seconds" in capsys.readouterr().out
 
@@ -265,7 +265,7 @@ def test_children_go_when_their_parent_is_killed(tmp_path):
     file.write_text(CODE)
     program = f"""
 import psutil, threading, time
-from rlmodule.rewards.parts.sandbox import Pool
+from rlmodule.core.sandbox.pool import Pool
 pool = Pool({str(file)!r} + ":stubborn", 2, 1000)
 threading.Thread(target=pool.map, args=([{{}}],), daemon=True).start()
 time.sleep(0.2)

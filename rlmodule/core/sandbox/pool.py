@@ -43,14 +43,15 @@ RESULT_BYTES = 1 << 20  # of one reply: a score and its components
 FAULT_CHARACTERS = 4000  # of one traceback, the last ones
 OUTPUT_BYTES = 64 << 10  # of what the children of a pool print that are shown, over its whole life
 
-# By its path, for the packages around this file import torch.
+# By its path, for the packages around this one import torch.
 _PROGRAM = """
-import importlib.util, sys
-handle, path, timeout, file, sys.path[:] = int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4], sys.argv[5:]
-spec = importlib.util.spec_from_file_location("rlmodule_sandbox", file)
-module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-module.serve(handle, path, timeout)
+import importlib, importlib.util, sys
+handle, path, timeout = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+memory, folder, sys.path[:] = int(sys.argv[4]), sys.argv[5], sys.argv[6:]
+places = {"submodule_search_locations": [folder]}
+spec = importlib.util.spec_from_file_location("rlmodule_sandbox", folder + "/__init__.py", **places)
+sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+importlib.import_module("rlmodule_sandbox.pool").serve(handle, path, timeout, memory)
 """
 
 
@@ -77,9 +78,11 @@ class Outcome:
     timed_out: bool = False
 
 
-def child_file(name: str) -> Path:
-    """The file of this folder that children run by its path, for the packages around it import torch."""
-    return Path(__file__).absolute().with_name(f"{name}.py")
+def child_file(module: str) -> Path:
+    """The file of a module that children run by its path, for the packages around it import torch."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, f"there is no module {module}"
+    return Path(spec.origin)
 
 
 class Pool:
@@ -94,13 +97,24 @@ class Pool:
         size: child processes.
         timeout: seconds one call may take.
         start_timeout: seconds that importing the function may take.
+        memory: bytes of address space that a child may take beyond what it has once the function is imported; None for
+            no limit.
 
     Raises:
         LoadError: the function cannot be imported.
     """
 
-    def __init__(self, path: str, size: int, timeout: float, start_timeout: float = START_SECONDS) -> None:
+    def __init__(
+        self,
+        path: str,
+        size: int,
+        timeout: float,
+        start_timeout: float = START_SECONDS,
+        *,
+        memory: int | None = None,
+    ) -> None:
         self.path, self.size, self.timeout, self.start_timeout = path, size, timeout, start_timeout
+        self.memory = memory
         self._lock = threading.Lock()
         self._children: list[_Child] = []
         self._output_left = OUTPUT_BYTES
@@ -163,7 +177,7 @@ class Pool:
         for child in [child for child in self._children if child.is_idle and child.connection.poll()]:
             self._discard(child)  # an idle child sends nothing, so this is the end of its stream
         while len(self._children) < self.size:
-            self._children.append(_Child(self.path, self.timeout, self.start_timeout))
+            self._children.append(_Child(self.path, self.timeout, self.start_timeout, self.memory))
 
     def _listen(self, outcomes: dict[int, Outcome], until: float = math.inf) -> None:
         """Wait until a child that owes a reply gives it, prints something or runs out of time, or until ``until``."""
@@ -222,15 +236,22 @@ class _Child:
         path: of the function.
         timeout: seconds one call may take.
         start_timeout: seconds that importing the function may take.
+        memory: bytes of address space beyond that; None for no limit.
     """
 
-    def __init__(self, path: str, timeout: float, start_timeout: float) -> None:
+    def __init__(self, path: str, timeout: float, start_timeout: float, memory: int | None) -> None:
         here, there = socket.socketpair()
         self.output: int | None
         self.output, printed = os.pipe()
         os.set_blocking(self.output, False)
         with there:
-            arguments = [str(there.fileno()), path, str(timeout), os.path.abspath(__file__)]
+            arguments = [
+                str(there.fileno()),
+                path,
+                str(timeout),
+                str(memory or 0),
+                os.path.dirname(os.path.abspath(__file__)),
+            ]
             arguments += map(os.path.abspath, sys.path)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _PROGRAM, *arguments],
@@ -298,7 +319,7 @@ def _kill_all(children: list[_Child], owner: int) -> None:
         children.pop().kill()
 
 
-def serve(handle: int, path: str, timeout: float) -> None:
+def serve(handle: int, path: str, timeout: float, memory: int) -> None:
     """Main loop of a child: import the function, then answer calls until the parent is gone."""
     sys.argv[1:] = []
     threading.Thread(target=_end_with_parent, args=(handle,), daemon=True).start()
@@ -309,6 +330,8 @@ def serve(handle: int, path: str, timeout: float) -> None:
     except BaseException as error:
         connection.send_bytes(_reply(0, fault=_fault(error)))
         return
+    if memory:
+        _limit_memory(memory)
     connection.send_bytes(_reply(0, result="ready"))
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
@@ -407,3 +430,12 @@ def _limit_processor_time(timeout: float) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     soft = int(time.process_time() + (timeout + 1) * ORPHAN_CORES)
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+
+
+def _limit_memory(more: int) -> None:
+    """Let this process take so many bytes of address space beyond what it has, where the system says what it has."""
+    with contextlib.suppress(OSError, ValueError):
+        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = now + more if hard == resource.RLIM_INFINITY else min(now + more, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

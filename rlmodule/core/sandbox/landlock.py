@@ -1,7 +1,7 @@
 """Keep a process from files, by Linux's Landlock (since 5.13; no privileges needed). Standard library only.
 
 Numbers are those of ``linux/landlock.h``; the system calls have the same number on every architecture. Leaves out
-everything but files: ``code_isolation.py``.
+everything but files: ``isolation.py``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,37 @@
+"""Whether the chat template can go on with a conversation, for environments that answer."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from rlmodule.core.contract import MultiTurnEnvironment
+from rlmodule.core.errors import ConfigError
+from rlmodule.data.chat import ChatError
+from rlmodule.run.config import RunConfig
+
+_NO_TOKEN = -1  # no response ends with it
+
+
+def check_turns(config: RunConfig, tokenizer: PreTrainedTokenizerBase, hf_config: PreTrainedConfig) -> None:
+    """What an environment says is appended to what was sampled, so the template must write it that way.
+
+    Raises:
+        ConfigError: names the family, and what its template does.
+    """
+    environment = config.environment
+    if not isinstance(environment, MultiTurnEnvironment) or not config.episodes.has_turns:
+        return
+    role = environment.observation_role
+    more = {"tool_call_id": "call00000", "name": "x"} if role == "tool" else {}
+    try:
+        config.data.chat_format(tokenizer).encode_observation([{"role": role, "content": "x", **more}], after=_NO_TOKEN)
+    except ChatError as error:
+        family = hf_config.get_text_config().model_type
+        others = "environment.observation_role=user, " if role == "tool" else ""
+        raise ConfigError(
+            key="environment",
+            got=config.environment_name,
+            because=f"it answers responses, which the chat template of {family} (tokenizer "
+            f"{tokenizer.name_or_path or config.model.tokenizer}) cannot append: {error}",
+            fix=f"Use {others}another template in the tokenizer's folder, or another model",
+        ) from None

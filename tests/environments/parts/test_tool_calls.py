@@ -1,0 +1,126 @@
+"""Every format of tool calls reads what its models write, and what it writes itself; what is no call is none."""
+
+import pytest
+import torch
+
+from rlmodule.core.episodes import Completion
+from rlmodule.core.errors import ConfigError
+from rlmodule.environments.parts.tool_calls import TOOL_FORMATS, MalformedCall, ToolCall, format_for
+
+NAMES = TOOL_FORMATS.names()
+CALL = ToolCall("f", {"x": "a"})
+
+
+def said(text, special=()):
+    """A response; ``special`` marks are missing from its plain text, as a tokenizer's special tokens are."""
+    plain = text
+    for mark in special:
+        plain = plain.replace(mark, "")
+    return Completion(0, torch.tensor([0]), torch.zeros(1), "stop", 0, plain, text)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"x": "37*48"},
+        {"code": "print('a')\nprint(\"b\\n\")"},
+        {"x": 1, "y": [1, 2], "z": {"k": None}},
+        {"t": "ü ⟂"},
+    ],
+    ids=str,
+)
+def test_a_format_reads_what_it_writes(name, arguments):
+    """Values of a format without types come back as text, which the schema then turns into what is due."""
+    made = TOOL_FORMATS.get(name)()
+    [read] = made.calls(said(made.written(ToolCall("tool", arguments))))
+    assert read.name == "tool"
+    if name != "qwen_xml":
+        assert read.arguments == arguments
+    else:
+        assert set(read.arguments) == set(arguments)
+        assert all(read.arguments[k] == v for k, v in arguments.items() if isinstance(v, str))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("text", ["", "42", "the answer is {42}", "[1, 2]", "<think>f(x)</think>no"])
+def test_an_answer_is_no_call(name, text):
+    assert TOOL_FORMATS.get(name)().calls(said(text)) == []
+
+
+WRITTEN = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "a"}}</tool_call>', [CALL]),
+    ("hermes", 'I see.\n<tool_call>\n{"name": "f", "arguments": "{\\"x\\": \\"a\\"}"}\n</tool_call>', [CALL]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "a"}}</tool_call>' * 2, [CALL, CALL]),
+    ("hermes", '<think><tool_call>{"name": "g"}</tool_call></think>3', []),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', [ToolCall("f", {})]),
+    ("qwen_xml", "<tool_call>\n<function=f>\n<parameter=x>\na\n</parameter>\n</function>\n</tool_call>", [CALL]),
+    ("qwen_xml", "<function=f><parameter=x>1\n2</parameter></function>", [ToolCall("f", {"x": "1\n2"})]),
+    ("llama_json", '{"name": "f", "parameters": {"x": "a"}}', [CALL]),
+    ("llama_json", '<|python_tag|>{"name": "f", "parameters": {"x": "a"}}<|eom_id|>', [CALL]),
+    ("llama_json", '{"name": "f", "parameters": {"x": "a"}}; {"name": "f", "parameters": {"x": "a"}}', [CALL, CALL]),
+    ("llama_json", '{"type": "function", "name": "f", "arguments": {"x": "a"}}', [CALL]),
+    ("pythonic", '[f(x="a")]', [CALL]),
+    ("pythonic", "<|python_start|>[f(x='a'), g(y=-1)]<|python_end|>", [CALL, ToolCall("g", {"y": -1})]),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"x": "a"}, "id": "abcdefghi"}]</s>', [CALL]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"x": "a"}</s>', [CALL]),
+    ("mistral", '[TOOL_CALLS]f[CALL_ID]9[ARGS]{"x": "a"}[TOOL_CALLS]f[ARGS]{"x": "a"}', [CALL, CALL]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), WRITTEN)
+def test_calls_are_read_as_models_write_them(name, text, calls):
+    special = ("[TOOL_CALLS]", "<|python_tag|>", "<|eom_id|>", "</s>", "<|python_start|>", "<|python_end|>")
+    assert TOOL_FORMATS.get(name)().calls(said(text, special)) == calls
+
+
+BROKEN = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x":', "not closed"),
+    ("hermes", "<tool_call>f(x)</tool_call>", "not valid JSON"),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', '"name"'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "JSON object"),
+    ("hermes", "<tool_call>[]</tool_call>", '"name"'),
+    ("qwen_xml", "<tool_call>f(x)</tool_call>", "no <function=NAME>"),
+    ("qwen_xml", "<function=f><parameter=x>1", "not closed"),
+    ("qwen_xml", "<function=f><parameter=x>1</function>", "not closed"),
+    ("llama_json", '{"name": "f", "parameters": {"x": ', "not valid JSON"),
+    ("llama_json", "<|python_tag|>f(x)", "not valid JSON"),
+    ("pythonic", "[f(x=", "valid Python"),
+    ("pythonic", "[f(1)]", "by name"),
+    ("pythonic", "[f(**{})]", "by name"),
+    ("pythonic", "[f(x=__import__('os'))]", "numbers, texts"),
+    ("pythonic", "[f(x=1) for y in z]", "not a list"),
+    ("pythonic", f"[f(x={'(' * 10000}", "valid Python"),
+    ("mistral", "[TOOL_CALLS]f(x)", "not valid JSON"),
+    ("mistral", "[TOOL_CALLS][3]", '"name"'),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "because"), BROKEN, ids=range(len(BROKEN)))
+def test_a_malformed_call_says_what_is_wrong(name, text, because):
+    [read] = TOOL_FORMATS.get(name)().calls(said(text))
+    assert isinstance(read, MalformedCall)
+    assert because in read.because
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{{ '<tool_call>' }}{{ call | tojson }}", "hermes"),
+        ("<tool_call>\n<function=example>\n<parameter=k>", "qwen_xml"),
+        ("{{- '<|python_tag|>' }}", "llama_json"),
+        ("<|python_start|>[f(x=1)]<|python_end|>", "pythonic"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("{{ message.content }}", "pythonic"),
+        ("", "pythonic"),
+    ],
+)
+def test_the_template_says_which_format_a_model_writes(template, name):
+    assert isinstance(format_for(template), TOOL_FORMATS.get(name))
+    assert isinstance(format_for(template, "mistral"), TOOL_FORMATS.get("mistral")), "a key comes first"
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(ConfigError, match=r"environment\.tool_format=hermis: .*Did you mean hermes"):
+        format_for("", "hermis")
