@@ -74,6 +74,7 @@ NEEDS = {
     "reward=length": ["reward.start=1"],
     "reward=llm_judge": ["reward.url=http://h/v1", "reward.model=m"],
     "reward=reward_model": ["reward.path=folder"],
+    "rollout=server": ["rollout.url=http://h:1"],
     "reward=weighted": ["+reward.exact_match.name=exact_match"],
 }
 # A function and a reward model are looked for when they are chosen; their tests have them.

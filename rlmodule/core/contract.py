@@ -581,7 +581,7 @@ class ProvableEngine(RolloutEngine, Protocol):
         """What the copy computes in, which bounds its rounding."""
 
     def probe(self) -> list[Probe]:
-        """Fixed sequences, the same at every call, as each copy sees them; the same on every rank, all of which call."""
+        """Fixed sequences as each copy sees them, the same on every rank; every rank calls it."""
 
     def likely_stale(self) -> str:
         """Which weights did not change with the last update, in words; empty where that is not known."""

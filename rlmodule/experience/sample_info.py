@@ -70,7 +70,9 @@ def gather_sample_info(
     for rank, (_, reason, _) in enumerate(everyone):
         if reason is not None:
             raise TrainingError(f"rank {rank} could not collect its responses: {reason}")
-    return [s.sample for s in scored], sorted((f for part, _, _ in everyone for f in part), key=lambda f: f.meta.sample_id)
+    return [s.sample for s in scored], sorted(
+        (f for part, _, _ in everyone for f in part), key=lambda f: f.meta.sample_id
+    )
 
 
 def _info_of(scored: ScoredSample) -> SampleInfo:

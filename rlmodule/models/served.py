@@ -48,7 +48,7 @@ def write_model(
     weights: Weights,
     dtype: torch.dtype,
     *,
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int | None = None,
 ) -> None:
     """Replace ``folder`` by one with these weights of the plain model, cast to ``dtype``.
 
@@ -57,7 +57,7 @@ def write_model(
     shutil.rmtree(folder, ignore_errors=True)  # there is often no room for two
     with in_place_of(folder) as aside:
         aside.mkdir(parents=True)
-        _write_files(aside, policy.lm, weights, Cast(dtype, fp32_names(policy)), file_bytes)
+        _write_files(aside, policy.lm, weights, Cast(dtype, fp32_names(policy)), file_bytes or FILE_BYTES)
         config = copy.deepcopy(policy.lm.config)
         config.tie_word_embeddings = False
         config.dtype = dtype

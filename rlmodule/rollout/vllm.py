@@ -15,7 +15,6 @@ from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.parts.engine import EngineContext
-from rlmodule.rollout.parts.http_client import HTTPClient
 from rlmodule.rollout.parts.own_server import OwnServer, OwnServers, free_port
 from rlmodule.rollout.parts.server_engine import ServerEngine
 from rlmodule.rollout.parts.server_settings import ServerSettings

@@ -113,8 +113,12 @@ class CompletionsApi:
         """Give up every request under way: a server ends one whose connection breaks."""
         self.client.hang_up()
 
+    def close(self) -> None:
+        """Close its connections."""
+        self.client.close()
+
     def _choice(self, draw: Draw, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
-        said = self.client.post("/v1/completions", self._body(draw) | wanted)
+        said = self.client.post("/v1/completions", {**self._body(draw), **wanted})
         try:
             [choice] = said["choices"]
         except (KeyError, TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""JSON over HTTP to one server, from many threads, each with a connection that stays open; the standard library alone.
+"""JSON over HTTP to one server, from many threads, over connections that stay open; the standard library alone.
 
 A server that is gone and one that refuses are told apart: what it refuses it would refuse again. Leaves out what is
 said (``server_api.py`` and the files of the dialects).
@@ -50,8 +50,9 @@ class HTTPClient:
     url: str
     timeout: float = 600.0
     api_key_env: str = ""
-    _threads: threading.local = field(default_factory=threading.local, init=False)
-    _open: set[http.client.HTTPConnection] = field(default_factory=set, init=False)
+    _idle: list[http.client.HTTPConnection] = field(default_factory=list, init=False)
+    _busy: set[http.client.HTTPConnection] = field(default_factory=set, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
     _calls_broken_off: int = field(default=0, init=False)  # times that requests were broken off
 
     def get(self, path: str, *, timeout: float | None = None) -> Any:
@@ -69,9 +70,17 @@ class HTTPClient:
     def hang_up(self) -> None:
         """Break off every request under way, which a server takes for their end."""
         self._calls_broken_off += 1
-        for connection in list(self._open):
+        for connection in list(self._busy):
             with suppress(OSError, AttributeError):
                 connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connections; a later request opens another."""
+        self.hang_up()
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None) -> Any:
         data, calls = None if body is None else json.dumps(body).encode(), self._calls_broken_off
@@ -93,11 +102,13 @@ class HTTPClient:
         """(status, body) of one answer."""
         connection = self._connection(timeout)
         was_open = connection.sock is not None
-        self._open.add(connection)
         try:
             connection.request(method, path, data, self._headers())
             answer = connection.getresponse()
-            return answer.status, answer.read()
+            said = answer.status, answer.read()
+            with self._lock:
+                self._idle.append(connection)
+            return said
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             # Servers close connections that were idle for some seconds, which is seen at the next request only.
@@ -105,19 +116,21 @@ class HTTPClient:
             kind = _ClosedWhileIdleError if is_idle else ServerGoneError
             raise kind(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from None
         finally:
-            self._open.discard(connection)
+            self._busy.discard(connection)
 
     def _connection(self, timeout: float | None) -> http.client.HTTPConnection:
-        """This thread's connection, opened again where it was closed."""
-        found: http.client.HTTPConnection | None = getattr(self._threads, "connection", None)
+        """A connection that nobody uses, the one used last, or a new one."""
+        with self._lock:
+            found = self._idle.pop() if self._idle else None
         if found is None:
             parts = urlsplit(self.url)
             assert parts.hostname is not None, "addresses are checked before they are used"
             made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-            found = self._threads.connection = made(parts.hostname, parts.port)
+            found = made(parts.hostname, parts.port)
         found.timeout = self.timeout if timeout is None else timeout
         if found.sock is not None:
             found.sock.settimeout(found.timeout)
+        self._busy.add(found)
         return found
 
     def _headers(self) -> dict[str, str]:

@@ -105,7 +105,7 @@ class Router:
             api.hang_up()
 
     def _take(self) -> tuple[Place, int]:
-        """(the server with the fewest requests in flight, its life); waits while all are lost and some are being brought back."""
+        """(the server with the fewest requests in flight, its life); waits where all are lost and some come back."""
         with self._change:
             while True:
                 usable = [place for place in self.places if place.why is None]

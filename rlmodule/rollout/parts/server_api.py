@@ -1,6 +1,6 @@
 """What an engine asks of a server, whatever the dialect it is asked in.
 
-Leaves out HTTP (``http_client.py``), the dialects (``completions.py``, ``vllm_api.py``, ``sglang_api.py``) and who asks.
+Leaves out HTTP (``http_client.py``), dialects (``completions.py``, ``vllm_api.py``, ``sglang_api.py``) and who asks.
 """
 
 from __future__ import annotations
@@ -117,3 +117,6 @@ class ServerApi(Protocol):
 
     def hang_up(self) -> None:
         """Give up every request under way."""
+
+    def close(self) -> None:
+        """Close the connections to it; it runs on."""

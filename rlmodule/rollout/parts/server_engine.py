@@ -62,7 +62,7 @@ class ServerEngine:
     version: int = -1
     _router: Router | None = field(default=None, init=False)
     _apis: dict[str, ServerApi] = field(default_factory=dict, init=False)
-    _said: list[list[dict[int, float]]] = field(default_factory=list, init=False)  # likeliest tokens after each probe
+    _said: list[dict[int, float]] = field(default_factory=list, init=False)  # likeliest tokens after each probe
     _digests: dict[str, dict[str, str]] = field(default_factory=dict, init=False)  # url -> before the last update
     _is_asleep: bool = field(default=False, init=False)
 
@@ -74,6 +74,8 @@ class ServerEngine:
     def close(self) -> None:
         """End the servers that are ours and take the weights away."""
         self.own.close()
+        for api in self._apis.values():
+            api.close()
         if self._is_first:
             self.folder.remove()
         self._router = None
@@ -312,7 +314,7 @@ class ServerEngine:
         self, request: GenerationRequest, ids: tuple[int, ...], logprobs: tuple[float, ...], finish_reason: str
     ) -> Completion:
         assert request.version <= self.version, "a request wants newer weights than these"
-        text = str(self.context.tokenizer.decode(ids, skip_special_tokens=True))
+        text = str(self.context.tokenizer.decode(list(ids), skip_special_tokens=True))
         tensors = torch.tensor(ids, dtype=torch.int64), torch.tensor(logprobs, dtype=torch.float32)
         return Completion(request.sample_id, *tensors, finish_reason, self.version, text)
 

@@ -1,8 +1,9 @@
-"""Runs a server for a trainer and ends with it, also when the trainer is killed: ``python server_keeper.py CLEAN COMMAND...``.
+"""Runs a server for a trainer and ends with it, also when the trainer is killed.
 
-A process of its own, which loads nothing but the standard library. Its standard input is a pipe from the trainer. When
-that closes, or when its parent is gone, the folder CLEAN is removed and every process of its group ended; when the
-server ends first, what it has left of the group is. Standard output and error are those it was given, the server's too.
+``python server_keeper.py CLEAN COMMAND...`` is a process of its own, which loads nothing but the standard library. Its
+standard input is a pipe from the trainer. When that closes, or when its parent is gone, the folder CLEAN is removed and
+every process of its group ended; when the server ends first, what it has left of the group is. Standard output and
+error are those it was given, the server's too.
 """
 
 from __future__ import annotations

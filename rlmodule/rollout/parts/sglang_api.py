@@ -134,6 +134,10 @@ class SGLangApi:
         """Give up every request under way."""
         self.client.hang_up()
 
+    def close(self) -> None:
+        """Close its connections."""
+        self.client.close()
+
     def _generate(self, draw: Draw, wanted: Mapping[str, Any]) -> Any:
         params = {
             "max_new_tokens": draw.max_tokens,
@@ -151,7 +155,7 @@ class SGLangApi:
             "frequency_penalty": 0.0,
         }
         body = {"input_ids": list(draw.prompt_ids), "sampling_params": params, "return_logprob": True}
-        return self.client.post("/generate", body | wanted)
+        return self.client.post("/generate", {**body, **wanted})
 
 
 def _unreadable(url: str, what: str) -> ServerRefusedError:

@@ -99,7 +99,7 @@ def choose_root(wanted: str | None, policy: PolicyModel, dtype: torch.dtype, run
         Path(wanted).mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="rlmodule_", dir=Path(wanted).absolute()))
     size = size_of(policy.lm.config).total * torch.empty((), dtype=dtype).element_size()
-    if is_local and SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK):
-        if shutil.disk_usage(SHARED_MEMORY).free > ROOM * size:
-            return Path(tempfile.mkdtemp(prefix="rlmodule_", dir=SHARED_MEMORY))
+    has_shared = is_local and SHARED_MEMORY.is_dir() and os.access(SHARED_MEMORY, os.W_OK)
+    if has_shared and shutil.disk_usage(SHARED_MEMORY).free > ROOM * size:
+        return Path(tempfile.mkdtemp(prefix="rlmodule_", dir=SHARED_MEMORY))
     return run_dir.absolute() / "rollout" / "weights"
