@@ -1,12 +1,13 @@
 # One line per target; `make` alone prints them.
 .DEFAULT_GOAL := help
-.PHONY: help setup train check test test-ranks bench bench-peers tensorboard clean
+.PHONY: help setup train check test test-ranks test-vllm bench bench-peers tensorboard clean
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS ?= .venv-peers
+VLLM ?= .venv-vllm
 ARGS ?=
 WORKERS ?= 2
 RESULTS := $(if $(SMALL),outputs/bench,benchmarks/results)
@@ -37,6 +38,15 @@ test: setup ## all tests
 test-ranks: setup ## only the tests that start several processes
 	$(BIN)/python -m pytest -m ranks $(ARGS)
 
+test-vllm: setup $(VLLM)/.ready ## tests against a real vLLM, in an environment of its own (3.5 GB)
+	RLMODULE_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/python -m pytest -s -q tests/end_to_end/test_real_vllm.py $(ARGS)
+
+$(VLLM)/.ready: tests/helpers/vllm_needs.txt tests/helpers/vllm_environment.py
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/helpers/vllm_needs.txt
+	$(VLLM)/bin/python tests/helpers/vllm_environment.py
+	touch $@
+
 bench: setup ## measure, draw, and fill the tables of docs/performance.md (SMALL=1: a quick look that changes no file)
 	mkdir -p $(RESULTS)
 	$(BIN)/python benchmarks/planner.py $(if $(SMALL),--small,--large) --json $(RESULTS)/planner.json
@@ -64,4 +74,4 @@ tensorboard: setup ## look at the curves of every run
 	$(BIN)/tensorboard --logdir outputs
 
 clean: ## remove the environment and caches, never your runs
-	rm -rf $(VENV) $(PEERS) .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf $(VENV) $(PEERS) $(VLLM) .mypy_cache .ruff_cache .pytest_cache *.egg-info

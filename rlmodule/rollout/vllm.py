@@ -40,7 +40,7 @@ class VLLMRolloutConfig(ServerSettings):
     servers: int = 1  # that the run starts on the first rank's machine
     devices: list[str] = field(default_factory=list)  # CUDA_VISIBLE_DEVICES of each of them, e.g. ["0,1","2,3"]
     arguments: list[str] = field(default_factory=list)  # words added to vllm serve, e.g. [--tensor-parallel-size,2]
-    command: list[str] = field(default_factory=list)  # in place of vllm serve; {folder}, {host}, {port} are filled in
+    command: list[str] = field(default_factory=list)  # in place of vllm serve; FOLDER, HOST and PORT are replaced
     host: str = "127.0.0.1"  # address that own servers listen at
     restarts: int = 3  # times in a run that an own server which ended is started again
     adapter: str = ALONE  # what servers get of a model with adapters: the adapter alone, or all weights merged
@@ -86,37 +86,38 @@ class VLLMRolloutConfig(ServerSettings):
         log = context.run_dir / "rollout"
         return tuple(
             OwnServer(
-                self.command or self._serve(context, folder),
+                self.command or self.serve(folder, context.sampling.max_response_length),
                 folder.model,
                 self.host,
                 free_port(self.host),
                 log / f"server_{number}.log",
                 folder.root,
-                self._environment(number),
+                self.environment(number),
             )
             for number in range(self.servers)
         )
 
-    def _serve(self, context: EngineContext, folder: WeightFolder) -> list[str]:
+    def serve(self, folder: WeightFolder, max_response_length: int) -> list[str]:
         """The words of ``vllm serve``; no sampling value is left to the server."""
-        lora = context.policy.lora
+        lora = folder.policy.lora
         words: Mapping[str, object] = {
-            "--host": "{host}",
-            "--port": "{port}",
+            "--host": "HOST",
+            "--port": "PORT",
             "--served-model-name": POLICY_NAME,
             "--dtype": str(folder.dtype).removeprefix("torch."),
-            "--max-model-len": self.max_prompt_length + context.sampling.max_response_length,
+            "--max-model-len": self.max_prompt_length + max_response_length,
             "--logprobs-mode": "processed_logprobs",
             "--generation-config": "vllm",
         }
-        command = [self.python or sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "{folder}"]
+        command = [self.python or sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "FOLDER"]
         command += [str(word) for pair in words.items() for word in pair]
         if folder.as_adapter and lora is not None:
             rank = next((size for size in LORA_RANKS if size >= lora.r), lora.r)
             command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
         return [*command, *(["--enable-sleep-mode"] if self.sleep else []), *self.arguments]
 
-    def _environment(self, number: int) -> dict[str, str]:
+    def environment(self, number: int = 0) -> dict[str, str]:
+        """Variables of the server with this number."""
         own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "HF_HUB_OFFLINE": "1"}
         devices = {"CUDA_VISIBLE_DEVICES": self.devices[number]} if self.devices else {}
         return dict.fromkeys(OF_THE_TRAINER, "") | own | devices

@@ -36,11 +36,6 @@ class CompletionsApi:
         """What it cannot do."""
         return ("digests of its weights", "an adapter alone", "sleeping while the trainer trains")
 
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether ``load_adapter`` works."""
-        return False
-
     def is_ready(self) -> bool:
         """Whether it answers."""
         with suppress(ServerGoneError, ServerRefusedError):
@@ -93,7 +88,7 @@ class CompletionsApi:
 
     def load_adapter(self, folder: Path, version: int) -> None:
         """It takes none."""
-        raise AssertionError("takes_adapters says so")
+        raise AssertionError("adapters are merged for it")
 
     def version(self) -> str | None:
         """It does not say."""

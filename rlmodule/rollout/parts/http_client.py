@@ -77,6 +77,9 @@ class HTTPClient:
     def close(self) -> None:
         """Close the connections; a later request opens another."""
         self.hang_up()
+        self._close_idle()
+
+    def _close_idle(self) -> None:
         with self._lock:
             idle, self._idle = self._idle, []
         for connection in idle:
@@ -89,6 +92,7 @@ class HTTPClient:
         except _ClosedWhileIdleError as error:
             if self._calls_broken_off != calls:
                 raise ServerGoneError(str(error)) from None
+            self._close_idle()  # as old as this one, or older
             status, said = self._once(method, path, data, timeout)
         if status in BROKEN:
             raise ServerGoneError(f"{self.url}{path}: {status} {_words(said)}")

@@ -7,6 +7,7 @@ Leaves out what the server is asked (``server_engine.py``).
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -35,7 +36,7 @@ class OwnServer:
     """One server of the run, in a process of its own.
 
     Args:
-        command: starts it, with ``{folder}``, ``{host}`` and ``{port}`` where those belong.
+        command: starts it, with FOLDER, HOST and PORT where those belong.
         folder: of the model.
         host, port: where it listens.
         log: file that takes all it writes.
@@ -66,7 +67,7 @@ class OwnServer:
         """Start it, or start it again; it needs a while before it answers."""
         self.close()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        places = {"folder": str(self.folder), "host": self.host, "port": str(self.port)}
+        places = {"FOLDER": str(self.folder), "HOST": self.host, "PORT": str(self.port)}
         command = [_filled(word, places) for word in self.command]
         wanted = {**os.environ, **self.environment}
         with self.log.open("ab") as log:
@@ -159,7 +160,5 @@ class OwnServers:
 
 
 def _filled(word: str, places: Mapping[str, str]) -> str:
-    """A word of a command with its places filled; other braces stay."""
-    for name, value in places.items():
-        word = word.replace("{" + name + "}", value)
-    return word
+    """A word of a command with the names of places in it replaced."""
+    return re.sub(rf"\b({'|'.join(places)})\b", lambda found: places[found[1]], word)

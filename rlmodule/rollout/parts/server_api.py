@@ -78,10 +78,6 @@ class ServerApi(Protocol):
     def lacks(self) -> tuple[str, ...]:
         """What it cannot do, each in a few words."""
 
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether ``load_adapter`` works."""
-
     def is_ready(self) -> bool:
         """Whether it answers; False where there is no server, or it still loads."""
 

@@ -136,16 +136,17 @@ class ServerEngine:
         try:
             self._wait_until_ready(url, self.settings.start_seconds if self._router is None else GRACE_SECONDS)
             self._digests[url] = dict(api.checksums())
-            self._load(api, version)
+            self._load(api, version, is_new=self._router is None)
         except (ServerGoneError, ServerRefusedError) as error:
             return str(error)
         return None
 
-    def _load(self, api: ServerApi, version: int) -> None:
-        if self.folder.as_adapter and api.takes_adapters:
-            api.load_adapter(self.folder.adapter, version)
-        else:
+    def _load(self, api: ServerApi, version: int, *, is_new: bool) -> None:
+        """Have a server take what lies in the folder; ours has started from it, another may hold any weights."""
+        if not self.folder.as_adapter or (is_new and self.settings.urls):
             api.load(self.folder.model, version)
+        if self.folder.as_adapter:
+            api.load_adapter(self.folder.adapter, version)
 
     def _wait_until_ready(self, url: str, seconds: float) -> None:
         """Wait for a server; one of ours that has ended for good is not waited for.
@@ -169,7 +170,7 @@ class ServerEngine:
         try:
             self._wait_until_ready(api.url, GRACE_SECONDS if self.settings.urls else self.settings.start_seconds)
             if api.version() != str(self.version):
-                self._load(api, self.version)
+                self._load(api, self.version, is_new=True)
             return self._agrees(api)
         except (ServerGoneError, ServerRefusedError) as error:
             self._say(f"rollout server {api.url} did not come back: {error}")

@@ -38,11 +38,6 @@ class SGLangApi:
             "repeatable draws, unless it runs with --enable-deterministic-inference",
         )
 
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether ``load_adapter`` works."""
-        return False
-
     def is_ready(self) -> bool:
         """Whether it answers."""
         with suppress(ServerGoneError, ServerRefusedError):
@@ -110,7 +105,7 @@ class SGLangApi:
 
     def load_adapter(self, folder: Path, version: int) -> None:
         """It is never asked to."""
-        raise AssertionError("takes_adapters says so")
+        raise AssertionError("adapters are merged for it")
 
     def version(self) -> str | None:
         """From ``/get_model_info``, where it says one."""

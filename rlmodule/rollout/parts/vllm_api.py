@@ -35,11 +35,6 @@ class VLLMApi(CompletionsApi):
         """Nothing, if it runs in development mode."""
         return ()
 
-    @property
-    def takes_adapters(self) -> bool:
-        """Whether ``load_adapter`` works."""
-        return True
-
     def facts(self) -> ServerFacts:
         """Its settings, from ``/server_info``."""
         known = super().facts()
