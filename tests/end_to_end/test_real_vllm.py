@@ -6,7 +6,12 @@ head size (32), since the attention of vLLM on CPUs knows few.
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,13 +212,11 @@ def test_an_own_server_is_killed_in_mid_iteration(tmp_path, capsys):
     keys = ("debug=fast", "rollout=vllm", f"rollout.python={PYTHON}", "rollout.arguments=[--enforce-eager]")
     keys += ("rollout.start_seconds=3000", "trainer.max_epochs=3", *SORT[:1], *SORT[4:7], SORT[8])
     process, out = train(folder, *keys)
-    log, answered = folder / "rollout" / "server_0.log", 0
-    while process.poll() is None and answered < PROBE_REQUESTS:
-        time.sleep(0.02)
-        if (folder / "rollouts").exists():  # the first iteration is sampled
-            posts = log.read_text(errors="replace").count("POST /v1/completions")
-            first = posts if not answered else first
-            answered = posts - first + 1
+    log = folder / "rollout" / "server_0.log"
+    answered = lambda: log.read_text(errors="replace").count("POST /v1/completions")  # noqa: E731
+    wait_for(lambda: process.poll() is not None or (folder / "rollouts").exists())
+    first = answered()
+    wait_for(lambda: process.poll() is not None or answered() > first + PROBE_REQUESTS)
     assert process.poll() is None, out.read_text()[-3000:]
     [server] = servers_of(log)
     os.kill(server, signal.SIGKILL)
@@ -223,14 +226,13 @@ def test_an_own_server_is_killed_in_mid_iteration(tmp_path, capsys):
     assert "is back with the present weights" in said
     samples = [json.loads(line) for file in (folder / "rollouts").glob("*.jsonl") for line in file.open()]
     assert len({(s["iteration"], s["sample_id"]) for s in samples}) == len(samples) == 3 * 8 * 4
-    wait_until_gone(log)
+    wait_for(lambda: not servers_of(log), 60)
     with capsys.disabled():
         print("", *(line for line in said.splitlines() if "rollout server" in line or "proven" in line), sep="\n")
 
 
-def wait_until_gone(log):
-    """The run has ended, and so has its server."""
-    deadline = time.monotonic() + 60
-    while servers_of(log):
-        assert time.monotonic() < deadline, "the server outlived its run"
-        time.sleep(0.1)
+def wait_for(there, seconds=3000.0):
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
