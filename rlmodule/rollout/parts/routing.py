@@ -49,13 +49,14 @@ class Router:
     Args:
         places: the servers.
         revive: called once, by one thread, for each server that was lost: brings it back with the present weights and
-            returns whether it did. While it runs the others go on; where there are no others, requests wait for it.
+            returns whether it did; gives up when the event is set. While it runs the others go on; where there are no
+            others, requests wait for it.
         say: is given a line for people.
         lost, asked_again: counts of servers lost and of requests that were asked again.
     """
 
     places: Sequence[Place]
-    revive: Callable[[ServerApi], bool]
+    revive: Callable[[ServerApi, threading.Event], bool]
     say: Callable[[str], object] = lambda line: None
     lost: int = 0
     asked_again: int = 0
@@ -80,16 +81,16 @@ class Router:
         """
         failures = 0
         while True:
-            place, life = self._take()
+            place, life = self._take(given_up)
             try:
                 return question(place.api)
             except ServerGoneError as error:
                 if given_up.is_set():
                     raise
-                self._lose(place, life, str(error))
+                self._lose(place, life, str(error), given_up)
             except ServerRefusedError as error:
                 if error.status == FAILED and not place.api.is_ready():
-                    self._lose(place, life, str(error))
+                    self._lose(place, life, str(error), given_up)
                     continue
                 failures += 1
                 if error.status != FAILED or failures == ATTEMPTS:
@@ -104,7 +105,7 @@ class Router:
         for api in self.in_use:
             api.hang_up()
 
-    def _take(self) -> tuple[Place, int]:
+    def _take(self, given_up: threading.Event) -> tuple[Place, int]:
         """(the server with the fewest requests in flight, its life); waits where all are lost and some come back."""
         with self._change:
             while True:
@@ -115,9 +116,11 @@ class Router:
                     return chosen, chosen.life
                 if not any(place.is_coming_back for place in self.places):
                     raise none_left({place.api.url: str(place.why) for place in self.places})
-                self._change.wait()
+                if given_up.is_set():
+                    raise ServerGoneError("given up")
+                self._change.wait(WAIT_SECONDS)
 
-    def _lose(self, place: Place, life: int, why: str) -> None:
+    def _lose(self, place: Place, life: int, why: str, given_up: threading.Event) -> None:
         """Take a server out of use; the first thread to notice tries to bring it back."""
         with self._change:
             self.asked_again += 1
@@ -128,7 +131,7 @@ class Router:
         self.say(f"rollout server lost: {why}")
         came_back = False
         try:
-            came_back = self.revive(place.api)
+            came_back = self.revive(place.api, given_up)
         finally:
             with self._change:
                 place.is_coming_back = False

@@ -148,7 +148,7 @@ class ServerEngine:
         if self.folder.as_adapter:
             api.load_adapter(self.folder.adapter, version)
 
-    def _wait_until_ready(self, url: str, seconds: float) -> None:
+    def _wait_until_ready(self, url: str, seconds: float, given_up: threading.Event | None = None) -> None:
         """Wait for a server; one of ours that has ended for good is not waited for.
 
         Raises:
@@ -159,16 +159,17 @@ class ServerEngine:
             own = self.own.at(url)
             if own is not None and self.own.has_ended(url):
                 raise ServerGoneError(f"{url} has ended. The end of {own.log}:\n{own.last_words()}")
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or (given_up is not None and given_up.is_set()):
                 raise ServerGoneError(f"{url} did not answer within {seconds:g} seconds")
             time.sleep(POLL_SECONDS)
 
     # ---- servers that are lost
 
-    def _revive(self, api: ServerApi) -> bool:
+    def _revive(self, api: ServerApi, given_up: threading.Event) -> bool:
         """Bring a lost server back with the weights of now: ours is being started again, another has moments."""
         try:
-            self._wait_until_ready(api.url, GRACE_SECONDS if self.settings.urls else self.settings.start_seconds)
+            seconds = GRACE_SECONDS if self.settings.urls else self.settings.start_seconds
+            self._wait_until_ready(api.url, seconds, given_up)
             if api.version() != str(self.version):
                 self._load(api, self.version, is_new=True)
             return self._agrees(api)
