@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -41,7 +41,12 @@ class EngineContext:
 
 
 class EngineConfig(Protocol):
-    """The settings of one engine. Frozen dataclass whose fields are its own config keys; sampling is not among them."""
+    """The settings of one engine. Frozen dataclass whose fields are its own config keys; sampling is not among them.
+
+    ``in_process``: the training processes sample, and need memory for it.
+    """
+
+    in_process: ClassVar[bool]
 
     def connect(self, context: EngineContext) -> RolloutEngine:
         """The engine of a run, not started yet."""

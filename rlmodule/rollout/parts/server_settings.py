@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import torch
@@ -28,6 +28,8 @@ class ServerSettings:
     timeout_seconds: float = 1800.0  # for one response
     sleep: bool = False  # servers give their device memory back while the trainer trains
     api_key_env: str = ""  # name of the environment variable with the servers' key; empty: none is sent
+
+    in_process: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for address in self.urls:
