@@ -100,10 +100,8 @@ class ServerEngine:
                 self.folder.write(weights)
             return self._hand_over(version, is_new=self._router is None), self._urls
 
-        try:
-            lost, urls = self._from_first(hand_over, reads=weights)
-        finally:
-            self.own.watch()
+        lost, urls = self._from_first(hand_over, reads=weights)
+        self.own.watch()
         if len(lost) == len(urls):
             raise none_left(lost)
         self._router = Router([Place(self._api(url), why=lost.get(url)) for url in urls], self._revive, self._say)
@@ -134,7 +132,8 @@ class ServerEngine:
         """Why one server did not take the weights; None where it did."""
         api = self._api(url)
         try:
-            self._wait_until_ready(url, self.settings.start_seconds if self._router is None else GRACE_SECONDS)
+            has_time = self._router is None or not self.settings.urls
+            self._wait_until_ready(url, self.settings.start_seconds if has_time else GRACE_SECONDS)
             self._digests[url] = dict(api.checksums())
             self._load(api, version, is_new=self._router is None)
         except (ServerGoneError, ServerRefusedError) as error:
