@@ -38,6 +38,7 @@ PROBES = 4  # fixed sequences
 PROBE_LENGTH = 150  # tokens of each at most: more than a block of any server's prefix cache
 DRAWN = 8  # tokens drawn after each
 TOP = 20
+DIGEST_SECONDS = 1.0  # that a server may take over the digests of its tensors, once for each update
 # How far a server may be from what it said after a proven sync, in nats.
 AGREEMENT = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}
 
@@ -134,18 +135,26 @@ class ServerEngine:
         try:
             has_time = self._router is None or not self.settings.urls
             self._wait_until_ready(url, self.settings.start_seconds if has_time else GRACE_SECONDS)
-            self._digests[url] = dict(api.checksums())
-            self._load(api, version, is_new=self._router is None)
+            self._keep_digests(api)
+            self._load(api, version)
         except (ServerGoneError, ServerRefusedError) as error:
             return str(error)
         return None
 
-    def _load(self, api: ServerApi, version: int, *, is_new: bool) -> None:
+    def _load(self, api: ServerApi, version: int) -> None:
         """Have a server take what lies in the folder; ours has started from it, another may hold any weights."""
-        if not self.folder.as_adapter or (is_new and self.settings.urls):
+        is_known = not self.settings.urls or api.version() == str(self.version)
+        if not (self.folder.as_adapter and is_known):
             api.load(self.folder.model, version)
         if self.folder.as_adapter:
             api.load_adapter(self.folder.adapter, version)
+
+    def _keep_digests(self, api: ServerApi) -> None:
+        """Note the digests of a server's tensors before an update; of a server that takes long over them, never."""
+        if self._digests.get(api.url, {"": ""}):
+            began = time.monotonic()
+            found = dict(api.checksums())
+            self._digests[api.url] = found if time.monotonic() - began < DIGEST_SECONDS else {}
 
     def _wait_until_ready(self, url: str, seconds: float, given_up: threading.Event | None = None) -> None:
         """Wait for a server; one of ours that has ended for good is not waited for.
@@ -170,7 +179,7 @@ class ServerEngine:
             seconds = GRACE_SECONDS if self.settings.urls else self.settings.start_seconds
             self._wait_until_ready(api.url, seconds, given_up)
             if api.version() != str(self.version):
-                self._load(api, self.version, is_new=True)
+                self._load(api, self.version)
             return self._agrees(api)
         except (ServerGoneError, ServerRefusedError) as error:
             self._say(f"rollout server {api.url} did not come back: {error}")
@@ -205,7 +214,8 @@ class ServerEngine:
             return ""
         same: list[str] = []
         for api in self._running.in_use:
-            before, now = self._digests.get(api.url, {}), api.checksums()
+            before = self._digests.get(api.url, {})
+            now = api.checksums() if before else {}
             same += [name for name, digest in now.items() if before.get(name) == digest]
         names = ", ".join(dict.fromkeys(same[:6]))
         return f"unchanged since before the update, by the server's own digests: {names}" if same else ""
