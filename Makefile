@@ -1,6 +1,6 @@
 # One line per target; `make` alone prints them.
 .DEFAULT_GOAL := help
-.PHONY: help setup train check test test-ranks test-backends bench bench-peers tensorboard clean
+.PHONY: help setup train check test test-ranks test-backends test-vllm bench bench-peers tensorboard clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PEERS ?= .venv-peers
 BACKENDS ?= .venv-backends
+VLLM ?= .venv-vllm
 ARGS ?=
 WORKERS ?= 2
 RESULTS := $(if $(SMALL),outputs/bench,benchmarks/results)
@@ -49,6 +50,15 @@ $(BACKENDS)/.ready: pyproject.toml constraints.txt tests/backends.txt
 	$(BACKENDS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement tests/backends.txt
 	touch $@
 
+test-vllm: setup $(VLLM)/.ready ## tests against a real vLLM, in an environment of its own (3.5 GB)
+	RLMODULE_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/python -m pytest -s -q tests/end_to_end/test_real_vllm.py $(ARGS)
+
+$(VLLM)/.ready: tests/helpers/vllm_needs.txt tests/helpers/vllm_environment.py
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/helpers/vllm_needs.txt
+	$(VLLM)/bin/python tests/helpers/vllm_environment.py
+	touch $@
+
 bench: setup ## measure, draw, and fill the tables of docs/performance.md (SMALL=1: a quick look that changes no file)
 	mkdir -p $(RESULTS)
 	$(BIN)/python benchmarks/planner.py $(if $(SMALL),--small,--large) --json $(RESULTS)/planner.json
@@ -76,4 +86,4 @@ tensorboard: setup ## look at the curves of every run
 	$(BIN)/tensorboard --logdir outputs
 
 clean: ## remove the environment and caches, never your runs
-	rm -rf $(VENV) $(PEERS) $(BACKENDS) .mypy_cache .ruff_cache .pytest_cache *.egg-info
+	rm -rf $(VENV) $(PEERS) $(BACKENDS) $(VLLM) .mypy_cache .ruff_cache .pytest_cache *.egg-info

@@ -12,6 +12,7 @@ import torch
 
 from rlmodule.batching.prefetch import PackedAhead
 from rlmodule.core.contract import Evaluator
+from rlmodule.core.errors import EnginesGoneError
 from rlmodule.core.types import MiniBatch, ScoredSample
 from rlmodule.experience.failures import first_failure, num_failed
 from rlmodule.experience.iteration import Iteration
@@ -88,11 +89,15 @@ class RLDataModule(L.LightningDataModule):
         number = self.next_iteration - (self._pending_partial is not None)
         self.start(number)
         self.timer, self.collected = Timer(), []
-        maker = self.make(number)
+        maker, place = self.make(number), self.stream.state_dict()
         if self._pending_partial is not None:
             self.iteration, self._pending_partial = maker.resumed(self._pending_partial), None
         else:
-            self.iteration = maker(lambda: self._collect(number), self.timer)
+            try:
+                self.iteration = maker(lambda: self._collect(number), self.timer)
+            except EnginesGoneError:
+                self.stream.load_state_dict(place)  # its rows are taken again by the run that goes on
+                raise
             self._warn_if_cut(self.iteration, number)
             self._warn_of_failures(self.iteration.sample_info)
         self.next_iteration = number + 1

@@ -62,6 +62,7 @@ LIBRARIES = {
     "rlmodule/models": TORCH | {"transformers"},
     "rlmodule/models/byte_tokenizer.py": {"tokenizers"},
     "rlmodule/models/lora.py": {"peft", "safetensors"},
+    "rlmodule/models/served.py": {"safetensors"},
     "rlmodule/models/weights.py": {"safetensors"},
     "rlmodule/models/places.py": {"safetensors"},
     "rlmodule/models/value.py": {"safetensors"},

@@ -80,6 +80,7 @@ NEEDS = {
     "reward=length": ["reward.start=1"],
     "reward=llm_judge": ["reward.url=http://h/v1", "reward.model=m"],
     "reward=reward_model": ["reward.path=folder"],
+    "rollout=server": ["rollout.url=http://h:1"],
     "reward=weighted": ["+reward.exact_match.name=exact_match"],
     "reward=by_source": ["reward.otherwise=exact_match"],
 }

@@ -34,7 +34,7 @@ from rlmodule.checkpoint.state import (
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.contract import SaveLater, Snapshot
 from rlmodule.core.devices import detect_device
-from rlmodule.core.errors import CheckpointError, TrainingError, did_you_mean, in_one_line
+from rlmodule.core.errors import CheckpointError, EnginesGoneError, TrainingError, did_you_mean, in_one_line
 from rlmodule.core.renamed import EARLIER_METRICS
 
 # In the state of a run: what all ranks know of an unfinished iteration, and what each rank holds of its own.
@@ -119,6 +119,14 @@ class SaveCheckpoints(Checkpoint):
         self._save(run_state, folder_of(self.root, run_state.data.next_iteration))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        run_state = RunState.of(trainer)
+        if isinstance(exception, EnginesGoneError) and run_state.data.next_iteration:  # every rank has this error
+            folder = folder_of(self.root, run_state.data.next_iteration)
+            if not folder.exists():
+                self._save(run_state, folder)
+            if trainer.is_global_zero:
+                print(f"what was trained is saved in {folder}")
+            return
         if self._pending is None or isinstance(exception, KeyboardInterrupt):  # Ctrl-C does not wait for a write
             return
         try:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rlmodule.core.episodes import Completion, Done, GenerationRequest, Message, Observation
+from rlmodule.core.episodes import Completion, Done, GenerationRequest, Message, Observation, Probe
 from rlmodule.core.evaluations import Evaluation
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metric, Metrics
@@ -247,6 +247,9 @@ class Strategy(Protocol):
 
     def gather_first_error(self, problem: str | None) -> str | None:
         """The first error message that any process passes in, on every process; one exchange between all of them."""
+
+    def gather_from_all(self, item: Item) -> list[Item]:
+        """One picklable object of every process, in rank order, on every process; tensor ranks and stages count."""
 
     # ---- models
 
@@ -654,6 +657,25 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Release everything; called at the end of a run, also after an error. Calling it again does nothing."""
+
+
+@runtime_checkable
+class ProvableEngine(RolloutEngine, Protocol):
+    """An engine with a copy of the policy that can be asked what it makes of given tokens.
+
+    After every ``update_weights`` its answers are compared with the policy's own log-probabilities, and the run ends
+    where they differ by more than the copy's rounding.
+    """
+
+    @property
+    def promised_dtype(self) -> torch.dtype:
+        """What the copy computes in, which bounds its rounding."""
+
+    def probe(self) -> list[Probe]:
+        """Fixed sequences as each copy sees them, the same on every rank; every rank calls it."""
+
+    def likely_stale(self) -> str:
+        """Which weights did not change with the last update, in words; empty where that is not known."""
 
 
 class Evaluator(Protocol):

@@ -117,3 +117,20 @@ class Done:
 
     reward: RewardResult | None = None
     diagnostics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """Tokens with the log-probabilities that a copy of the policy gives them, to be compared with the policy's own.
+
+    Args:
+        source: which copy, and how it came by the tokens, in words.
+        prompt_ids: what came before them.
+        token_ids: [R] int64.
+        logprobs: [R] float32, in nats, at the run's temperature and without top-k or top-p.
+    """
+
+    source: str
+    prompt_ids: tuple[int, ...]
+    token_ids: Tensor
+    logprobs: Tensor

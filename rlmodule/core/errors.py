@@ -6,6 +6,7 @@
     +-- CheckpointError    the requested checkpoint is damaged or missing
     +-- DependencyError    an optional package is not installed
     +-- TrainingError      the run cannot continue (too many skipped steps, all rewards failed, a process died)
+    |   +-- EnginesGoneError  no rollout server is left; what was trained is saved first
     +-- Preempted          the run was asked to stop and has saved its state (exit code 75)
 
 Bugs raise AssertionError or any other exception and keep their traceback.
@@ -72,6 +73,10 @@ class DependencyError(RLModuleError):
 
 class TrainingError(RLModuleError):
     """The run cannot continue because of the data, the settings or the machine."""
+
+
+class EnginesGoneError(TrainingError):
+    """No rollout server is left to draw responses; the policy is whole, and the run can go on later."""
 
 
 class Preempted(RLModuleError):  # noqa: N818  not an error

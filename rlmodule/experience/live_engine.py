@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rlmodule.core.contract import RolloutEngine
+from rlmodule.core.contract import ProvableEngine, RolloutEngine
+from rlmodule.experience.canary import Canary
 
 
 @dataclass(eq=False)
@@ -23,11 +24,13 @@ class LiveEngine:
         build: makes the engine; called at the first use, when the strategy is set up.
         weights: streams the policy's weights, (Hugging Face name, whole tensor), see ``Strategy.full_weights``.
         version: iterations of training behind the policy's weights now.
+        canary: proves after every update that the engine has them; None believes it.
     """
 
     build: Callable[[], RolloutEngine]
     weights: Callable[[], Iterator[tuple[str, Tensor]]]
     version: Callable[[], int]
+    canary: Canary | None = None
     _engine: RolloutEngine | None = field(default=None, init=False)
     _loaded: int | None = field(default=None, init=False)  # version of the weights that the engine has
 
@@ -40,6 +43,8 @@ class LiveEngine:
         if version != self._loaded:
             weights = self.weights() if self._engine.takes_weights else iter(())
             self._engine.update_weights(weights, version)
+            if self.canary is not None and isinstance(self._engine, ProvableEngine):
+                self.canary(self._engine)
             self._loaded = version
         return self._engine
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rlmodule.core.contract import Collectives
-from rlmodule.core.errors import RLModuleError, TrainingError
+from rlmodule.core.errors import EnginesGoneError, RLModuleError, TrainingError
 from rlmodule.core.types import Sample, SampleMeta, ScoredSample
 
 
@@ -49,6 +49,7 @@ def gather_sample_info(
     With ``mask_truncated`` so do responses that were cut at the limit; they keep their reward.
 
     Raises:
+        EnginesGoneError: on every rank, when one of them has no server left that samples.
         TrainingError: on every rank, when collecting failed on any.
     """
     try:
@@ -59,13 +60,19 @@ def gather_sample_info(
     failed = [i for i, info in enumerate(sample_info) if info.failure is not None]
     for i in failed[1:]:  # one traceback of each rank is enough to send around
         sample_info[i] = replace(sample_info[i], failure="")
-    everyone = collectives.gather_objects((sample_info, None if failure is None else str(failure)))
+    are_gone = isinstance(failure, EnginesGoneError)
+    everyone = collectives.gather_objects((sample_info, None if failure is None else str(failure), are_gone))
+    gone = next((reason for _, reason, are_gone in everyone if are_gone), None)
+    if gone is not None:  # the same error everywhere: every rank takes part in saving what was trained
+        raise EnginesGoneError(gone)
     if failure is not None:
         raise failure
-    for rank, (_, reason) in enumerate(everyone):
+    for rank, (_, reason, _) in enumerate(everyone):
         if reason is not None:
             raise TrainingError(f"rank {rank} could not collect its responses: {reason}")
-    return [s.sample for s in scored], sorted((f for part, _ in everyone for f in part), key=lambda f: f.meta.sample_id)
+    return [s.sample for s in scored], sorted(
+        (f for part, _, _ in everyone for f in part), key=lambda f: f.meta.sample_id
+    )
 
 
 def _info_of(scored: ScoredSample) -> SampleInfo:

@@ -42,6 +42,8 @@ class HFRolloutConfig:
 
     max_batch_size: int = 1024  # responses decoded side by side; bounds the key-value cache
 
+    in_process: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         at_least("max_batch_size", self.max_batch_size, 1)
 

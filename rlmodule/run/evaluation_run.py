@@ -6,7 +6,7 @@ weights come from (``commands/parts/policy_source.py``) and what is shown of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,27 +15,27 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from rlmodule.algorithm.config import PREFERENCES
 from rlmodule.callbacks.metrics import MetricsConfig
 from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.callbacks.validation import ValidationConfig
-from rlmodule.core.contract import RolloutEngine, Strategy
+from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import POLICY
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
-from rlmodule.experience.live_engine import LiveEngine
 from rlmodule.experience.sources import OfflineSource, RowSampler
 from rlmodule.loggers import LoggedRun
 from rlmodule.models.description import NO_VALUE
 from rlmodule.module import RLModule
 from rlmodule.records.metrics_log import Record
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.run.build.data import build_evaluators, build_maker
 from rlmodule.run.build.distributed import meet
+from rlmodule.run.build.engine import build_engine
 from rlmodule.run.build.models import model_specs
 from rlmodule.run.build.trainer import build_trainer, reraise_keyboard_interrupt, silence_warnings
 from rlmodule.run.config import RunConfig
@@ -148,7 +148,7 @@ class EvaluationRun:
         context = self._context()
         context.metrics_log.subscribe(on_phase=self.run.on_phase)
         callbacks = [made.connect(context) for made in config.callbacks.values()]
-        data = self._data(self.dataset, strategy)
+        data = self._data(self.dataset, strategy, frozen)
         callbacks.append(StopAtStart(config.trained_model, self.checkpoint, trained))
         logged = LoggedRun(self.run_dir.root, self.run_dir.root.name, (), context.hparams)
         trainer = build_trainer(config, self.run.machine, self.run_dir, strategy, callbacks, logged=logged)
@@ -156,16 +156,11 @@ class EvaluationRun:
             trainer.fit(module, datamodule=data)
         return context.metrics_log.records[-1]
 
-    def _data(self, dataset: TrainingDataset, strategy: Strategy) -> NoRows:
+    def _data(self, dataset: TrainingDataset, strategy: Strategy, models: Mapping[str, nn.Module]) -> NoRows:
         config = with_micro_batches_for(self.config)
-
-        def connect() -> RolloutEngine:
-            return config.rollout.connect(
-                EngineContext(config.sampling, dataset.end_tokens, dataset.tokenizer, strategy, strategy.root_device)
-            )
-
-        weights: Callable[[], Any] = partial(strategy.full_weights, POLICY)
-        engine, stream = LiveEngine(connect, weights, lambda: 0), PromptStream(1, config.general.seed)
+        ends, tokenizer = (lambda: dataset.end_tokens), dataset.tokenizer
+        engine = build_engine(config.rollout, config.sampling, ends, tokenizer, strategy, models, self.run_dir.root)
+        stream = PromptStream(1, config.general.seed)
         objective = config.objective
         return NoRows(
             OfflineSource([], (), RowSampler(stream, 1, lambda: strategy.layout)),

@@ -345,7 +345,15 @@ class Run:
         context = self._context(dict(module.models.items()), step)
         context.metrics_log.subscribe(on_phase=self.on_phase)
         callbacks = [made.connect(context) for made in config.callbacks.values()]
-        datamodule = build_datamodule(config, self.dataset, objective, strategy, context.metrics_log.begin_iteration)
+        datamodule = build_datamodule(
+            config,
+            self.dataset,
+            objective,
+            strategy,
+            context.metrics_log.begin_iteration,
+            models=dict(module.models.items()),
+            run_dir=self.run_dir.root,
+        )
         logged = LoggedRun(self.run_dir.root, context.name, context.tags, context.hparams, step)
         trainer = build_trainer(config, self.machine, self.run_dir, strategy, callbacks, logged=logged)
         return RunParts(trainer, module, datamodule, context, checkpoint)

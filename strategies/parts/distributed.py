@@ -7,8 +7,10 @@ is spread, which a backend says.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
 
 from rlmodule.core.config import at_least
@@ -20,6 +22,8 @@ from strategies.parts.mesh import Mesh, check_degrees
 from strategies.parts.offload import OffloadConfig
 from strategies.parts.shared_row import SharedRow
 from strategies.parts.strategy_mixin import StrategyMixin, inner_models_of
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -91,3 +95,11 @@ class DistributedStrategy(StrategyMixin, LightningDDPStrategy):
     def gather_first_error(self, problem: str | None) -> str | None:
         """The first error message that any process passes in, on every process; one exchange between all of them."""
         return first_error(problem)
+
+    def gather_from_all(self, item: Item) -> list[Item]:
+        """One picklable object of every process, in rank order, on every process; one exchange between all of them."""
+        if not dist.is_initialized():
+            return [item]
+        everyone: list[Item] = [item] * dist.get_world_size()
+        dist.all_gather_object(everyone, item)
+        return everyone

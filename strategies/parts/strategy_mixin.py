@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -30,6 +30,8 @@ from strategies.parts.failures import on_all_or_none
 from strategies.parts.loading import drop_unread, load
 from strategies.parts.offload import OffloadConfig, Offloaded
 from strategies.parts.saved_state import SavedState, read_parts
+
+Item = TypeVar("Item")
 
 HF_PREFIX = "lm."  # the transformers model sits at ``lm``; what comes after it is the Hugging Face name
 
@@ -109,6 +111,10 @@ class StrategyMixin(SavedState):
     def gather_first_error(self, problem: str | None) -> str | None:
         """The first error message that any process passes in: here that of the only one."""
         return problem
+
+    def gather_from_all(self, item: Item) -> list[Item]:
+        """One object of every process: here that of the only one."""
+        return [item]
 
     # ---- training
 

@@ -112,7 +112,9 @@ class SmallRun:
         policy = build_policy(ModelConfig(architecture=ARCHITECTURE, tokenizer="byte"), seed=0, temperature=1.0)
         ends, cpu = EndTokens((TOKENIZER.eos_token_id,)), torch.device("cpu")
         engine = LiveEngine(
-            lambda: HFRolloutConfig().connect(EngineContext(SamplingConfig(), ends, TOKENIZER, strategy, cpu)),
+            lambda: HFRolloutConfig().connect(
+                EngineContext(SamplingConfig(), ends, TOKENIZER, strategy, cpu, policy, self.run_dir)
+            ),
             lambda: strategy.full_weights(POLICY),
             lambda: data.policy_version,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +24,12 @@ class TinyTokenizer:
     """What an engine asks of a tokenizer, for a vocabulary of 64 numbers."""
 
     eos_token_id = END
+    pad_token_id = 0
     name_or_path = "tiny"
     all_special_ids = (END,)
+
+    def save_pretrained(self, folder: Any) -> None:
+        """Nothing: who loads the folder needs no words."""
 
     def decode(self, ids: Any, skip_special_tokens: bool = False) -> str:
         return " ".join(str(int(i)) for i in ids if not (skip_special_tokens and int(i) == END))
@@ -36,6 +41,7 @@ def engine_of(
     tokenizer: Any = None,
     ends: EndTokens | None = None,
     strategy: Any = None,
+    run_dir: Path = Path(),
     max_batch_size: int = 1024,
     **sampling: Any,
 ) -> HFEngine:
@@ -46,6 +52,8 @@ def engine_of(
         tokenizer or TinyTokenizer(),
         strategy or single({"policy": policy}),
         torch.device("cpu"),
+        policy,
+        run_dir,
     )
     return HFRolloutConfig(max_batch_size=max_batch_size).connect(context)
 

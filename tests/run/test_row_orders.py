@@ -30,7 +30,8 @@ def rows(tmp_path):
 
 def drawn(run, iterations):
     """Texts of the prompts of each iteration, on one rank, of a run that imitates."""
-    module = build_datamodule(run.config, run.dataset, run.config.objective, run.strategy.build(), lambda number: None)
+    parts = (run.dataset, run.config.objective, run.strategy.build(), lambda number: None)
+    module = build_datamodule(run.config, *parts, models={}, run_dir=run.run_dir.root)
     source = run.dataset.source(RowSampler(module.stream, run.config.algorithm.train_batch_size, Layout), lambda: None)
     return [[s.sample.prompt.text for s in source.collect(i, Timer())] for i in range(iterations)]
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.contract import RolloutEngine, Strategy
+from rlmodule.models.policy import PolicyModel
 from rlmodule.rollout.parts.sampling import SamplingConfig
 
 if TYPE_CHECKING:  # types alone
@@ -25,6 +27,8 @@ class EngineContext:
         tokenizer: of the policy.
         strategy: holds the policy, under the name ``policy``, and knows where this rank is.
         device: of this rank.
+        policy: the model as it was built, for its configuration and its adapters; the strategy has its weights.
+        run_dir: of the run, for logs and weights on their way to a server.
     """
 
     sampling: SamplingConfig
@@ -32,10 +36,17 @@ class EngineContext:
     tokenizer: PreTrainedTokenizerBase
     strategy: Strategy
     device: torch.device
+    policy: PolicyModel
+    run_dir: Path
 
 
 class EngineConfig(Protocol):
-    """The settings of one engine. Frozen dataclass whose fields are its own config keys; sampling is not among them."""
+    """The settings of one engine. Frozen dataclass whose fields are its own config keys; sampling is not among them.
+
+    ``in_process``: the training processes sample, and need memory for it.
+    """
+
+    in_process: ClassVar[bool]
 
     def connect(self, context: EngineContext) -> RolloutEngine:
         """The engine of a run, not started yet."""

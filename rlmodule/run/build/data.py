@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+
+from torch import nn
 
 from rlmodule.algorithm.objective import Objective
 from rlmodule.algorithm.shaping import KLController
@@ -13,20 +16,19 @@ from rlmodule.batching.row_limit import RowLimit
 from rlmodule.batching.sampler import BalancedSampler
 from rlmodule.batching.workload import Workload
 from rlmodule.core.contract import AnswerReward, Evaluator, RolloutEngine, Strategy
-from rlmodule.core.types import POLICY, Sample
+from rlmodule.core.types import Sample
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.evaluation.offline import DemonstrationEvaluator, OfflineEvaluator, PairEvaluator, SeveralSets
 from rlmodule.evaluation.prompts import PromptEvaluator
 from rlmodule.experience.advantage_stage import AdvantageStage
-from rlmodule.experience.live_engine import LiveEngine
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.reference_cache import ReferenceLogprobCache
 from rlmodule.experience.replay import ReplayMemory
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.sources import OfflineSource, RowSampler, Source
 from rlmodule.models.shape import shape_of
-from rlmodule.rollout.parts.engine import EngineContext
+from rlmodule.run.build.engine import build_engine
 from rlmodule.run.config import RunConfig
 from rlmodule.run.datasets import TrainingDataset
 from rlmodule.run.offline_datasets import Demonstrations, Preferences
@@ -38,6 +40,9 @@ def build_datamodule(
     objective: Objective,
     strategy: Strategy,
     start: Callable[[int], None],
+    *,
+    models: Mapping[str, nn.Module],
+    run_dir: Path,
 ) -> RLDataModule:
     """What gives the mini-batches of a run.
 
@@ -47,17 +52,22 @@ def build_datamodule(
         objective: what is minimised.
         strategy: where models and ranks are, once it is set up.
         start: called with the number of each iteration that begins.
+        models: of the run, as they were built.
+        run_dir: of the run.
     """
     s = config
     stream = PromptStream(len(dataset), s.general.seed, s.data.shuffle, order=dataset.order, limit=s.rows_of_run)
     layout = lambda: strategy.layout  # noqa: E731  known once the strategy is set up
-
-    def connect() -> RolloutEngine:
-        return s.rollout.connect(
-            EngineContext(s.sampling, dataset.end_tokens, dataset.tokenizer, strategy, strategy.root_device)
-        )
-
-    engine = LiveEngine(connect, partial(strategy.full_weights, POLICY), lambda: made.policy_version)
+    engine = build_engine(
+        s.rollout,
+        s.sampling,
+        lambda: dataset.end_tokens,
+        dataset.tokenizer,
+        strategy,
+        models,
+        run_dir,
+        lambda: made.policy_version,
+    )
     controller = KLController(s.algorithm.kl_in_reward) if s.algorithm.use_kl_in_reward else None
     kept = None if s.algorithm.is_sampled else ReferenceLogprobCache()
     made = RLDataModule(

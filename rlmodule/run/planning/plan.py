@@ -185,7 +185,7 @@ class Plan:
     def sampling(self) -> SamplingMemory | None:
         """Memory while responses are sampled in-process; None where none are."""
         config = self.config
-        if config.dataset != ROLLOUTS:
+        if config.dataset != ROLLOUTS or not config.rollout.in_process:
             return None
         everything = (self.policy_memory, *self.other_models)
         samples = math.ceil(config.algorithm.train_batch_size * config.group_size / self.layout.dp_size)

@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from rlmodule.checkpoint.state import best_of, newest_whole, oldest_first, verify
-from rlmodule.core.contract import RolloutEngine, Strategy
+from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.experience.live_engine import LiveEngine
@@ -24,6 +24,7 @@ from rlmodule.models.recompute import NONE
 from rlmodule.models.value import ValueModel
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.rollout.parts.engine import EngineConfig, EngineContext
+from rlmodule.run.build.engine import build_engine
 from rlmodule.run.build.models import model_specs
 from rlmodule.run.build.trainer import silence_warnings
 from rlmodule.run.datasets import Prompts
@@ -238,16 +239,16 @@ class LoadedModels:
 
     def context(self) -> EngineContext:
         """What an engine is told."""
-        sampling, strategy = self.run.config.sampling, self.strategy
-        return EngineContext(sampling, self.prompts.end_tokens, self.tokenizer, strategy, strategy.root_device)
+        sampling, strategy, policy = self.run.config.sampling, self.strategy, self.models[POLICY]
+        assert isinstance(policy, PolicyModel), "responses are sampled from a policy"
+        ends, device = self.prompts.end_tokens, strategy.root_device
+        return EngineContext(sampling, ends, self.tokenizer, strategy, device, policy, self.run.run_dir.root)
 
     def engine(self, config: EngineConfig | None = None) -> LiveEngine:
         """The engine of the run, or another; it has the weights once it is called."""
-
-        def connect() -> RolloutEngine:
-            return (config or self.run.config.rollout).connect(self.context())
-
-        return LiveEngine(connect, lambda: self.strategy.full_weights(POLICY), lambda: 0)
+        made, ends = config or self.run.config.rollout, lambda: self.prompts.end_tokens
+        sampling, run_dir = self.run.config.sampling, self.run.run_dir.root
+        return build_engine(made, sampling, ends, self.tokenizer, self.strategy, self.models, run_dir)
 
     def generation(self) -> GenerationConfig:
         """How the policy was sampled from, for those who load it elsewhere."""

@@ -1,0 +1,146 @@
+"""JSON over HTTP to one server, from many threads, over connections that stay open; the standard library alone.
+
+A server that is gone and one that refuses are told apart: what it refuses it would refuse again. Leaves out what is
+said (``server_api.py`` and the files of the dialects).
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+WORDS_OF_SERVER = 500  # characters of an error message
+BROKEN = (502, 503, 504)  # what a proxy says whose server has ended, and a server that is ending
+
+
+class ServerGoneError(Exception):
+    """There is no server, or the connection to it broke before it had answered."""
+
+
+class _ClosedWhileIdleError(ServerGoneError):
+    """The same, on a connection that had been open before: another one may do."""
+
+
+class ServerRefusedError(Exception):
+    """The server answered that it does not do what it was asked; ``status`` is HTTP's."""
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+@dataclass(eq=False)
+class HTTPClient:
+    """Asks the server at one address.
+
+    Args:
+        url: its address, without a path.
+        timeout: seconds that a request may take.
+        api_key_env: environment variable with the key that it wants; empty where it wants none.
+    """
+
+    url: str
+    timeout: float = 600.0
+    api_key_env: str = ""
+    _idle: list[http.client.HTTPConnection] = field(default_factory=list, init=False)
+    _busy: set[http.client.HTTPConnection] = field(default_factory=set, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _calls_broken_off: int = field(default=0, init=False)  # times that requests were broken off
+
+    def get(self, path: str, *, timeout: float | None = None) -> Any:
+        """What the server says at ``path``; None where it says nothing that is JSON.
+
+        Raises:
+            ServerGoneError, ServerRefusedError: it does not.
+        """
+        return self._ask("GET", path, None, timeout)
+
+    def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float | None = None) -> Any:
+        """What the server answers to ``body``; otherwise as ``get``."""
+        return self._ask("POST", path, body, timeout)
+
+    def hang_up(self) -> None:
+        """Break off every request under way, which a server takes for their end."""
+        self._calls_broken_off += 1
+        for connection in list(self._busy):
+            with suppress(OSError, AttributeError):
+                connection.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connections; a later request opens another."""
+        self.hang_up()
+        self._close_idle()
+
+    def _close_idle(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None) -> Any:
+        data, calls = None if body is None else json.dumps(body).encode(), self._calls_broken_off
+        try:
+            status, said = self._once(method, path, data, timeout)
+        except _ClosedWhileIdleError as error:
+            if self._calls_broken_off != calls:
+                raise ServerGoneError(str(error)) from None
+            self._close_idle()  # as old as this one, or older
+            status, said = self._once(method, path, data, timeout)
+        if status in BROKEN:
+            raise ServerGoneError(f"{self.url}{path}: {status} {_words(said)}")
+        if status >= 300:
+            raise ServerRefusedError(f"{self.url}{path}: {status} {_words(said)}", status)
+        with suppress(ValueError):
+            return json.loads(said)
+        return None
+
+    def _once(self, method: str, path: str, data: bytes | None, timeout: float | None) -> tuple[int, bytes]:
+        """(status, body) of one answer."""
+        connection = self._connection(timeout)
+        was_open = connection.sock is not None
+        try:
+            connection.request(method, path, data, self._headers())
+            answer = connection.getresponse()
+            said = answer.status, answer.read()
+            with self._lock:
+                self._idle.append(connection)
+            return said
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            # Servers close connections that were idle for some seconds, which is seen at the next request only.
+            is_idle = was_open and isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
+            kind = _ClosedWhileIdleError if is_idle else ServerGoneError
+            raise kind(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from None
+        finally:
+            self._busy.discard(connection)
+
+    def _connection(self, timeout: float | None) -> http.client.HTTPConnection:
+        """A connection that nobody uses, the one used last, or a new one."""
+        with self._lock:
+            found = self._idle.pop() if self._idle else None
+        if found is None:
+            parts = urlsplit(self.url)
+            assert parts.hostname is not None, "addresses are checked before they are used"
+            made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+            found = made(parts.hostname, parts.port)
+        found.timeout = self.timeout if timeout is None else timeout
+        if found.sock is not None:
+            found.sock.settimeout(found.timeout)
+        self._busy.add(found)
+        return found
+
+    def _headers(self) -> dict[str, str]:
+        key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
+        return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+
+def _words(said: bytes) -> str:
+    return " ".join(said[: 4 * WORDS_OF_SERVER].decode(errors="replace").split())[:WORDS_OF_SERVER]

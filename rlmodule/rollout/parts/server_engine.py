@@ -1,0 +1,482 @@
+"""An engine that samples by HTTP servers: weights to them, requests among them, a lost one brought back or dropped.
+
+The first rank writes the weights, starts servers and looks after them; every data rank sends its own requests. Ranks
+that repeat the tokens of another (tensor ranks, pipeline stages) are handed its completions. Leaves out dialects
+(``vllm_api.py``, ``sglang_api.py``) and whether the weights arrived (``experience/canary.py``).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from rlmodule.core.episodes import LENGTH, STOP, Completion, GenerationRequest, Probe
+from rlmodule.core.errors import ConfigError, EnginesGoneError, RLModuleError, TrainingError, in_one_line
+from rlmodule.ops.random import uniform_of_token
+from rlmodule.rollout.parts.engine import EngineContext
+from rlmodule.rollout.parts.http_client import HTTPClient, ServerGoneError, ServerRefusedError
+from rlmodule.rollout.parts.own_server import OwnServers
+from rlmodule.rollout.parts.routing import Place, Router, none_left
+from rlmodule.rollout.parts.server_api import Draw, ServerApi
+from rlmodule.rollout.parts.server_checks import ServerChecks, check_response
+from rlmodule.rollout.parts.server_settings import ServerSettings
+from rlmodule.rollout.parts.weight_folder import WeightFolder
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.1
+GRACE_SECONDS = 10.0  # until a running server that was lost must answer again
+PROBES = 4  # fixed sequences
+PROBE_LENGTH = 150  # tokens of each at most: more than a block of any server's prefix cache
+DRAWN = 8  # tokens drawn after each
+TOP = 20
+DIGEST_SECONDS = 1.0  # that a server may take over the digests of its tensors, once for each update
+# How far a server may be from what it said after a proven sync, in nats.
+AGREEMENT = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}
+
+
+@dataclass(eq=False)
+class ServerEngine:
+    """Args:
+    settings: keys that all such engines share.
+    context: of the run.
+    dialect: asks a server in its own way.
+    folder: where weights wait; of this process alone where it is not the first.
+    own: servers that the run starts, on the first rank.
+    """
+
+    takes_weights: ClassVar[bool] = True
+
+    settings: ServerSettings
+    context: EngineContext
+    dialect: Callable[[HTTPClient], ServerApi]
+    folder: WeightFolder
+    own: OwnServers = field(default_factory=OwnServers)
+    version: int = -1
+    _router: Router | None = field(default=None, init=False)
+    _apis: dict[str, ServerApi] = field(default_factory=dict, init=False)
+    _said: list[dict[int, float]] = field(default_factory=list, init=False)  # likeliest tokens after each probe
+    _digests: dict[str, dict[str, str]] = field(default_factory=dict, init=False)  # url -> before the last update
+    _is_asleep: bool = field(default=False, init=False)
+
+    # ---- the life of the engine
+
+    def start(self) -> None:
+        """Nothing yet: servers need weights, which come first."""
+
+    def close(self) -> None:
+        """End the servers that are ours and take the weights away."""
+        self.own.close()
+        for api in self._apis.values():
+            api.close()
+        if self._is_first:
+            self.folder.remove()
+        self._router = None
+
+    @property
+    def promised_dtype(self) -> torch.dtype:
+        """What the servers compute in."""
+        return self.settings.promised_dtype(self.context.policy.compute_dtype)
+
+    # ---- weights
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """Write the weights, and have every server that answers take them; the others are left out.
+
+        Raises:
+            RLModuleError: on every rank, when they cannot be written, or a server is not what the settings say.
+            EnginesGoneError: no server took them.
+        """
+
+        def hand_over() -> tuple[dict[str, str], tuple[str, ...]]:
+            with self.own.none_starts():
+                self.folder.write(weights)
+            return self._hand_over(version, is_new=self._router is None), self._urls
+
+        lost, urls = self._from_first(hand_over, reads=weights)
+        self.own.watch()
+        if len(lost) == len(urls):
+            raise none_left(lost)
+        self._router = Router([Place(self._api(url), why=lost.get(url)) for url in urls], self._revive, self._say)
+        self.version = version
+
+    def _hand_over(self, version: int, *, is_new: bool) -> dict[str, str]:
+        """Weights to all servers at a time, started where they have to be: url -> why it could not, for those lost."""
+        self._wake_all()
+        self.own.start()
+        with ThreadPoolExecutor(len(self._urls)) as threads:
+            outcomes = list(threads.map(lambda url: self._hand_over_to(url, version), self._urls))
+        lost = {url: why for url, why in zip(self._urls, outcomes, strict=True) if why is not None}
+        if is_new:
+            if lost:
+                raise self._none_came_up(lost)
+            for url in self._urls:
+                for line in self._checks(self._api(url)):
+                    self._say(line)
+        return lost
+
+    def _none_came_up(self, lost: Mapping[str, str]) -> RLModuleError:
+        [(url, why), *_] = lost.items()
+        if self.settings.urls:
+            return ConfigError(key="rollout.url", got=url, because=why, fix="Start it, or give the address of another")
+        return TrainingError(f"the run's own rollout server did not come up: {why}")
+
+    def _hand_over_to(self, url: str, version: int) -> str | None:
+        """Why one server did not take the weights; None where it did."""
+        api = self._api(url)
+        try:
+            has_time = self._router is None or not self.settings.urls
+            self._wait_until_ready(url, self.settings.start_seconds if has_time else GRACE_SECONDS)
+            self._keep_digests(api)
+            self._load(api, version)
+        except (ServerGoneError, ServerRefusedError) as error:
+            return str(error)
+        return None
+
+    def _load(self, api: ServerApi, version: int) -> None:
+        """Have a server take what lies in the folder; ours has started from it, another may hold any weights."""
+        is_known = not self.settings.urls or api.version() == str(self.version)
+        if not (self.folder.as_adapter and is_known):
+            api.load(self.folder.model, version)
+        if self.folder.as_adapter:
+            api.load_adapter(self.folder.adapter, version)
+
+    def _keep_digests(self, api: ServerApi) -> None:
+        """Note the digests of a server's tensors before an update; of a server that takes long over them, never."""
+        if self._digests.get(api.url, {"": ""}):
+            began = time.monotonic()
+            found = dict(api.checksums())
+            self._digests[api.url] = found if time.monotonic() - began < DIGEST_SECONDS else {}
+
+    def _wait_until_ready(self, url: str, seconds: float, given_up: threading.Event | None = None) -> None:
+        """Wait for a server; one of ours that has ended for good is not waited for.
+
+        Raises:
+            ServerGoneError: it did not answer in time.
+        """
+        deadline = time.monotonic() + seconds
+        while not self._api(url).is_ready():
+            own = self.own.at(url)
+            if own is not None and self.own.has_ended(url):
+                raise ServerGoneError(f"{url} has ended. The end of {own.log}:\n{own.last_words()}")
+            if time.monotonic() > deadline or (given_up is not None and given_up.is_set()):
+                raise ServerGoneError(f"{url} did not answer within {seconds:g} seconds")
+            time.sleep(POLL_SECONDS)
+
+    # ---- servers that are lost
+
+    def _revive(self, api: ServerApi, given_up: threading.Event) -> bool:
+        """Bring a lost server back with the weights of now: ours is being started again, another has moments."""
+        try:
+            seconds = GRACE_SECONDS if self.settings.urls else self.settings.start_seconds
+            self._wait_until_ready(api.url, seconds, given_up)
+            if api.version() != str(self.version):
+                self._load(api, self.version)
+            return self._agrees(api)
+        except (ServerGoneError, ServerRefusedError) as error:
+            self._say(f"rollout server {api.url} did not come back: {error}")
+            return False
+
+    def _agrees(self, api: ServerApi) -> bool:
+        """Whether a server says today what the servers said when their weights were proven."""
+        limit = AGREEMENT[self.promised_dtype]
+        for then, now in zip(self._said, self._likeliest(api), strict=True):
+            both = then.keys() & now.keys()
+            if not both or max(abs(then[token] - now[token]) for token in both) > limit:
+                self._say(f"rollout server {api.url} has other weights than those of version {self.version}")
+                return False
+        return True
+
+    # ---- proof
+
+    def probe(self) -> list[Probe]:
+        """What every server makes of the fixed sequences: tokens it draws after them, and their own tokens."""
+
+        def ask() -> tuple[list[Probe], list[dict[int, float]]]:
+            self._wake_all()
+            apis = self._running.in_use
+            return [probe for api in apis for probe in self._probes_of(api)], self._likeliest(apis[0])
+
+        found, self._said = self._from_first(ask)
+        return found
+
+    def likely_stale(self) -> str:
+        """Tensors whose digest is that of before the last update, where a server gives digests."""
+        if not self._is_first:
+            return ""
+        same: list[str] = []
+        for api in self._running.in_use:
+            before = self._digests.get(api.url, {})
+            now = api.checksums() if before else {}
+            same += [name for name, digest in now.items() if before.get(name) == digest]
+        names = ", ".join(dict.fromkeys(same[:6]))
+        return f"unchanged since before the update, by the server's own digests: {names}" if same else ""
+
+    def _probes_of(self, api: ServerApi) -> Iterator[Probe]:
+        temperature = self.context.sampling.temperature
+        # Drawn first: asking for the prompt's own log-probabilities would fill a prefix cache that may be old.
+        for seed, prompt in enumerate(self._prompts):
+            drawn = api.draw(Draw(prompt, DRAWN, temperature, seed=seed))
+            ids, logprobs = torch.tensor(drawn.token_ids), torch.tensor(drawn.logprobs)
+            yield Probe(f"{api.url}, tokens that it drew", prompt, ids, logprobs)
+        for prompt in self._prompts if temperature == 1.0 else ():  # these have no temperature
+            scores = torch.tensor(api.score(prompt))
+            yield Probe(f"{api.url}, tokens that it was given", prompt[:1], torch.tensor(prompt[1:]), scores)
+
+    def _likeliest(self, api: ServerApi) -> list[dict[int, float]]:
+        temperature = self.context.sampling.temperature
+        return [dict(api.likeliest(Draw(prompt, 1, temperature), TOP)) for prompt in self._prompts]
+
+    @property
+    def _prompts(self) -> list[tuple[int, ...]]:
+        """The fixed sequences: token ids drawn once, evenly over the vocabulary, ends and special tokens left out."""
+        config = self.context.policy.lm.config.get_text_config()
+        left_out = {*self.context.end_tokens.ids, *self.context.tokenizer.all_special_ids}
+        allowed = torch.tensor([token for token in range(config.vocab_size) if token not in left_out])
+        length = max(2, min(PROBE_LENGTH, self._max_length - DRAWN))
+        rng = torch.Generator().manual_seed(20261130)
+        picked = allowed[torch.randint(len(allowed), (PROBES, length), generator=rng)]
+        return [tuple(row) for row in picked.tolist()]
+
+    # ---- responses
+
+    @torch.no_grad()
+    def generate(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
+        """One completion per request, as soon as a server has answered; many are in flight at a time.
+
+        Raises:
+            EnginesGoneError: no server is left.
+            TrainingError: a server refuses, or was started again with other weights while it answered.
+        """
+        self._wake_together()
+        if self._leader == self.context.strategy.layout.rank:
+            yield from self._shared(self._asked(requests))
+        else:
+            yield from self._handed(requests)
+        self._sleep_together()
+
+    def _asked(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
+        router, given_up = self._running, threading.Event()
+        self._check_versions(router)
+        room = self.settings.num_requests * len(router.places)
+        answers: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
+        waiting, in_flight = iter(requests), 0
+        with ThreadPoolExecutor(room) as threads:
+            try:
+                while True:
+                    while in_flight < room and (request := next(waiting, None)) is not None:
+                        threads.submit(self._answer, request, router, given_up, answers)
+                        in_flight += 1
+                    if not in_flight:
+                        break
+                    answer = answers.get()
+                    in_flight -= 1
+                    if isinstance(answer, Exception):
+                        raise answer
+                    yield answer
+            finally:
+                given_up.set()
+                if in_flight:
+                    router.hang_up()
+        self._check_versions(router)
+
+    def _answer(
+        self,
+        request: GenerationRequest,
+        router: Router,
+        given_up: threading.Event,
+        answers: queue.SimpleQueue[Completion | Exception],
+    ) -> None:
+        """Put one completion, or what kept it from coming, into ``answers``; runs in a thread."""
+        try:
+            if not given_up.is_set():
+                draw = self._draw_of(request)
+                url, drawn = router.ask(lambda api: (api.url, api.draw(draw)), given_up)
+                spelled = lambda ids: self.context.end_tokens.spelled(ids, self.context.tokenizer)  # noqa: E731
+                ids, ended = check_response(url, draw, drawn, spelled)
+                answers.put(self._completion(request, ids, drawn.logprobs[: len(ids)], STOP if ended else LENGTH))
+        except Exception as error:
+            answers.put(error)
+
+    def _draw_of(self, request: GenerationRequest) -> Draw:
+        sampling, ends = self.context.sampling, self.context.end_tokens
+        drawing = request.drawing
+        temperature = sampling.temperature if drawing is None else drawing.temperature
+        return Draw(
+            request.prompt_ids,
+            request.max_tokens,
+            temperature=0.0 if request.greedy else temperature,
+            top_p=sampling.top_p if drawing is None else drawing.top_p,
+            top_k=sampling.top_k if drawing is None else 0,
+            seed=_seed_of(request),
+            end_ids=ends.ids,
+            end_texts=ends.texts,
+        )
+
+    def _completion(
+        self, request: GenerationRequest, ids: tuple[int, ...], logprobs: tuple[float, ...], finish_reason: str
+    ) -> Completion:
+        assert request.version <= self.version, "a request wants newer weights than these"
+        text = str(self.context.tokenizer.decode(list(ids), skip_special_tokens=True))
+        tensors = torch.tensor(ids, dtype=torch.int64), torch.tensor(logprobs, dtype=torch.float32)
+        return Completion(request.sample_id, *tensors, finish_reason, self.version, text)
+
+    def _check_versions(self, router: Router) -> None:
+        """Leave out a server that was started anew behind our back, and has other weights than those that were proven.
+
+        Raises:
+            TrainingError: it may have answered meanwhile.
+        """
+        for api in router.in_use:
+            try:
+                there = api.version()
+            except (ServerGoneError, ServerRefusedError):
+                continue  # found out by the next request
+            is_same = self._agrees(api) if there is None else there == str(self.version)
+            if not is_same:
+                raise TrainingError(
+                    f"the rollout server {api.url} has weights of version {there}, not {self.version}: it was started "
+                    "anew, or somebody else updates it. Its responses are not trained on. Go on with resume=auto"
+                )
+
+    # ---- ranks
+
+    def _from_first(self, work: Callable[[], T], reads: Iterable[object] = ()) -> T:
+        """What ``work`` gives on the first rank, on every rank.
+
+        Args:
+            work: is called there alone.
+            reads: a stream that ``work`` reads and that every rank must read to its end, also where ``work`` fails.
+
+        Raises:
+            RLModuleError: on every rank, when it failed.
+        """
+        outcome: list[T] = []
+        problem: RLModuleError | None = None
+        try:
+            if self._is_first:
+                outcome.append(work())
+        except RLModuleError as error:
+            problem = error
+        except (OSError, ServerGoneError, ServerRefusedError) as error:
+            problem = TrainingError(f"the rollout servers cannot be used: {in_one_line(error)}")
+        for _ in reads:
+            pass
+        told = problem if problem is None or isinstance(problem, EnginesGoneError) else TrainingError(str(problem))
+        outcomes, first = self.context.strategy.gather_from_all((outcome, told))[0]
+        if problem is not None or first is not None:
+            raise problem or first  # type: ignore[misc]  # one of them is there
+        return outcomes[0]
+
+    @property
+    def _leader(self) -> int:
+        """The rank that asks for this one: the first of those that have the same tokens."""
+        layout = self.context.strategy.layout
+        return layout.rank - layout.pp_rank * layout.stage_size - layout.tp_rank
+
+    @property
+    def _is_repeated(self) -> bool:
+        layout = self.context.strategy.layout
+        return layout.tp_size * layout.pp_size > 1
+
+    def _shared(self, completions: Generator[Completion, None, None]) -> Generator[Completion, None, None]:
+        """The completions, and at their end all of them to the ranks that repeat this one's tokens."""
+        if not self._is_repeated:
+            yield from completions
+            return
+        kept, problem = list[Completion](), None
+        try:
+            for completion in completions:
+                kept.append(completion)
+                yield completion
+        except RLModuleError as error:
+            problem = error
+        told = problem if problem is None or isinstance(problem, EnginesGoneError) else TrainingError(str(problem))
+        self.context.strategy.gather_from_all((kept, told))
+        if problem is not None:
+            raise problem
+
+    def _handed(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
+        """The same from the rank that asked, in the same order; requests are read so that episodes go on."""
+        everyone: list[tuple[list[Completion], RLModuleError | None]]
+        everyone = self.context.strategy.gather_from_all(([], None))
+        kept, problem = everyone[self._leader]
+        waiting = iter(requests)
+        for completion in kept:
+            while next(waiting, None) is not None:
+                pass
+            yield completion
+        while next(waiting, None) is not None:
+            pass
+        if problem is not None:
+            raise problem
+
+    # ---- device memory
+
+    def _wake_all(self) -> None:
+        if self._is_asleep:
+            for url in self._urls:
+                self._api(url).wake_up()
+            self._is_asleep = False
+
+    def _wake_together(self) -> None:
+        """Before responses are asked for: awake, on every rank."""
+        if self.settings.sleep:
+            if self._is_first:
+                self._wake_all()
+            self.context.strategy.gather_from_all(None)
+
+    def _sleep_together(self) -> None:
+        """After the last response of every rank."""
+        if self.settings.sleep:
+            self.context.strategy.gather_from_all(None)
+            if self._is_first:
+                for api in self._running.in_use:
+                    api.sleep()
+                self._is_asleep = True
+
+    # ---- the servers
+
+    @property
+    def _is_first(self) -> bool:
+        return self.context.strategy.layout.is_rank_zero
+
+    @property
+    def _running(self) -> Router:
+        assert self._router is not None, "servers have weights before they are asked"
+        return self._router
+
+    @property
+    def _urls(self) -> tuple[str, ...]:
+        return self.settings.urls or tuple(server.url for server in self.own.servers)
+
+    @property
+    def _max_length(self) -> int:
+        return self.settings.max_prompt_length + self.context.sampling.max_response_length
+
+    def _api(self, url: str) -> ServerApi:
+        if url not in self._apis:
+            client = HTTPClient(url, self.settings.timeout_seconds, self.settings.api_key_env)
+            self._apis[url] = self.dialect(client)
+        return self._apis[url]
+
+    def _checks(self, api: ServerApi) -> list[str]:
+        checks = ServerChecks(self.context.sampling, self.promised_dtype, self._max_length, self._prompts)
+        return checks(api)
+
+    def _say(self, line: str) -> None:
+        print(line, flush=True)
+
+
+def _seed_of(request: GenerationRequest) -> int:
+    """A seed that belongs to the request alone: of the run's seed, the sample and the place in it."""
+    keys = (torch.tensor([key]) for key in (request.seed, request.sample_id, request.first_position))
+    return int(uniform_of_token(*keys) * 2**53)

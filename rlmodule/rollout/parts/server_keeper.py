@@ -1,0 +1,68 @@
+"""Runs a server for a trainer and ends with it, also when the trainer is killed.
+
+``python server_keeper.py CLEAN COMMAND...`` is a process of its own, which loads nothing but the standard library. Its
+standard input is a pipe from the trainer. When that closes, or when its parent is gone, the folder CLEAN is removed and
+every process of its group ended; when the server ends first, what it has left of the group is. Standard output and
+error are those it was given, the server's too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+PR_SET_PDEATHSIG = 1
+POLL_SECONDS = 0.2
+PATIENCE_SECONDS = 5.0  # for a server that was asked to end
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the server until one of the two ends."""
+    clean, *command = arguments
+    parent = os.getppid()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to the whole group below
+    try:
+        server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
+    except OSError as error:
+        print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr)
+        return 127
+    while server.poll() is None and os.getppid() == parent and not _is_closed(0):
+        pass
+    if server.poll() is None:
+        os.killpg(0, signal.SIGTERM)
+        _wait(server)
+        shutil.rmtree(clean, ignore_errors=True)
+    else:
+        print(f"the server ended with code {server.returncode}", file=sys.stderr, flush=True)
+    os.killpg(0, signal.SIGKILL)
+    return 1
+
+
+def _is_closed(stream: int) -> bool:
+    """Whether the other end of a pipe is closed; waits a moment for it."""
+    ready, _, _ = select.select([stream], [], [], POLL_SECONDS)
+    return bool(ready) and not os.read(stream, 1)
+
+
+def _wait(server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while server.poll() is None and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS / 4)
+
+
+def _die_with_parent() -> None:
+    """In the server: end when the keeper does, however that happens; where the system can."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""vLLM's HTTP interface (0.32): completions, and what it offers in development mode for reinforcement learning.
+
+Weights come from a folder that every worker of the server reads (``reload_weights`` over ``/collective_rpc``), adapters
+by ``/v1/load_lora_adapter``. A tied head is the trap: its reload fails in the server's log alone, so folders are
+written untied (``models/served.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from rlmodule.rollout.parts.completions import QUICK, CompletionsApi
+from rlmodule.rollout.parts.http_client import ServerGoneError, ServerRefusedError
+from rlmodule.rollout.parts.server_api import ServerFacts
+
+ADAPTER_NAME = "rlmodule_adapter"
+DEVELOPMENT = "VLLM_SERVER_DEV_MODE=1"
+NOT_FOUND = 404
+OF_NOTHING = sha256(b"").hexdigest()
+
+
+@dataclass(eq=False)
+class VLLMApi(CompletionsApi):
+    """One vLLM server. ``level`` of its sleep: 1 keeps the weights in host memory."""
+
+    level: int = 1
+
+    @property
+    def lacks(self) -> tuple[str, ...]:
+        """Nothing, if it runs in development mode."""
+        return ()
+
+    def facts(self) -> ServerFacts:
+        """Its settings, from ``/server_info``."""
+        known = super().facts()
+        version = self.client.get("/version", timeout=QUICK)
+        software = f"vLLM {version.get('version', '')}" if isinstance(version, Mapping) else "vLLM"
+        said = self._development("GET", "/server_info?config_format=json")
+        config = said.get("vllm_config") if isinstance(said, Mapping) else None
+        model: Any = config.get("model_config") if isinstance(config, Mapping) else None
+        if not isinstance(model, Mapping):
+            return ServerFacts(software, max_length=known.max_length)
+        overridden = model.get("override_generation_config")
+        return ServerFacts(
+            software,
+            dtype=str(model.get("dtype")).removeprefix("torch."),
+            quantization=model.get("quantization"),
+            max_length=model.get("max_model_len"),
+            defaults=overridden if isinstance(overridden, Mapping) else {},
+        )
+
+    def load(self, folder: Path, version: int) -> None:
+        """``reload_weights`` on every worker, then a new prefix cache and the version."""
+        self._development(
+            "POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        )
+        self._begin_version(version)
+
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """Put the adapter in the place of the one before."""
+        body = {"lora_name": ADAPTER_NAME, "lora_path": str(folder), "load_inplace": True}
+        try:
+            self.client.post("/v1/load_lora_adapter", body)
+        except ServerRefusedError as error:
+            if error.status != NOT_FOUND:
+                raise
+            hint = "start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora"
+            raise ServerRefusedError(f"{self.url} takes no adapters while it runs: {hint}", NOT_FOUND) from None
+        self.model = ADAPTER_NAME
+        self._begin_version(version)
+
+    def version(self) -> str | None:
+        """From ``/weight_info``; a server that was started anew says ``default``."""
+        said = self._development("GET", "/weight_info")
+        return str(said.get("weight_version")) if isinstance(said, Mapping) else None
+
+    def checksums(self) -> Mapping[str, str]:
+        """The digest of every tensor, from ``/weight_checker``; of an adapter there is none.
+
+        The digest of no bytes is none either: on CPUs matrices lie packed elsewhere.
+        """
+        with suppress(ServerRefusedError, ServerGoneError):
+            said = self.client.post("/weight_checker", {"action": "checksum"})
+            found = said.get("checksums") if isinstance(said, Mapping) else None
+            items = found.items() if isinstance(found, Mapping) else ()
+            return {str(name): str(digest) for name, digest in items if digest != OF_NOTHING}
+        return {}
+
+    def sleep(self) -> None:
+        """Free device memory; the server has to run with ``--enable-sleep-mode``."""
+        self._development("POST", f"/sleep?level={self.level}")
+
+    def wake_up(self) -> None:
+        """Allocate it again."""
+        self._development("POST", "/wake_up")
+
+    def _begin_version(self, version: int) -> None:
+        said = self._development("POST", "/reset_prefix_cache")
+        if isinstance(said, Mapping) and said.get("success") is False:
+            raise ServerRefusedError(f"{self.url} kept its prefix cache, which is of earlier weights", 200)
+        self._development("POST", "/update_weight_version", {"new_version": str(version)})
+
+    def _development(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """What is there in development mode only, which is said where it is missing."""
+        try:
+            return self.client.get(path) if method == "GET" else self.client.post(path, body)
+        except ServerRefusedError as error:
+            if error.status != NOT_FOUND:
+                raise
+            hint = f"it has to run with {DEVELOPMENT} in its environment"
+            raise ServerRefusedError(f"{self.url} has no {path.split('?')[0]}: {hint}", NOT_FOUND) from None

@@ -1,0 +1,123 @@
+"""Sampling by vLLM servers: the run's own, in an environment of their own, or running ones.
+
+The trainer needs no vLLM: it talks HTTP. After every update the servers read the weights from a folder, an adapter
+alone where only an adapter trains. Written for vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlmodule.core.config import at_least, one_of
+from rlmodule.core.errors import ConfigError
+from rlmodule.rollout import ROLLOUTS
+from rlmodule.rollout.parts.engine import EngineContext
+from rlmodule.rollout.parts.own_server import OwnServer, OwnServers, free_port
+from rlmodule.rollout.parts.server_engine import ServerEngine
+from rlmodule.rollout.parts.server_settings import ServerSettings
+from rlmodule.rollout.parts.vllm_api import VLLMApi
+from rlmodule.rollout.parts.weight_folder import WeightFolder, choose_root
+
+POLICY_NAME = "policy"  # that the server knows the model by
+ALONE, MERGED = ADAPTERS = ("alone", "merged")
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM has room for; it takes smaller ones
+# Of the trainer's processes, and wrong in a server's: where they meet, and what their interpreter finds.
+OF_THE_TRAINER = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("NODE_RANK", "PYTHONPATH", "PYTHONHOME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
+)
+
+
+@ROLLOUTS.register
+@dataclass(frozen=True)
+class VLLMRolloutConfig(ServerSettings):
+    """Settings of sampling by vLLM."""
+
+    python: str | None = None  # interpreter of an environment with vLLM; null: this one's
+    servers: int = 1  # that the run starts on the first rank's machine
+    devices: list[str] = field(default_factory=list)  # CUDA_VISIBLE_DEVICES of each of them, e.g. ["0,1","2,3"]
+    arguments: list[str] = field(default_factory=list)  # words added to vllm serve, e.g. [--tensor-parallel-size,2]
+    command: list[str] = field(default_factory=list)  # in place of vllm serve; FOLDER, HOST and PORT are replaced
+    host: str = "127.0.0.1"  # address that own servers listen at
+    restarts: int = 3  # times in a run that an own server which ended is started again
+    adapter: str = ALONE  # what servers get of a model with adapters: the adapter alone, or all weights merged
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least("servers", self.servers, 1)
+        at_least("restarts", self.restarts, 0)
+        one_of("adapter", self.adapter, ADAPTERS)
+        if self.devices and len(self.devices) != self.servers:
+            raise ConfigError(
+                key="devices",
+                got=self.devices,
+                because=f"servers={self.servers} of them are started, each on devices of its own",
+                fix=f"Use servers={len(self.devices)}",
+            )
+        for name in ("python", "devices", "arguments", "command"):
+            if self.urls and getattr(self, name):
+                raise ConfigError(
+                    key=name,
+                    got=getattr(self, name),
+                    because="with rollout.url no server is started",
+                    fix="Leave one of the two out",
+                )
+        if self.command and (self.arguments or self.python):
+            because = "command is the whole command, and takes neither python nor arguments"
+            raise ConfigError(key="command", got=self.command, because=because, fix="Write them into command")
+
+    def connect(self, context: EngineContext) -> ServerEngine:
+        """The engine of a run."""
+        layout, is_ours = context.strategy.layout, not self.urls
+        dtype = self.promised_dtype(context.policy.compute_dtype)
+        root = Path()
+        if layout.is_rank_zero:
+            root = choose_root(self.weights_dir, context.policy, dtype, context.run_dir, is_local=is_ours)
+        as_adapter = context.policy.lora is not None and self.adapter == ALONE
+        folder = WeightFolder(root, context.policy, context.tokenizer, dtype, as_adapter)
+        name = POLICY_NAME if is_ours else ""
+        own = OwnServers(self._own(context, folder), self.restarts) if is_ours and layout.is_rank_zero else OwnServers()
+        return ServerEngine(self, context, lambda client: VLLMApi(client, name), folder, own)
+
+    def _own(self, context: EngineContext, folder: WeightFolder) -> tuple[OwnServer, ...]:
+        log = context.run_dir / "rollout"
+        return tuple(
+            OwnServer(
+                self.command or self.serve(folder, context.sampling.max_response_length),
+                folder.model,
+                self.host,
+                free_port(self.host),
+                log / f"server_{number}.log",
+                folder.root,
+                self.environment(number),
+            )
+            for number in range(self.servers)
+        )
+
+    def serve(self, folder: WeightFolder, max_response_length: int) -> list[str]:
+        """The words of ``vllm serve``; no sampling value is left to the server."""
+        lora = folder.policy.lora
+        words: Mapping[str, object] = {
+            "--host": "HOST",
+            "--port": "PORT",
+            "--served-model-name": POLICY_NAME,
+            "--dtype": str(folder.dtype).removeprefix("torch."),
+            "--max-model-len": self.max_prompt_length + max_response_length,
+            "--logprobs-mode": "processed_logprobs",
+            "--generation-config": "vllm",
+        }
+        command = [self.python or sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "FOLDER"]
+        command += [str(word) for pair in words.items() for word in pair]
+        if folder.as_adapter and lora is not None:
+            rank = next((size for size in LORA_RANKS if size >= lora.r), lora.r)
+            command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
+        return [*command, *(["--enable-sleep-mode"] if self.sleep else []), *self.arguments]
+
+    def environment(self, number: int = 0) -> dict[str, str]:
+        """Variables of the server with this number."""
+        own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "HF_HUB_OFFLINE": "1"}
+        devices = {"CUDA_VISIBLE_DEVICES": self.devices[number]} if self.devices else {}
+        return dict.fromkeys(OF_THE_TRAINER, "") | own | devices

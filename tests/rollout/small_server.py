@@ -1,0 +1,313 @@
+"""A small server of vLLM's and SGLang's protocols around a model that it really holds, with faults to plant.
+
+In a thread, or as a process: ``python tests/rollout/small_server.py FOLDER HOST PORT [FAULT ...]``. It loads folders by
+itself and samples with transformers, so weights that it did not take are really old.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import sys
+import threading
+import time
+from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+FAULTS = {
+    "stale_head": "a reload leaves the head as it was, and says all is well",
+    "stale_file": "a reload passes the second file of weights over",
+    "no_reload": "a reload does nothing",
+    "old_cache": "the prefix cache outlives a reload",
+    "other_model": "it serves another model of the same shape",
+    "stale_adapter": "a new adapter is not taken",
+    "wrong_scale": "an adapter counts double",
+    "penalty": "it pushes repeated tokens down, and does not say so",
+    "bfloat16": "it computes in bfloat16 and does not say so",
+    "temperature": "it draws at a temperature of its own",
+    "ends": "it ends at a token of its own choice",
+    "goes_on": "it does not end at the tokens it was given",
+    "raw": "log-probabilities are those before temperature and top-k",
+}
+
+
+class Model:
+    """The served model: weights from folders, one adapter merged on top, a prefix cache, and the faults."""
+
+    def __init__(self, folder: Path, faults: set[str]) -> None:
+        self.faults, self.version, self.lock = faults, "default", threading.Lock()
+        self.folder = Path(folder)
+        self.config = AutoConfig.from_pretrained(folder)
+        self.lm = AutoModelForCausalLM.from_config(self.config, dtype=torch.float32).eval()
+        self.cache: dict[tuple[int, ...], torch.Tensor] = {}  # prompt -> logits after it
+        self.base = self._read(self.folder)
+        if "other_model" in faults:
+            rng = torch.Generator().manual_seed(5)
+            self.base = {k: v + 0.05 * torch.randn(v.shape, generator=rng) for k, v in self.base.items()}
+        self.started_with = copy.deepcopy(self.base)
+        self.adapter: dict[str, torch.Tensor] = {}
+        self._fill()
+
+    def _read(self, folder: Path) -> dict[str, torch.Tensor]:
+        files = sorted(folder.glob("*.safetensors"))
+        kept = files[:1] if "stale_file" in self.faults and hasattr(self, "base") else files
+        return {name: tensor.float() for file in kept for name, tensor in load_file(file).items()}
+
+    def _fill(self) -> None:
+        self.lm.load_state_dict(self.base | self.adapter)
+        self.lm.to(torch.bfloat16 if "bfloat16" in self.faults else torch.float32)
+
+    def reload(self, folder: Path) -> None:
+        new = {} if "no_reload" in self.faults or "other_model" in self.faults else self._read(Path(folder))
+        if "stale_head" in self.faults:
+            new.pop("lm_head.weight", None)
+        self.base |= new
+        self.forget()
+
+    def load_adapter(self, folder: Path) -> None:
+        if "stale_adapter" in self.faults and self.adapter:
+            return
+        described = json.loads((Path(folder) / "adapter_config.json").read_text())
+        scale = described["lora_alpha"] / described["r"] * (2 if "wrong_scale" in self.faults else 1)
+        found = load_file(Path(folder) / "adapter_model.safetensors")
+        self.adapter = {}
+        for name, down in found.items():
+            if ".lora_A." in name:
+                plain = name.removeprefix("base_model.model.").replace(".lora_A", "")
+                self.adapter[plain] = self.base[plain] + scale * found[name.replace(".lora_A.", ".lora_B.")] @ down
+        self.forget()
+
+    def forget(self) -> None:
+        self._fill()
+        if "old_cache" not in self.faults:
+            self.cache.clear()
+
+    @torch.no_grad()
+    def logits(self, ids: tuple[int, ...]) -> torch.Tensor:
+        """[T, V] of a sequence."""
+        return self.lm(torch.tensor([ids])).logits[0].float()
+
+    def next_logits(self, ids: tuple[int, ...], *, is_prompt: bool) -> torch.Tensor:
+        if is_prompt and ids in self.cache:
+            return self.cache[ids]
+        last = self.logits(ids)[-1]
+        if is_prompt:
+            self.cache[ids] = last
+        return last
+
+    def draw(self, ask: dict[str, Any]) -> dict[str, Any]:
+        """ids, log-probabilities, likeliest tokens of each place, finish reason."""
+        rng = torch.Generator().manual_seed(ask["seed"])
+        ids, logprobs, tops = list(ask["prompt"]), [], []
+        temperature = ask["temperature"] * (0.5 if "temperature" in self.faults else 1.0)
+        while True:
+            with self.lock:
+                logits = self.next_logits(tuple(ids), is_prompt=len(ids) == len(ask["prompt"]))
+            plain = logits.log_softmax(-1)
+            if "penalty" in self.faults:
+                seen = torch.tensor(sorted(set(ids)))
+                logits = logits.index_add(0, seen, torch.full((len(seen),), -3.0))
+            scaled = logits / temperature if temperature else logits
+            if ask["top_k"] > 0:
+                scaled = scaled.masked_fill(scaled < scaled.topk(ask["top_k"]).values[-1], -math.inf)
+            shown = plain if "raw" in self.faults else scaled.log_softmax(-1)
+            token = int(torch.multinomial(scaled.softmax(-1), 1, generator=rng) if temperature else scaled.argmax())
+            ids.append(token)
+            logprobs.append(float(shown[token]))
+            top = shown.topk(min(20, len(shown)))
+            tops.append([(float(v), int(t)) for v, t in zip(*top, strict=True)] + [(logprobs[-1], token)])
+            drawn = ids[len(ask["prompt"]) :]
+            ends = set(ask["ends"]) - ({*ask["ends"]} if "goes_on" in self.faults else set())
+            if token in ends or ("ends" in self.faults and len(drawn) == 3):
+                return {"ids": drawn, "logprobs": logprobs, "tops": tops, "finish": "stop"}
+            if len(drawn) == ask["max_tokens"]:
+                return {"ids": drawn, "logprobs": logprobs, "tops": tops, "finish": "length"}
+
+    def score(self, ids: tuple[int, ...]) -> list[float]:
+        with self.lock:
+            scores = self.logits(ids).log_softmax(-1)
+        return [float(scores[i, token]) for i, token in enumerate(ids[1:])]
+
+    def digests(self) -> dict[str, str]:
+        return {n: sha256(p.detach().float().numpy().tobytes()).hexdigest() for n, p in self.lm.named_parameters()}
+
+
+class Listener(ThreadingHTTPServer):
+    """Takes as many connections at a time as a real one."""
+
+    request_queue_size = 256
+    daemon_threads = True
+
+
+class Server:
+    """Serves a model from a thread.
+
+    Args:
+        folder: of the model; None waits until ``open`` is called.
+        faults: names in FAULTS.
+        seconds: that each response takes at least.
+    """
+
+    def __init__(
+        self, folder: Path, faults: tuple[str, ...] = (), *, port: int = 0, host: str = "127.0.0.1", seconds: float = 0
+    ) -> None:
+        assert set(faults) <= set(FAULTS), faults
+        self.model, self.seconds, self.served, self.in_flight, self.most = Model(folder, set(faults)), seconds, 0, 0, 0
+        self.requests: list[dict[str, Any]] = []
+        self.http = Listener((host, port), handler_of(self))
+        self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
+        self.thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http.server_address[1]}"
+
+    def close(self) -> None:
+        """End at once, as if killed: connections that are open break."""
+        if self.model is not None:
+            self.model = None  # type: ignore[assignment]
+            self.http.shutdown()
+            self.http.server_close()
+
+    def draw(self, ask: dict[str, Any]) -> dict[str, Any]:
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        try:
+            time.sleep(self.seconds)
+            self.requests.append(ask)
+            found = self.model.draw(ask)
+            self.served += 1
+            return found
+        finally:
+            self.in_flight -= 1
+
+
+def handler_of(server: Server) -> type[BaseHTTPRequestHandler]:
+    """The handler of requests to one server."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing."""
+
+        def do_GET(self) -> None:
+            self._answer({})
+
+        def do_POST(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            self._answer(json.loads(self.rfile.read(length) or b"{}"))
+
+        def _answer(self, body: dict[str, Any]) -> None:
+            path = self.path.split("?")[0]
+            try:
+                if server.model is None:
+                    raise ConnectionError
+                found = ROUTES[path](server, body) if path in ROUTES else None
+                if server.model is None:
+                    raise ConnectionError
+            except (ConnectionError, AttributeError):
+                self.close_connection = True
+                self.connection.close()
+                return
+            data = json.dumps(found if found is not None else {"error": "no such path"}).encode()
+            self.send_response(200 if path in ROUTES else 404)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+    return Handler
+
+
+def completions(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's dialect."""
+    ask = {**body, "ends": body["stop_token_ids"], "prompt": body["prompt"]}
+    assert body["ignore_eos"] and body["repetition_penalty"] == 1.0, "every value is sent"
+    found = server.draw(ask)
+    scores = server.model.score(tuple(body["prompt"])) if "prompt_logprobs" in body else []
+    prompt = [None, *({str(t): {"logprob": s}} for t, s in zip(body["prompt"][1:], scores, strict=False))]
+    top = [{f"token_id:{token}": value for value, token in place} for place in found["tops"]]
+    logprobs = {"token_logprobs": found["logprobs"], "top_logprobs": top}
+    choice = {"token_ids": found["ids"], "logprobs": logprobs, "finish_reason": found["finish"]}
+    return {"choices": [choice | {"prompt_logprobs": prompt if scores else None}]}
+
+
+def generate(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's dialect."""
+    params, prompt = body["sampling_params"], body["input_ids"]
+    ask = {**params, "prompt": prompt, "ends": params["stop_token_ids"], "max_tokens": params["max_new_tokens"]}
+    found = server.draw(ask | {"seed": params["sampling_seed"]})
+    meta = {
+        "finish_reason": {"type": found["finish"]},
+        "output_token_logprobs": [[v, t, None] for v, t in zip(found["logprobs"], found["ids"], strict=True)],
+        "output_top_logprobs": [[[value, token, None] for value, token in place] for place in found["tops"]],
+    }
+    if body.get("logprob_start_len") == 0:
+        scores = server.model.score(tuple(prompt))
+        meta["input_token_logprobs"] = [[None, prompt[0], None]] + [
+            [s, t, None] for s, t in zip(scores, prompt[1:], strict=True)
+        ]
+    return {"output_ids": found["ids"], "meta_info": meta}
+
+
+def reload_weights(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    assert body["method"] == "reload_weights"
+    server.model.reload(Path(body["kwargs"]["weights_path"]))
+    return {"results": [None]}
+
+
+def update_from_disk(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    server.model.reload(Path(body["model_path"]))
+    server.model.version = body.get("weight_version", server.model.version)
+    return {"success": True, "message": "done"}
+
+
+def load_adapter(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    server.model.load_adapter(Path(body["lora_path"]))
+    return {}
+
+
+def set_version(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    server.model.version = body["new_version"]
+    return {}
+
+
+def info(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    return {"vllm_config": {"model_config": {"dtype": "torch.float32", "quantization": None, "max_model_len": 200}}}
+
+
+ROUTES = {
+    "/health": lambda server, body: {},
+    "/version": lambda server, body: {"version": "small"},
+    "/v1/models": lambda server, body: {"data": [{"id": "policy", "max_model_len": 200}]},
+    "/server_info": info,
+    "/get_server_info": lambda server, body: {"dtype": "float32", "context_length": 200, "version": "small"},
+    "/get_model_info": lambda server, body: {"weight_version": server.model.version},
+    "/v1/completions": completions,
+    "/generate": generate,
+    "/collective_rpc": reload_weights,
+    "/update_weights_from_disk": update_from_disk,
+    "/v1/load_lora_adapter": load_adapter,
+    "/reset_prefix_cache": lambda server, body: {"success": True},
+    "/update_weight_version": set_version,
+    "/weight_info": lambda server, body: {"weight_version": server.model.version},
+    "/weight_checker": lambda server, body: {"checksums": server.model.digests()},
+    "/pause_generation": lambda server, body: {},
+    "/continue_generation": lambda server, body: {},
+    "/sleep": lambda server, body: {},
+    "/wake_up": lambda server, body: {},
+    "/pid": lambda server, body: {"pid": os.getpid()},
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder, host, port, *planted = sys.argv[1:]
+    Server(Path(folder), tuple(planted), host=host, port=int(port)).thread.join()
