@@ -24,7 +24,6 @@ from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.callbacks.validation import ValidationConfig
 from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.types import POLICY
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.experience.sources import OfflineSource, RowSampler

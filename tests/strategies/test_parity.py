@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from rlmodule.batching.sampler import BatchingConfig
-from rlmodule.core.errors import DependencyError
 from strategies.registry import STRATEGIES
 from tests.helpers.backends import marked
 from tests.helpers.ranks import run_on_ranks
