@@ -123,7 +123,7 @@ DEFERRED = {
     ("rlmodule/cli.py", "rlmodule.run.warm_start"),  # likewise
     ("rlmodule/cli.py", "strategies.registry"),  # likewise
     ("strategies/deepspeed.py", ""),  # the device must be named before it is imported
-    ("rlmodule/optim/parts/eight_bit.py", ""),  # bitsandbytes, optional: for those who choose adamw8bit
+    ("rlmodule/optim/parts/eight_bit.py", "bitsandbytes"),  # bitsandbytes, optional: for those who choose adamw8bit
     ("rlmodule/data/readers/hub.py", ""),  # datasets, optional: for those who name data sets of the hub
     ("rlmodule/loggers/mlflow.py", ""),  # optional: for those who log there
     ("rlmodule/loggers/wandb.py", ""),  # likewise
