@@ -1,4 +1,4 @@
-"""What a model must have for a layout: heads for sequence ranks, blocks for stages, experts for ranks that share them."""
+"""What a model must have for a layout: heads for sequence ranks, blocks for stages, experts for those that share."""
 
 from __future__ import annotations
 
