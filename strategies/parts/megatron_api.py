@@ -32,6 +32,9 @@ with warnings.catch_warnings():
     from megatron.core.transformer import ModuleSpec, TransformerConfig
     from megatron.core.transformer.spec_utils import build_module
 
+# Of graphs that are not used, and of an environment variable that matters on CUDA alone (docs/strategies.md).
+warnings.filterwarnings("ignore", message="full scope is deprecated|When using async grad allreduce")
+
 __all__ = [
     "HAVE_TE",
     "ModuleSpec",
