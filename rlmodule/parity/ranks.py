@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -43,6 +43,7 @@ from rlmodule.run.run import Run
 
 PRELOAD = ["rlmodule.parity.ranks"]
 REFERENCE_FILE = "parity_reference.pt"
+LEAST_EPS = 1e-6  # sums of terms of 0.1 are rounded to 6e-9 each in fp32, so a gradient of 1e-8 may be rounding alone
 MOMENT = 5.0  # seconds that ranks have to end by themselves once one of them has failed
 
 
@@ -80,7 +81,7 @@ def run_for_layout(run: Run, layout: ParityLayout, parity: ParityConfig) -> Run:
         s,
         batching=replace(batching, **layout.batching),
         algorithm=replace(s.algorithm, ppo_epochs=1),
-        optimizer=replace(s.optimizer, warmup_steps=0, total_steps=None),
+        optimizer=_at_full_rate(s.optimizer),
         trainer=replace(s.trainer, max_epochs=1, passes=None, devices=str(layout.processes), num_nodes=1),
         # Values stand between reward and advantage, and are to be compared as well.
         advantage=SyntheticAdvantage() if s.value_model is None else s.advantage,
@@ -88,13 +89,25 @@ def run_for_layout(run: Run, layout: ParityLayout, parity: ParityConfig) -> Run:
             s.critic,
             mini_batch_size=None,
             warmup_iterations=0,
-            optimizer=replace(s.critic.optimizer, warmup_steps=0, total_steps=None),
+            optimizer=_at_full_rate(s.critic.optimizer),
         ),
         backend=layout.backend,
         callbacks={},
         loggers={},
     )
     return Run(with_micro_batches_for(config), run.run_dir, run.registry, dict(layout.options))
+
+
+def _at_full_rate(optimizer: Any) -> Any:
+    """Without warm-up; and with an ``eps``, where it has one, under which no rounding becomes a step.
+
+    Adam takes a step of nearly the learning rate wherever a gradient is larger than ``eps``, also where it is only what
+    rounding has left of one.
+    """
+    settings: dict[str, Any] = {"warmup_steps": 0, "total_steps": None}
+    if "eps" in {field.name for field in fields(optimizer)}:
+        settings["eps"] = max(LEAST_EPS, optimizer.eps)
+    return replace(optimizer, **settings)
 
 
 def run_layout(run: Run, parity: ParityConfig, *, is_reference: bool) -> Outcome | str:
