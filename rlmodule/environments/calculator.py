@@ -1,8 +1,8 @@
 """Work out ``37 times 48`` with a tool: call it with ``37*48``, then give the number that it returns.
 
-Demonstrations show the form of calls with noise: most calls have the sign of another word, so a policy that imitates them
-is wrong at its likeliest, and a few responses answer at once with a number that is near. A small model cannot multiply,
-so reinforcement has to find the call with the right sign.
+Demonstrations show the form of calls with noise: most calls have the sign of another word, so a policy that imitates
+them is wrong at its likeliest, and a few responses answer at once with a number that is near. A small model cannot
+multiply, so reinforcement has to find the call with the right sign.
 """
 
 from __future__ import annotations
