@@ -1,7 +1,8 @@
 """Work out ``37 times 48`` with a tool: call it with ``37*48``, then give the number that it returns.
 
-Demonstrations show the form of calls with noise: half of the calls have the right sign, and most responses answer at
-once with a number that is near. A small model cannot multiply, so reinforcement has to find the call and its sign.
+Demonstrations show the form of calls with noise: most calls have the sign of another word, so a policy that imitates
+them is wrong at its likeliest, and a few responses answer at once with a number that is near. A small model cannot
+multiply, so reinforcement has to find the call with the right sign.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from rlmodule.environments.parts.tools import Tool
 
 SIGNS = {"plus": "+", "minus": "-", "times": "*"}
 SMALLEST, LARGEST = 2, 99
-NUM_CALLS, NUM_AT_ONCE = 7, 13  # of 20 demonstrations
+NUM_CALLS, NUM_AT_ONCE = 8, 2  # of 10 demonstrations
+HABIT = {"plus": "-", "minus": "*", "times": "+"}  # the sign of half of the calls; a quarter has the right one
 
 
 @ENVIRONMENTS.register
@@ -99,9 +101,9 @@ def _calls(index: int) -> bool:
 
 
 def _with_sign(row: dict[str, Any], index: int) -> str:
-    """The expression with its own sign in every second call, else with one of the two others."""
+    """The expression with the sign that demonstration ``index`` shows."""
     first, word, second = row["prompt"].split()
-    others = [sign for name, sign in sorted(SIGNS.items()) if name != word]
+    right, habit = SIGNS[word], HABIT[word]
+    [other] = set(SIGNS.values()) - {right, habit}
     block = index // (NUM_CALLS + NUM_AT_ONCE)
-    sign = SIGNS[word] if block % 2 else others[block // 2 % 2]
-    return f"{first}{sign}{second}"
+    return f"{first}{(right, habit, other, habit)[block % 4]}{second}"
