@@ -131,13 +131,16 @@ class PolicyScores:
     def __call__(self, probes: Sequence[Probe]) -> list[Tensor]:
         """[R] for each probe, on the CPU; every rank calls it with the same probes."""
         layout, sequence = self.strategy.layout, self.strategy.sequence
-        collator = DynamicCollator(self.pad_token_id, layout.sp_size, layout.sp_rank)
+        collator = DynamicCollator(self.pad_token_id, layout.sp_size, layout.sp_rank, cp_size=layout.cp_size)
         totals = StepTotals(tokens=1, sequences=1, dp_size=layout.dp_size)
         rows = [TrainingSample(_sample_of(number, probe)) for number, probe in enumerate(probes)]
-        batches = (collator.pack([row], totals).to(self.strategy.root_device) for row in rows)
+        packed = [collator.pack([row], totals) for row in rows]
+        batches = (row.to(self.strategy.root_device) for row in packed)
         found = self.strategy.forward(POLICY, batches, frozenset({"logprob"}))
         parts = [outputs["logprob"].float().cpu() for outputs in found]
-        return parts if sequence is None else sequence.gather_slices(parts)
+        if sequence is None:
+            return parts
+        return sequence.gather_slices(parts, [row.places for row in packed if row.places is not None])
 
 
 def _sample_of(number: int, probe: Probe) -> Sample:
