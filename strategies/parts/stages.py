@@ -51,7 +51,7 @@ class StandIn(nn.Module):
         """Hidden states [..., T, H] as they are, or what has arrived; ids [..., T] -> zeros [..., T, H]."""
         given = first_tensor(args, kwargs)
         out = given if self.arrived is None else self.arrived
-        if not given.is_floating_point():
+        if given.ndim < 3:  # ids, or a mask that positions are counted from
             out = torch.zeros(*given.shape, self.width, dtype=self.dtype, device=given.device)
         return (out,) if self.in_tuple else out
 
