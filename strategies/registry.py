@@ -6,11 +6,13 @@ is imported, and its optional packages with it, when a run chooses it.
 A new backend is ``strategies/NAME.py`` and ``conf/strategy/NAME.yaml``. The module has a frozen dataclass with the
 backend's keys and a class that ``@STRATEGIES.register(...)`` registers, ``config_class`` set to the former:
 
-- on ``DistributedStrategy`` (every process holds whole weights) or ``ShardedStrategy`` (weights are cut);
+- on ``DistributedStrategy`` (every process holds whole weights), ``ShardedStrategy`` (weights are cut) or
+  ``PipelinedStrategy`` (models may be cut into stages, too; ``wrap`` begins with ``cut_into_stages``);
 - ``wrap`` reads the weights of one model and cuts or wraps it, ``check_model`` refuses one that it cannot be;
 - ``micro_batch`` syncs gradients after the last one only, or ``reduce_gradients`` once after all;
 - ``build``, where its layers are not those of Hugging Face;
-- ``forward_backward``, ``evaluate`` and ``forward``, where micro-batches do not run one after the other (a pipeline);
+- ``forward_backward``, ``evaluate`` and ``forward``, where micro-batches do not run one after the other (a pipeline's
+  do in ``PipelinedStrategy``; ``Pipeline`` alone is its schedule, for stages of any kind);
 - ``named_parameters``, ``full_parameters``, ``copies_of``, ``state_dict_to_save`` and ``load_state_dict``, where
   parameters have other names or are no DTensors.
 

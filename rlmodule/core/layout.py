@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlmodule.core.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -108,3 +110,18 @@ class Layout:
     def is_rank_zero(self) -> bool:
         """Whether this process writes files and talks to the user."""
         return self.rank == 0
+
+
+def check_stages(num_blocks: int, pp_size: int) -> None:
+    """Refuse stages without a block.
+
+    Raises:
+        ConfigError: there are more stages than blocks.
+    """
+    if pp_size > num_blocks:
+        raise ConfigError(
+            key="strategy.pp_size",
+            got=pp_size,
+            because=f"the model has {num_blocks} blocks, and every stage needs one",
+            fix=f"Use strategy.pp_size={num_blocks} or less",
+        )

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from rlmodule.core.contract import Backward, MicroBatchLoss, ModelObjective
 from rlmodule.core.metrics import Metrics, from_rows, to_rows
-from rlmodule.core.parameters import tied
+from rlmodule.core.parameters import STATE_NAMES, tied
 from rlmodule.core.types import MicroBatch, StepTotals, TokenOutputs
 from strategies.parts.pipeline import Pipeline, StageForward
 from strategies.parts.sharded import ShardedStrategy, full_tensor
@@ -159,6 +161,36 @@ class PipelinedStrategy(ShardedStrategy):
     def whole_model(self, name: str) -> nn.Module:
         """The copy that was made before the model was cut."""
         return self._meta_copies[name] if name in self._stages else super().whole_model(name)
+
+    # ---- settings of optimizers, of which Lightning saves those of the first process
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Settings of the groups of the stage that has most: one has no biases, another no adapter beside a head."""
+        mine, group = super().optimizer_state(optimizer), self.mesh.pipeline_group
+        if group is None:
+            return mine
+        everyone: list[Any] = [None] * self.layout.pp_size
+        dist.all_gather_object(everyone, mine, group=group)
+        return max(everyone, key=lambda state: len(state["param_groups"]))  # type: ignore[no-any-return]
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Give the groups of this stage the settings of those that they are parts of."""
+        states = checkpoint["optimizer_states"]
+        if self.mesh.pipeline_group is not None:
+            pairs = zip(self.models_and_optimizers(), states, strict=True)
+            states = [{"param_groups": groups_like(o.param_groups, state["param_groups"])} for (_, o), state in pairs]
+        super().load_optimizer_state_dict({**checkpoint, "optimizer_states": states})
+
+
+def groups_like(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """For each group of a stage the saved one with its states and weight decay, where a stage has fewer of them."""
+    if len(groups) >= len(saved):
+        return list(saved)
+
+    def kind(group: Mapping[str, Any]) -> tuple[Any, Any]:
+        return group.get(STATE_NAMES), group.get("weight_decay")
+
+    return [next((other for other in saved if kind(other) == kind(group)), saved[0]) for group in groups]
 
 
 def metrics_of_last(pipeline: Pipeline, losses: Sequence[MicroBatchLoss]) -> list[Metrics]:

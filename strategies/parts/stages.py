@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from rlmodule.core.contract import StoredWeights
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import check_stages
 from rlmodule.core.parameters import tied
 from strategies.parts.blocks import blocks_of, lm_of
 
@@ -50,7 +51,7 @@ class StandIn(nn.Module):
         """Hidden states [..., T, H] as they are, or what has arrived; ids [..., T] -> zeros [..., T, H]."""
         given = first_tensor(args, kwargs)
         out = given if self.arrived is None else self.arrived
-        if not given.is_floating_point():
+        if given.ndim < 3:  # ids, or a mask that positions are counted from
             out = torch.zeros(*given.shape, self.width, dtype=self.dtype, device=given.device)
         return (out,) if self.in_tuple else out
 
@@ -301,21 +302,6 @@ def cut(model: nn.Module, rank: int, size: int, dtype: torch.dtype) -> Stage:
 
 def _stage_of(name: str, stage_of: Mapping[str, int]) -> int:
     return next(stage for part, stage in stage_of.items() if name.startswith(f"{part}."))
-
-
-def check_stages(num_blocks: int, pp_size: int) -> None:
-    """Refuse stages without a block.
-
-    Raises:
-        ConfigError: there are more stages than blocks.
-    """
-    if pp_size > num_blocks:
-        raise ConfigError(
-            key="strategy.pp_size",
-            got=pp_size,
-            because=f"the model has {num_blocks} blocks, and every stage needs one",
-            fix=f"Use strategy.pp_size={num_blocks} or less",
-        )
 
 
 def _check_ties(model: nn.Module, everything: list[tuple[tuple[str, ...], list[int]]], size: int) -> None:

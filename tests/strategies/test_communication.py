@@ -141,6 +141,22 @@ def test_a_step_exchanges_what_is_cut_one_norm_and_one_block_of_metrics(label):
             assert step == dict(Counter(EXPECTED[label](m)) + Counter(METRICS) + Counter(STOP)), label
 
 
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_in_two_stages_sends_each_micro_batch_on_and_back_once():
+    """On top, both ends exchange the gradient of the weight they share, and the last one tells its metrics (two calls)."""
+
+    def of_rank(rank):
+        count = CountCollectives()
+        FixedRun(backend="fsdp2", options={"pp_size": 2}, callbacks=(count,), budget=32, epochs=2).fit(2, rank)
+        return count.micro_steps, count.steps
+
+    for micro_steps, steps in run_on_ranks(2, of_rank):
+        for m, step in list(zip(micro_steps, steps, strict=True))[3:5]:
+            assert m > 2
+            assert step == {"c10d::send": m + 1, "c10d::recv_": m + 1, **NORM, "c10d::broadcast_": 1 + 2}
+
+
 def plan_of_many(rank):
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         sampler = BalancedSampler(

@@ -107,8 +107,10 @@ def test_looking_at_a_model_leaves_it_as_it_was():
 
 def test_what_comes_before_blocks_is_told_by_the_order_of_calls_and_not_of_definition():
     """OPT defines its last norm before its blocks."""
-    small = {"hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32}
-    policy = build_policy(model_of("opt", small), seed=0, temperature=1.0)
+    small = {"vocab_size": 96, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "max_position_embeddings": 64}
+    model = ModelConfig(architecture={"model_type": "opt", **small, **heads}, tokenizer="byte")
+    policy = build_policy(model, seed=0, temperature=1.0)
     found = Anatomy.of(policy, 2)
     assert "lm.model.decoder.final_layer_norm" in found.after
     assert "lm.model.decoder.embed_positions" in found.before
@@ -185,6 +187,8 @@ def test_stages_say_the_same_as_transformers_own_model_when_run_one_after_the_ot
     """What arrives goes in before the first block here, whatever the family does with its embeddings."""
     stages = [build_policy(model_of("granite"), seed=0, temperature=1.0) for _ in range(2)]
     places = [cut(policy, rank, 2, torch.float32) for rank, policy in enumerate(stages)]
+    for policy in stages:
+        policy.lm.set_attn_implementation("eager")
     whole = build_policy(model_of("granite"), seed=0, temperature=1.0).lm
     own = AutoModelForCausalLM.from_config(whole.config, attn_implementation="eager")
     own.load_state_dict(whole.state_dict())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.layout import Layout
+from rlmodule.core.layout import Layout, check_stages
 from rlmodule.models.shape import shape_of
 
 
@@ -15,14 +15,7 @@ def check_layout(hf_config: PreTrainedConfig, layout: Layout) -> None:
     Raises:
         ConfigError: names the numbers and what works.
     """
-    num_blocks = int(hf_config.get_text_config().num_hidden_layers)
-    if layout.pp_size > num_blocks:
-        raise ConfigError(
-            key="strategy.pp_size",
-            got=layout.pp_size,
-            because=f"the model has {num_blocks} blocks, and every stage needs one",
-            fix=f"Use strategy.pp_size={num_blocks} or less",
-        )
+    check_stages(int(hf_config.get_text_config().num_hidden_layers), layout.pp_size)
     if layout.sp_size > 1:
         for heads, kv_heads in sorted({(kind.num_heads, kind.num_kv_heads) for kind in shape_of(hf_config).attention}):
             _check_heads(heads, kv_heads, layout)
