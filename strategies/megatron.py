@@ -102,6 +102,7 @@ class MegatronStrategy(PipelinedStrategy):
             )
         super().__init__(config, device=device, num_processes=num_processes, num_nodes=num_nodes)
         self.device_name = device
+        self._copies: dict[nn.Parameter, int] = {}  # processes that hold the same part of each parameter
 
     @classmethod
     def sharding_of(cls, config: MegatronConfig, layout: Layout) -> Sharding:
@@ -159,7 +160,9 @@ class MegatronStrategy(PipelinedStrategy):
         model.vocabulary = VocabularyGroup.of(self.mesh.tensor, self.exchange_device)  # type: ignore[assignment]
         if self.mesh.pipeline_group is not None:
             self._join_pipeline(name, model, trunk, self.mesh.pipeline_group)
-        return model.to(self.root_device)
+        model.to(self.root_device)
+        self._copies |= self._count_copies(name)
+        return model
 
     def _plan(self, num_layers: int) -> TrunkPlan:
         stage, stages = self.layout.pp_rank, self.layout.pp_size
@@ -283,12 +286,16 @@ class MegatronStrategy(PipelinedStrategy):
 
     def copies_of(self, parameter: nn.Parameter) -> int:
         """Ranks that train on tokens of their own, tensor ranks where it is not cut, both ends where they share it."""
-        for name in self._models:
-            for held, pieces in self.pieces(name):
-                if held is parameter:
-                    ends = 2 if self._stages and pieces[0].names[0] == self._stages[name].shared else 1
-                    return self.layout.dp_sp_size * (self.layout.tp_size if pieces[0].dim is None else 1) * ends
-        raise AssertionError("a parameter of none of the models")
+        return self._copies[parameter]
+
+    def _count_copies(self, name: str) -> dict[nn.Parameter, int]:
+        shared = self._stages[name].shared if name in self._stages else None
+        copies = {}
+        for parameter, pieces in self.pieces(name):
+            over_tensor = self.layout.tp_size if pieces[0].dim is None else 1
+            ends = 2 if pieces[0].names[0] == shared else 1
+            copies[parameter] = self.layout.dp_sp_size * over_tensor * ends
+        return copies
 
     # ---- what a checkpoint holds: pieces, which other strategies hold as parameters
 

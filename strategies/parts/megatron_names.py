@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import check_stages
 from strategies.parts.megatron_trunk import MegatronTrunk, head_dim_of, num_experts_of
 from strategies.parts.pieces import Piece, Pieces, unchanged
-from strategies.parts.stages import check_stages, first_blocks
+from strategies.parts.stages import first_blocks
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
