@@ -36,7 +36,7 @@ from rlmodule.run.launchers import Job
 from rlmodule.run.launchers.ray import RayLauncher
 from rlmodule.run.launchers.parts import supervision
 supervision._REPEAT_SECONDS = 1.0
-job = Job((sys.argv[1],), Path(sys.argv[2]), int(sys.argv[3]), num_nodes=int(sys.argv[4]), timeout=4.0)
+job = Job((sys.argv[1],), Path(sys.argv[2]), int(sys.argv[3]), num_nodes=int(sys.argv[4]), timeout=12.0)  # of silence
 raise SystemExit(reported(partial(RayLauncher(), job)))
 """
 RANK = """
