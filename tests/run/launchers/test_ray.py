@@ -76,6 +76,7 @@ def started(tmp_path, body, *, processes=2, nodes=1):
     finally:
         process.kill()
         process.wait()
+        process.stdout.close()
         for pid in filter(is_running, pids(tmp_path)):
             os.kill(pid, signal.SIGKILL)
 
