@@ -36,7 +36,7 @@ from rlmodule.run.launchers import Job
 from rlmodule.run.launchers.ray import RayLauncher
 from rlmodule.run.launchers.parts import supervision
 supervision._REPEAT_SECONDS = 1.0
-job = Job((sys.argv[1],), Path(sys.argv[2]), int(sys.argv[3]), num_nodes=int(sys.argv[4]), timeout=4.0)
+job = Job((sys.argv[1],), Path(sys.argv[2]), int(sys.argv[3]), num_nodes=int(sys.argv[4]), timeout=12.0)  # of silence
 raise SystemExit(reported(partial(RayLauncher(), job)))
 """
 RANK = """
@@ -76,6 +76,7 @@ def started(tmp_path, body, *, processes=2, nodes=1):
     finally:
         process.kill()
         process.wait()
+        process.stdout.close()
         for pid in filter(is_running, pids(tmp_path)):
             os.kill(pid, signal.SIGKILL)
 
