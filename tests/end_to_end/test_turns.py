@@ -11,11 +11,11 @@ from rlmodule.records.metrics_log import read_records
 from tests.end_to_end.commands import forked
 from tests.end_to_end.test_kills import assert_same_run
 from tests.helpers.kills import Moment, killed_run
-from tests.helpers.runs import rollouts
+from tests.helpers.runs import SHORT_TURNS, rollouts
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
-TURNS = ("environment=guess_number", "environment.miss_reward=-0.25", "trainer.max_epochs=3", "rollout.temperature=0.5")
+TURNS = ("environment=guess_number", "environment.miss_reward=-0.25", "trainer.max_epochs=3", SHORT_TURNS)
 
 
 @pytest.fixture(scope="module")

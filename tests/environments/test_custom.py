@@ -5,7 +5,7 @@ import pytest
 from rlmodule.core.errors import ConfigError
 from rlmodule.environments.custom import Custom
 from rlmodule.run.digests import digests
-from tests.helpers.runs import rollouts, run_small, small_run
+from tests.helpers.runs import SHORT_TURNS, rollouts, run_small, small_run
 
 ECHO = """
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ def file(tmp_path):
 def test_a_class_of_the_user_s_is_trained_on(file, tmp_path):
     words = [
         "environment=custom", f"environment.path={file}:Echo", "+environment.arguments.count=4",
-        "data.max_prompt_length=16", "environment.max_turns=3",
+        "data.max_prompt_length=16", "environment.max_turns=3", SHORT_TURNS,
     ]  # fmt: skip
     records = run_small(tmp_path / "run", *words)
     assert {"reward/turns", "reward/mean"} <= set(next(r for r in records if r.kind == "iteration").metrics)

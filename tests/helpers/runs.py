@@ -41,6 +41,8 @@ SMALL = (
     "callbacks.report.curves=false",
     "logger=none",
 )
+# A random model ends a response after four tokens on average: there is room for several turns.
+SHORT_TURNS = f"rollout.stop_token_ids={list(range(64))}".replace(" ", "")
 STEPS_PER_ITERATION = 2  # 4 prompts x 4 responses in mini-batches of 8
 MADE_OF_TIME = ("timing_s/", "cpu_s/", "perf/")  # differ from run to run
 MADE_OF_THE_LAYOUT = ("balance/", "global_seqlen/")  # differ with the number of ranks, and with nothing else
