@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 KEEPER = Path(__file__).with_name("server_keeper.py")
-PATIENCE_SECONDS = 15.0  # for the keeper, which gives the server a few of them
+PATIENCE_SECONDS = 40.0  # for the keeper, which gives the server half of them
 LAST_LINES = 12  # of a log, in a message
 WATCH_SECONDS = 0.2  # between two looks at a process
 

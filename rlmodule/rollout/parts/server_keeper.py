@@ -9,6 +9,7 @@ error are those it was given, the server's too.
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
 import select
 import shutil
@@ -20,7 +21,7 @@ from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
 POLL_SECONDS = 0.2
-PATIENCE_SECONDS = 5.0  # for a server that was asked to end
+PATIENCE_SECONDS = 20.0  # for processes that were asked to end; shared memory of those that are killed stays behind
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,11 +37,13 @@ def main(arguments: Sequence[str]) -> int:
     while server.poll() is None and os.getppid() == parent and not _is_closed(0):
         pass
     if server.poll() is None:
-        os.killpg(0, signal.SIGTERM)
-        _wait(server)
         shutil.rmtree(clean, ignore_errors=True)
     else:
         print(f"the server ended with code {server.returncode}", file=sys.stderr, flush=True)
+    os.killpg(0, signal.SIGTERM)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while (server.poll() is None or _has_others()) and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS / 4)
     os.killpg(0, signal.SIGKILL)
     return 1
 
@@ -51,10 +54,19 @@ def _is_closed(stream: int) -> bool:
     return bool(ready) and not os.read(stream, 1)
 
 
-def _wait(server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while server.poll() is None and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS / 4)
+def _has_others() -> bool:
+    """Whether a process of this group lives beside this one; where the system says so."""
+    mine, group = str(os.getpid()), str(os.getpgrp())
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        try:
+            with open(path) as file:
+                pid, _, rest = file.read().partition(" ")
+        except OSError:  # it has just ended
+            continue
+        state, _, of_group = rest.rpartition(")")[2].split()[:3]
+        if of_group == group and pid != mine and state != "Z":
+            return True
+    return False
 
 
 def _die_with_parent() -> None:
