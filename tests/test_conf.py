@@ -319,7 +319,7 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
 @pytest.mark.parametrize(
     ("overrides", "key", "got", "says"),
     [
-        (["strategy=fsdp3"], "strategy", "fsdp3", "Known: auto, ddp, deepspeed, fsdp, fsdp2, single"),
+        (["strategy=fsdp3"], "strategy", "fsdp3", "Known: auto, automodel, ddp, deepspeed, fsdp, fsdp2, megatron, single"),
         (["optimizer.lr=inf"], "optimizer.lr", math.inf, "it is not finite"),
         (["optimizer.lr=1e400"], "optimizer.lr", math.inf, "it is not finite"),
         (["optimizer.weight_decay=inf"], "optimizer.weight_decay", math.inf, "it is not finite"),
