@@ -337,7 +337,7 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["reward.name=exact"], "reward", "exact", "exact_match"),
         (["environment=sorrt"], "environment", "sorrt", "Did you mean sort?"),
         (["environment.name=sorrt"], "environment", "sorrt", "Did you mean sort?"),
-        (["strategy.name=fsdp3"], "strategy", "fsdp3", "Known: ddp, deepspeed, fsdp, fsdp2, single"),
+        (["strategy.name=fsdp3"], "strategy", "fsdp3", "Known: automodel, ddp, deepspeed, fsdp, fsdp2, megatron, single"),
         (["batching.max_token_len_per_gpu=4"], "batching.max_token_len_per_gpu", 4, "32 + rollout.max_response_length=8"),
         (["batching.max_token_len_per_gpu=4"], "batching.max_token_len_per_gpu", 4, "Use batching.max_token_len_per_gpu=40"),
         (["trainer.devices=-3"], "trainer.devices", "-3", "Use trainer.devices=1"),
