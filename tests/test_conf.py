@@ -21,7 +21,7 @@ from rlmodule.algorithm.critic import CriticConfig
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.commands import COMMANDS
-from rlmodule.core.errors import ConfigError, RLModuleError
+from rlmodule.core.errors import ConfigError, DependencyError, RLModuleError
 from rlmodule.data.config import DataConfig
 from rlmodule.environments import ENVIRONMENTS
 from rlmodule.evaluation.config import ValConfig
@@ -105,7 +105,10 @@ def test_every_choice_composes_and_converts(choice):
     assert config.general == GeneralConfig()
     group, name = choice.split("=")
     if group == "strategy" and name != "auto":
-        options = STRATEGIES.lookup("language_model", node.strategy.name, device="cpu").config_class
+        try:
+            options = STRATEGIES.lookup("language_model", node.strategy.name, device="cpu").config_class
+        except DependencyError as error:
+            pytest.skip(str(error))
         assert set(node.strategy) == fields_of(options) | {"name"}
 
 
@@ -301,7 +304,7 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
 @pytest.mark.parametrize(
     ("overrides", "key", "got", "says"),
     [
-        (["strategy=fsdp3"], "strategy", "fsdp3", "Known: auto, ddp, deepspeed, fsdp, fsdp2, single"),
+        (["strategy=fsdp3"], "strategy", "fsdp3", "Known: auto, ddp, deepspeed, fsdp, fsdp2, megatron, single"),
         (["optimizer.lr=inf"], "optimizer.lr", math.inf, "it is not finite"),
         (["optimizer.lr=1e400"], "optimizer.lr", math.inf, "it is not finite"),
         (["optimizer.weight_decay=inf"], "optimizer.weight_decay", math.inf, "it is not finite"),
@@ -319,7 +322,7 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["reward.name=exact"], "reward", "exact", "exact_match"),
         (["environment=sorrt"], "environment", "sorrt", "Did you mean sort?"),
         (["environment.name=sorrt"], "environment", "sorrt", "Did you mean sort?"),
-        (["strategy.name=fsdp3"], "strategy", "fsdp3", "Known: ddp, deepspeed, fsdp, fsdp2, single"),
+        (["strategy.name=fsdp3"], "strategy", "fsdp3", "Known: ddp, deepspeed, fsdp, fsdp2, megatron, single"),
         (["batching.max_token_len_per_gpu=4"], "batching.max_token_len_per_gpu", 4, "32 + rollout.max_response_length=8"),
         (["batching.max_token_len_per_gpu=4"], "batching.max_token_len_per_gpu", 4, "Use batching.max_token_len_per_gpu=40"),
         (["trainer.devices=-3"], "trainer.devices", "-3", "Use trainer.devices=1"),
