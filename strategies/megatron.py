@@ -22,12 +22,14 @@ from torch.optim import Optimizer
 
 from rlmodule.core.config import at_least
 from rlmodule.core.contract import Backward, ModelObjective, ModelSpec
+from rlmodule.core.devices import detect_vendor
 from rlmodule.core.errors import ConfigError, TrainingError
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metrics
 from rlmodule.core.parameters import tied
 from rlmodule.core.sharding import Sharding
 from rlmodule.core.types import MicroBatch, StepTotals
+from strategies.parts.adaptors import patch_backend
 from strategies.parts.distributed import OffloadParallelConfig
 from strategies.parts.gradients import fill_missing, sum_over
 from strategies.parts.loading import check_finite
@@ -55,6 +57,7 @@ from strategies.registry import MODEL_TYPES, STRATEGIES
 class MegatronConfig(OffloadParallelConfig):
     """Config of ``strategy=megatron``."""
 
+    cp_size: ClassVar[int] = 1  # type: ignore[misc]  # it was not run with parts of rows
     tp_size: int = 1  # processes that share every matrix and the vocabulary
     pp_size: int = 1  # stages that share the layers of a model (pipeline parallelism)
     sequence_parallel: bool = False  # tensor ranks share the positions of a row wherever they share no matrix
@@ -85,7 +88,7 @@ class MegatronConfig(OffloadParallelConfig):
         return {"sp_size": self.sp_size, "tp_size": self.tp_size, "pp_size": self.pp_size}
 
 
-@STRATEGIES.register(model_type=MODEL_TYPES, backend="megatron", device=["cpu", "cuda"])
+@STRATEGIES.register(model_type=MODEL_TYPES, backend="megatron", device=["cpu", "cuda", "npu"])
 class MegatronStrategy(PipelinedStrategy):
     """Puts a ``MegatronTrunk`` in the place of the transformers model."""
 
@@ -152,6 +155,8 @@ class MegatronStrategy(PipelinedStrategy):
         """Rebuild the transformers model and read its weights, of each tensor this rank's part."""
         lm: Any = model.get_submodule("lm")
         check_model(lm.config, self._degrees, has_adapters=getattr(model, "lora", None) is not None)
+        arguments = {"tensor_model_parallel_size": self.config.tp_size, "pipeline_model_parallel_size": 1}
+        patch_backend("megatron", self.device_name, detect_vendor(self.device_name), arguments)
         join_groups(self.layout.tp_size)
         whole: Any = self._meta_copies[name]
         trunk = MegatronTrunk(lm, self._plan(lm.config.num_hidden_layers), whole.lm)

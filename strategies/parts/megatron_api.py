@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from strategies.parts.versions import check_version
+from strategies.parts.releases import require_release
 
-SUPPORTED = ("0.16.1",)
-check_version("megatron-core", SUPPORTED, "megatron")
+require_release("megatron-core", "0.16.1", strategy="megatron")
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it says at every import which optional packages it does without
