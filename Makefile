@@ -1,6 +1,6 @@
 # One line per target; `make` alone prints them.
 .DEFAULT_GOAL := help
-.PHONY: help setup train check test test-ranks test-backends test-vllm bench bench-peers tensorboard clean
+.PHONY: help setup train check test test-ranks test-slow test-backends test-vllm bench bench-peers tensorboard clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -37,7 +37,10 @@ test: setup ## all tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-ranks: setup ## only the tests that start several processes
-	$(BIN)/python -m pytest -m ranks $(ARGS)
+	$(BIN)/python -m pytest -m "ranks and not slow" $(ARGS)
+
+test-slow: setup ## further layouts and families, which make test leaves out for time
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
 
 test-backends: $(BACKENDS)/.ready ## the strategies around other projects, in an environment of its own (1.1 GB of packages more)
 	$(BACKENDS)/bin/python -m pytest -m backends $(ARGS)
