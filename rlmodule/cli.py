@@ -154,7 +154,8 @@ def from_command_line(config: DictConfig) -> float | None:
 def job_of_sweep(config: DictConfig, run_dir: RunDirectory) -> float | None:
     """One job; the sweep goes on when it fails, but not when a person or a scheduler ends it."""
     job = HydraConfig.get().job
-    mask_file(sweep_dirs[0] / "multirun.yaml", sys.argv[1:])  # Hydra has just written it
+    for folder in sweep_dirs[:1]:  # none in a process that was started for one job
+        mask_file(folder / "multirun.yaml", sys.argv[1:])  # Hydra has just written it
     problems: list[BaseException] = []
 
     def attempt() -> int:

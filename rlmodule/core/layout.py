@@ -137,7 +137,7 @@ def check_stages(num_blocks: int, pp_size: int) -> None:
     Raises:
         ConfigError: there are more stages than blocks.
     """
-    if pp_size > num_blocks:
+    if pp_size > max(1, num_blocks):
         raise ConfigError(
             key="strategy.pp_size",
             got=pp_size,

@@ -60,14 +60,14 @@ def _count(config: PreTrainedConfig, lora: LoraConfig | None) -> ModelSize:
     names = set(lm._no_split_modules or ())
     found = [module for module in lm.modules() if type(module).__name__ in names]
     blocks, experts = tuple(map(_parameters, found)), set(expert_modules(lm))
-    total = _parameters(lm)
+    total, matrices = _parameters(lm), linear_weights(lm)
     return ModelSize(
         total=total,
         trained=sum(p.numel() for p in lm.parameters() if p.requires_grad),
         blocks=blocks,
         outside=total - sum(blocks),
         largest=max(p.numel() for p in lm.parameters()),
-        matrices=sum(p.numel() for names, p in tied(lm) if linear_weights(lm).issuperset(names)),
+        matrices=sum(p.numel() for names, p in tied(lm) if matrices.issuperset(names)),
         experts=tuple(sum(_parameters(part) for part in experts & set(block.modules())) for block in found),
     )
 

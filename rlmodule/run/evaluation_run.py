@@ -120,6 +120,7 @@ class EvaluationRun:
         """
         config, dataset = self.config, self.dataset
         self.run.check_strategy()
+        self.run.check_models()
         check_reward(config)
         check_families(config, self.run.strategy.layout)
         dataset.check_held_out(self.run.strategy.layout)

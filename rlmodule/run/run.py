@@ -230,6 +230,7 @@ class Run:
             check_value_model(config, self.hf_config, load_model_config(critic_model(config), "critic"), layout)
         check_tokenizer(config.model, self.tokenizer, self.hf_config)
         check_teacher(config, self.hf_config, self.tokenizer)
+        self.check_models()
         check_families(config, layout)
         check_target_modules(config, self.hf_config)
         if config.model.compile:
@@ -286,9 +287,17 @@ class Run:
             moments_are_whole=self.strategy.sharding.moments == 1,
         )
         check_layout(self.hf_config, self.strategy.layout)
+        check_families_under(self.config, self.strategy.layout, gathers_inside_blocks=strategy.gathers_inside_blocks)
+
+    def check_models(self) -> None:
+        """Refuse a model that the strategy cannot spread; asked once all models are known to be there.
+
+        Raises:
+            ConfigError: names what it cannot have, and what can.
+        """
+        strategy = self.strategy.build()
         for spec in model_specs(self.config, self.config.objective).values():
             strategy.check_model(spec, load_model_config(spec.config))
-        check_families_under(self.config, self.strategy.layout, gathers_inside_blocks=strategy.gathers_inside_blocks)
 
     def resume_from(self, say: Callable[[str], object] = lambda line: None) -> Path | None:
         """The checkpoint to go on from; None starts at the beginning.

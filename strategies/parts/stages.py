@@ -343,6 +343,6 @@ class ByFirstName:
         """The file and the name in it, for messages."""
         return self.stored.where(self.names.get(name, name))
 
-    def read(self, name: str) -> Tensor:
-        """The whole tensor of the parameter ``name``, on the CPU and in the dtype it is stored in; read-only."""
-        return self.stored.read(self.names.get(name, name))
+    def read(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """The tensor of the parameter ``name``, on the CPU and in the dtype it is stored in; read-only."""
+        return self.stored.read(self.names.get(name, name), rows)

@@ -43,22 +43,32 @@ def test_two_ranks_with_small_batches_sample_the_same_episodes(undisturbed: Path
     assert any(0 in row["loss_mask"] for rows in here.values() for row in rows), "some have a second turn"
 
 
-def test_turns_are_logged_and_held_out_rows_are_played_as_well(undisturbed: Path, tmp_path: Path) -> None:
-    records = read_records(undisturbed / "run" / "metrics.jsonl")
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of the command line."""
+    folder = tmp_path_factory.mktemp("finished")
+    words = (*TURNS, "debug=fast", "trainer.num_threads=1", "run_dir=run")
+    done = forked("train", *words, cwd=folder)
+    assert done.code == 0, done.text
+    return folder
+
+
+def test_turns_are_logged_and_held_out_rows_are_played_as_well(finished: Path, tmp_path: Path) -> None:
+    records = read_records(finished / "run" / "metrics.jsonl")
     trained = next(r.metrics for r in records if r.kind == "iteration")
     assert {"reward/turns", "reward/turn_1", "reward/turn_2"} <= set(trained)
     validated = [r.metrics for r in records if r.kind == "validation"]
     assert all("val/reward/turns" in metrics for metrics in validated)
-    done = forked("evaluate", str(undisturbed / "run"), "trainer.num_threads=1", "run_dir=out", cwd=tmp_path)
+    done = forked("evaluate", str(finished / "run"), "trainer.num_threads=1", "run_dir=out", cwd=tmp_path)
     assert done.code == 0, done.text
     found = json.loads((tmp_path / "out" / "evaluation.json").read_text())["metrics"]
     assert found["val/reward/mean"] == validated[-1]["val/reward/mean"]
     assert found["val/reward/turns"] == validated[-1]["val/reward/turns"]
 
 
-def test_responses_of_several_turns_are_generated(undisturbed: Path, tmp_path: Path) -> None:
+def test_responses_of_several_turns_are_generated(finished: Path, tmp_path: Path) -> None:
     words = ("command.out=out.jsonl", "command.split=test", "command.tokens=true", "command.score=true", "rollout.n=2")
-    done = forked("generate", str(undisturbed / "run"), *words, "trainer.num_threads=1", cwd=tmp_path)
+    done = forked("generate", str(finished / "run"), *words, "trainer.num_threads=1", cwd=tmp_path)
     assert done.code == 0, done.text
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len(rows) == 8

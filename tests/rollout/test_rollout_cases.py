@@ -94,7 +94,7 @@ def test_roll_01_sampler_old_reference_and_update_agree(temperature):
     engine = engine_of(policy, strategy=strategy, temperature=temperature)
     requests = [ask(sample(i // 3, 3, 1).prompt, i, max_tokens=8) for i in range(12)]
     drawn = [as_sample(r, c) for r, c in zip(requests, generate(engine, requests), strict=True)]
-    algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
+    algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, old_logprob="recompute")
     objective = Objective(PPOClip(), algorithm)
     maker = ExperienceMaker(
         Scorer(strategy, objective, DynamicCollator(), torch.device("cpu")),

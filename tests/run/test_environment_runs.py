@@ -7,6 +7,7 @@ import pytest
 
 from rlmodule.core.episodes import Completion, Done, Observation
 from rlmodule.core.types import Prompt, RewardResult
+from rlmodule.experience.episodes import EpisodesConfig
 from rlmodule.records.metrics_log import read_records
 from tests.helpers.runs import numbers, rollouts, small_run
 
@@ -54,7 +55,7 @@ class Talks:
 def fit(run_dir, *overrides):
     # Half of the bytes end a response, so that there are second turns.
     run = small_run(run_dir, f"rollout.stop_token_ids=[{','.join(map(str, range(128)))}]", *overrides)
-    run.config = replace(run.config, environment=Talks(), reward=run.config.reward)
+    run.config = replace(run.config, environment=Talks(), episodes=EpisodesConfig(), reward=run.config.reward)
     del run.dataset  # of the environment it was read with
     run.check()
     run.fit()

@@ -4,6 +4,9 @@ needs before its own packages is imported in order and told its arguments.
 
 from __future__ import annotations
 
+import base64
+import pickle
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -44,8 +47,22 @@ def on_the_fake_device(rank, backend):
 @pytest.mark.parametrize(("backend", "ranks"), [("single", 1), ("fsdp2", 2)])
 def test_a_whole_fit_gives_the_numbers_of_the_cpu(backend, ranks):
     want = run_on_ranks(1, fit_on_cpu)[0]
-    for got in run_on_ranks(ranks, on_the_fake_device, backend):
+    # In a process that has run no backward pass: torch counts devices before its first one.
+    done = subprocess.run(
+        [sys.executable, "-c", IN_A_FRESH_PROCESS, str(ranks), backend], capture_output=True, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    for got in pickle.loads(base64.b64decode(done.stdout.splitlines()[-1])):
         assert_same_fit(got, want)
+
+
+IN_A_FRESH_PROCESS = """
+import base64, pickle, sys
+from tests.helpers.ranks import run_on_ranks
+from tests.strategies.test_devices import on_the_fake_device
+found = run_on_ranks(int(sys.argv[1]), on_the_fake_device, sys.argv[2])
+print(base64.b64encode(pickle.dumps(found)).decode())
+"""
 
 
 def fit_on_cpu(rank):

@@ -32,7 +32,10 @@ def read(*overrides, environment):
     return replace(RunConfig.read(compose(*overrides)), environment=environment)
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS.names())
+OWN_ROWS = [name for name in ENVIRONMENTS.names() if name not in ("custom", "openenv", "reasoning_gym")]
+
+
+@pytest.mark.parametrize("name", OWN_ROWS)
 @pytest.mark.parametrize("algorithm", ["grpo", "sft", "dpo"])
 def test_built_in_environments_show_responses(name, algorithm):
     environment = ENVIRONMENTS.get(name)()
