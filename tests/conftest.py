@@ -12,6 +12,9 @@ import torch
 
 torch.set_num_threads(1)
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
@@ -22,9 +25,16 @@ settings.register_profile("rlmodule", derandomize=True, deadline=None)
 settings.load_profile("rlmodule")
 
 
+SLOW = [line for line in Path(__file__).with_name("slow.txt").read_text().splitlines() if line[:1] not in ("", "#")]
+IS_SLOW = re.compile("|".join(re.escape(line).replace(r"\*", ".*") for line in SLOW))
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip a test marked ``backends(PACKAGE, ...)`` where one of them is missing."""
+    """Mark what ``slow.txt`` lists; skip a test marked ``backends(PACKAGE, ...)`` where one of them is missing."""
     for item in items:
+        if IS_SLOW.fullmatch(item.nodeid):
+            item.add_marker("slow")
         for mark in item.iter_markers("backends"):
             missing = [package for package in mark.args if not is_installed(package)]
             if missing:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 def first_error(problem: str | None, group: dist.ProcessGroup | None = None) -> str | None:
     """The first problem that any process of the group has, on every process of it; one exchange."""
-    return _first_told(None if problem is None else f"rank {_rank(group)}: {problem}", group)
+    return first_told(None if problem is None else f"rank {_rank(group)}: {problem}", group)
 
 
 def on_all_or_none(stage: Callable[[], T]) -> T:
@@ -32,13 +32,14 @@ def on_all_or_none(stage: Callable[[], T]) -> T:
         failure, cause = str(error), error
     except Exception as error:
         failure, cause = f"rank {_rank(None)}: {in_one_line(error)}", error
-    first = _first_told(failure, None)
+    first = first_told(failure, None)
     if first is not None:
         raise CheckpointError(first) from cause
     return outcome[0]
 
 
-def _first_told(text: str | None, group: dist.ProcessGroup | None) -> str | None:
+def first_told(text: str | None, group: dist.ProcessGroup | None) -> str | None:
+    """The first text that any process of the group has, as it is, on every process of it; one exchange."""
     if not dist.is_initialized():
         return text
     everyone: list[str | None] = [None] * dist.get_world_size(group)

@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rlmodule.core.contract import Backward, MicroBatchLoss, ModelObjective
+from rlmodule.core.errors import TrainingError
 from rlmodule.core.metrics import Metrics, from_rows, to_rows
 from rlmodule.core.parameters import STATE_NAMES, tied
 from rlmodule.core.types import MicroBatch, StepTotals, TokenOutputs
+from strategies.parts.failures import first_told
 from strategies.parts.pipeline import Pipeline, StageForward
 from strategies.parts.sharded import ShardedStrategy, full_tensor
 from strategies.parts.stages import Stage, cut
@@ -43,7 +45,15 @@ class PipelinedStrategy(ShardedStrategy):
                 name: [(names, parameter.detach().to("meta")) for names, parameter in tied(model)]
                 for name, model in models.items()
             }
-        super().shard(models)
+        problem: TrainingError | None = None
+        try:
+            super().shard(models)
+        except TrainingError as error:  # weights that one stage alone reads
+            problem = error
+        told = None if problem is None else str(problem)
+        first = told if self.mesh.pipeline_group is None else first_told(told, None)
+        if first is not None:
+            raise problem or TrainingError(first)
 
     def cut_into_stages(self, name: str, model: nn.Module, dtype: torch.dtype) -> None:
         """Keep this process's stage of a model, where there are stages; its embedding computes in ``dtype``."""

@@ -28,7 +28,8 @@ from tests.strategies.fixed_runs import ADAMW, ARCHITECTURE, FixedRun, Outcome, 
 from tests.strategies.test_checkpoint_portable import STEPS, fit
 from tests.strategies.test_critic import KINDS, assert_same, on_ranks
 
-megatron = pytest.importorskip("strategies.megatron", reason="needs megatron-core: pip install rlmodule[megatron]")
+pytest.importorskip("megatron.core", reason="needs megatron-core: pip install rlmodule[megatron]")
+megatron = pytest.importorskip("strategies.megatron")
 
 pytestmark = [pytest.mark.ranks, pytest.mark.backends("megatron-core"), pytest.mark.filterwarnings("ignore")]
 
