@@ -50,7 +50,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[n, ...] of each rank -> [ranks * n, ...], in rank order."""
     x = x.contiguous()
     out = x.new_empty(len(x) * dist.get_world_size(group), *x.shape[1:])
-    dist.all_gather_into_tensor(out, x, group=group)
+    dist.all_gather_single(out, x, group=group)
     return out
 
 
@@ -58,5 +58,5 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[ranks * n, ...] -> [n, ...]: the sum over the ranks of what each has for this one."""
     x = x.contiguous()
     out = x.new_empty(len(x) // dist.get_world_size(group), *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x, group=group)
+    dist.reduce_scatter_single(out, x, group=group)
     return out
