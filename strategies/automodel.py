@@ -12,9 +12,9 @@ from rlmodule.core.contract import Backward, ModelObjective, ModelSpec
 from rlmodule.core.metrics import Metrics
 from rlmodule.core.parameters import fp32_names
 from rlmodule.core.types import MicroBatch, StepTotals
-from strategies.fsdp2 import FSDP2Config, FSDP2Strategy
+from strategies.fsdp2 import FewerKeysConfig, FSDP2Strategy
 from strategies.parts.blocks import DTYPES, check_no_fp32_weights
-from strategies.parts.foreign_imports import imports_of
+from strategies.parts.foreign_imports import import_part
 from strategies.parts.numbers import give_numbers, take_numbers
 from strategies.parts.refusals import check_kind, refuse
 from strategies.parts.releases import require_release
@@ -27,22 +27,11 @@ require_release("nemo-automodel", "0.7.0", strategy=NAME, apart=True)
 KINDS = ("llama", "qwen2", "qwen3")
 
 
-def load() -> Any:
-    """``parts/automodel_wrapping.py``, and with it the package; nothing else is left changed."""
-    with imports_of():
-        from strategies.parts import automodel_wrapping
-    return automodel_wrapping
-
-
 @dataclass(frozen=True)
-class AutomodelConfig(FSDP2Config):
+class AutomodelConfig(FewerKeysConfig):
     """Config of ``strategy=automodel``: keys of fsdp2, less what was not run with it."""
 
     dp_replicate: ClassVar[int] = 1  # type: ignore[misc]
-    cp_size: ClassVar[int] = 1  # type: ignore[misc]
-    pp_size: ClassVar[int] = 1  # type: ignore[misc]
-    ep_size: ClassVar[int] = 1  # type: ignore[misc]
-    cpu_offload: ClassVar[bool] = False  # type: ignore[misc]
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend=NAME, device=["cpu", "cuda"])
@@ -71,7 +60,7 @@ class AutomodelStrategy(FSDP2Strategy):
         if self.layout.world_size == 1:
             return super().wrap(name, model)  # one process shards nothing, and Automodel leaves it alone
         if self._automodel_mesh is None:
-            self._automodel = load()
+            self._automodel = import_part("automodel_wrapping")
             self._automodel_mesh = self._automodel.mesh_of(self.layout)
         param_dtype = DTYPES[self.config.param_dtype]
         names = fp32_names(model, strict=True)

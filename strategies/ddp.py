@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,6 +14,7 @@ from rlmodule.core.config import at_least
 from rlmodule.core.layout import Layout
 from rlmodule.core.sharding import Sharding, waiting_on_host
 from strategies.parts.distributed import DistributedStrategy, OffloadParallelConfig
+from strategies.parts.gradients import fill_missing, sum_over
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
 
@@ -80,13 +79,13 @@ class DDPStrategy(DistributedStrategy):
 
     @contextmanager
     def averaged_afterwards(self, name: str) -> Iterator[None]:
-        """Average gradients of model ``name`` on exit, one all-reduce for each."""
+        """Average gradients of model ``name`` on exit, in buckets."""
         self._averages_afterwards = True
         try:
             yield
         finally:
             self._averages_afterwards = False
-        for _, parameter in self.named_parameters(name):
-            if parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                dist.all_reduce(parameter.grad.div_(self.layout.world_size))
+        parameters = [parameter for _, parameter in self.named_parameters(name)]
+        fill_missing(parameters)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        sum_over(gradients, self.mesh.token_group, self.exchange_device, factor=1 / self.layout.world_size)

@@ -66,6 +66,16 @@ class FSDP2Config(OffloadParallelConfig):
         }
 
 
+@dataclass(frozen=True)
+class FewerKeysConfig(FSDP2Config):
+    """Keys of fsdp2, less those that no backend on top of it was run with."""
+
+    cp_size: ClassVar[int] = 1  # type: ignore[misc]
+    pp_size: ClassVar[int] = 1  # type: ignore[misc]
+    ep_size: ClassVar[int] = 1  # type: ignore[misc]
+    cpu_offload: ClassVar[bool] = False  # type: ignore[misc]
+
+
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="fsdp2", device=["cpu", "cuda", "npu", "xpu"])
 class FSDP2Strategy(PipelinedStrategy):
     """fully_shard on each block, then on the rest; tensor parallelism from the model's own plan; pipeline stages."""

@@ -27,7 +27,7 @@ from rlmodule.core.errors import ConfigError, TrainingError
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metrics
 from rlmodule.core.parameters import tied
-from rlmodule.core.sharding import Sharding
+from rlmodule.core.sharding import Sharding, waiting_on_host
 from rlmodule.core.types import MicroBatch, StepTotals
 from strategies.parts.adaptors import patch_backend
 from strategies.parts.distributed import OffloadParallelConfig
@@ -85,7 +85,7 @@ class MegatronConfig(OffloadParallelConfig):
     @property
     def grid(self) -> dict[str, int]:
         """Keywords of ``Mesh.of_running``."""
-        return {"sp_size": self.sp_size, "tp_size": self.tp_size, "pp_size": self.pp_size}
+        return {**super().grid, "tp_size": self.tp_size, "pp_size": self.pp_size}
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="megatron", device=["cpu", "cuda", "npu"])
@@ -114,10 +114,13 @@ class MegatronStrategy(PipelinedStrategy):
             weights=layout.tp_size,
             gradients=layout.tp_size,
             moments=layout.tp_size,
+            on_host=waiting_on_host(weights=False, gradients=False, moments=config.offload_optimizer),
             copies_to_sample=True,
             group=layout.dp_sp_size,
             split=layout.tp_size,
+            cuts_vocabulary=True,
             stages=layout.pp_size,
+            gathers_per_step=1,
             reduces_per_step=1,
         )
 

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from torch import nn
 
 from rlmodule.core.contract import ModelSpec
-from strategies.fsdp2 import FSDP2Config, FSDP2Strategy
+from strategies.fsdp2 import FewerKeysConfig, FSDP2Strategy
 from strategies.parts.blocks import lm_of
-from strategies.parts.foreign_imports import imports_of
+from strategies.parts.foreign_imports import import_part
 from strategies.parts.refusals import check_kind, refuse
 from strategies.parts.releases import require_release
 from strategies.parts.tensor_parallel import check_heads
@@ -27,21 +27,9 @@ KINDS = ("llama", "qwen3")
 LACKING = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
 
 
-def load() -> Any:
-    """``parts/torchtitan_blocks.py``, and with it the package; nothing else is left changed."""
-    with imports_of():
-        from strategies.parts import torchtitan_blocks
-    return torchtitan_blocks
-
-
 @dataclass(frozen=True)
-class TorchTitanConfig(FSDP2Config):
+class TorchTitanConfig(FewerKeysConfig):
     """Config of ``strategy=torchtitan``: keys of fsdp2, less what was not run with it."""
-
-    cp_size: ClassVar[int] = 1  # type: ignore[misc]
-    pp_size: ClassVar[int] = 1  # type: ignore[misc]
-    ep_size: ClassVar[int] = 1  # type: ignore[misc]
-    cpu_offload: ClassVar[bool] = False  # type: ignore[misc]
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend=NAME, device=["cpu", "cuda"])
@@ -71,4 +59,4 @@ class TorchTitanStrategy(FSDP2Strategy):
 
     def split_matrices(self, model: nn.Module, apart: Collection[str] = ()) -> None:
         """Put torchtitan's blocks into the model, split over tensor ranks as it says."""
-        load().put_blocks(lm_of(model), self.mesh.tensor)
+        import_part("torchtitan_blocks").put_blocks(lm_of(model), self.mesh.tensor)

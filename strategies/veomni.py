@@ -15,9 +15,9 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from rlmodule.core.contract import ModelSpec
-from strategies.fsdp2 import FSDP2Config, FSDP2Strategy
+from strategies.fsdp2 import FewerKeysConfig, FSDP2Strategy
 from strategies.parts.blocks import lm_of
-from strategies.parts.foreign_imports import imports_of
+from strategies.parts.foreign_imports import import_part
 from strategies.parts.numbers import give_numbers, take_numbers
 from strategies.parts.refusals import check_kind
 from strategies.parts.releases import require_release
@@ -44,24 +44,13 @@ MISSING = {
 }
 
 
-def load() -> Any:
-    """``parts/veomni_wrapping.py``, and with it the package; nothing else is left changed."""
-    with imports_of(needs=MISSING, environment=ENVIRONMENT):
-        from strategies.parts import veomni_wrapping
-    return veomni_wrapping
-
-
 @dataclass(frozen=True)
-class VeOmniConfig(FSDP2Config):
+class VeOmniConfig(FewerKeysConfig):
     """Config of ``strategy=veomni``: keys of fsdp2, less what was not run with it."""
 
     tp_size: ClassVar[int] = 1  # type: ignore[misc]
     dp_replicate: ClassVar[int] = 1  # type: ignore[misc]
     param_dtype: ClassVar[str] = "float32"  # type: ignore[misc]
-    cp_size: ClassVar[int] = 1  # type: ignore[misc]
-    pp_size: ClassVar[int] = 1  # type: ignore[misc]
-    ep_size: ClassVar[int] = 1  # type: ignore[misc]
-    cpu_offload: ClassVar[bool] = False  # type: ignore[misc]
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend=NAME, device=["cpu", "cuda", "npu"])
@@ -83,7 +72,7 @@ class VeOmniStrategy(FSDP2Strategy):
     def shard(self, models: Mapping[str, nn.Module]) -> None:
         """Have it make its groups, once for all models."""
         if not self._models and self.layout.world_size > 1:
-            self._veomni = load()
+            self._veomni = import_part("veomni_wrapping", needs=MISSING, environment=ENVIRONMENT)
             self._veomni.make_groups(self.layout.dp_sp_size, self.root_device)
         super().shard(models)
 

@@ -139,10 +139,7 @@ DEFERRED = {
     ("rlmodule/cli.py", "rlmodule.run.run"),  # likewise
     ("rlmodule/cli.py", "rlmodule.run.warm_start"),  # likewise
     ("rlmodule/cli.py", "strategies.registry"),  # likewise
-    ("strategies/automodel.py", "strategies.parts"),  # optional, and what its import changes is put back
     ("strategies/deepspeed.py", ""),  # the device must be named before it is imported
-    ("strategies/torchtitan.py", "strategies.parts"),  # as automodel
-    ("strategies/veomni.py", "strategies.parts"),  # as automodel
     ("rlmodule/optim/parts/eight_bit.py", "bitsandbytes"),  # bitsandbytes, optional: for those who choose adamw8bit
     ("rlmodule/data/readers/hub.py", ""),  # datasets, optional: for those who name data sets of the hub
     ("rlmodule/environments/openenv.py", "websockets.sync.client"),  # optional: for those who have such a server

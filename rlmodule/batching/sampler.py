@@ -67,6 +67,8 @@ class BatchingConfig:
 
         A pipeline of p stages is idle for (p - 1) / M of a step of M micro-steps, so by default there are 4 p of them.
         """
+        if not self.use_dynamic_bsz:
+            return 1  # samples are counted, whatever that gives
         if self.min_micro_steps is not None:
             return self.min_micro_steps
         return 1 if layout.pp_size == 1 else STEPS_PER_STAGE * layout.pp_size

@@ -38,10 +38,11 @@ class Layout:
     cp_size: int = 1
 
     def __post_init__(self) -> None:
-        assert min(self.tp_size, self.sp_size, self.pp_size, self.ep_size) >= 1, f"{self} has a size below 1"
+        assert min(self.tp_size, self.sp_size, self.pp_size, self.ep_size, self.cp_size) >= 1, (
+            f"{self} has a size below 1"
+        )
         assert self.world_size % (self.tp_size * self.sp_size * self.pp_size) == 0, f"{self} does not tile"
         assert self.stage_size % self.ep_size == 0, f"{self} does not tile: ep_size must divide dp x sp x tp"
-        assert self.cp_size >= 1, f"{self} has a size below 1"
         assert self.sp_size % self.cp_size == 0, f"{self} does not tile: cp_size must divide sp_size"
         assert 0 <= self.rank < self.world_size, f"{self} is outside its world"
 

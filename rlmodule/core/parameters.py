@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+DISPATCHED = "ep_dispatch_experts"  # in a plan of transformers: tokens are sent to the experts of this module
+
 
 def tied(model: nn.Module) -> Iterator[tuple[tuple[str, ...], nn.Parameter]]:
     """Yield (all names, parameter) of each distinct parameter."""

@@ -76,6 +76,8 @@ FOREIGN_KEYS: Mapping[str, str] = {
     "context_parallel_size": "strategy.cp_size",
     "ep_size": "strategy.ep_size",
     "expert_model_parallel_size": "strategy.ep_size",
+    "pp_size": "strategy.pp_size",
+    "pipeline_model_parallel_size": "strategy.pp_size",
     "tp_size": "strategy.tp_size",
     "tensor_model_parallel_size": "strategy.tp_size",
     "num_train_epochs": "trainer.max_epochs",

@@ -22,9 +22,10 @@ class Sharding:
         gradient_copies: times that a process holds its share of the gradients.
         bucket_numel: elements of a reduction buffer.
         on_host: what waits in host memory while the others work: weights, gradients, moments.
-        copies_to_sample: whether sampling needs a whole fp32 copy of the model on every process.
+        copies_to_sample: whether sampling needs a whole copy of the model on every process.
         group: processes that exchange weights and gradients.
         split: processes that share every matrix (tensor parallelism), whose own exchange is of activations.
+        cuts_vocabulary: whether they share the embedding and the head as well, and not the matrices of blocks alone.
         stages: of a pipeline; each has its share of the blocks, and the first and the last what is around them.
         experts: processes that share the experts of a layer; a block is gathered with its share of them.
         gathers_per_micro_step: times that all weights are gathered in a micro-step.
@@ -46,12 +47,18 @@ class Sharding:
     copies_to_sample: bool = False
     group: int = 1
     split: int = 1
+    cuts_vocabulary: bool = False
     stages: int = 1
     experts: int = 1
     gathers_per_micro_step: int = 0
     reduces_per_micro_step: int = 0
     gathers_per_step: int = 0
     reduces_per_step: int = 0
+
+    @property
+    def outside_split(self) -> int:
+        """Processes that share each tensor outside of the blocks."""
+        return self.split if self.cuts_vocabulary else 1
 
 
 def waiting_on_host(*, weights: bool, gradients: bool, moments: bool) -> frozenset[str]:

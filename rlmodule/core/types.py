@@ -161,11 +161,13 @@ class ScoredSample:
         sample: the sample.
         score: its reward.
         baseline: reward of the greedy response to the same prompt (ReMax); None if unscored or not needed.
+        answer: text of the last of several responses, which is what was scored; None for the sample's text.
     """
 
     sample: Sample
     score: RewardResult
     baseline: float | None = None
+    answer: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

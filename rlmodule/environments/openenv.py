@@ -132,6 +132,13 @@ class ServerEpisode:
         return {"role": "user", "content": self.environment.shown(result.get("observation", {}))}
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            return self._answer(kind, data)
+        except BaseException:  # nobody will ask again, and a server has room for so many sessions
+            self._close()
+            raise
+
+    def _answer(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
         assert self._socket is not None, "a session is opened with the prompt"
         self._socket.send(json.dumps({"type": kind, "data": dict(data)}))
         answer = json.loads(self._socket.recv(self.environment.request_seconds))

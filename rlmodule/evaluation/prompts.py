@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -85,6 +85,7 @@ class PromptEvaluator:
 
     def _described(self, scored: ScoredSample) -> EvaluatedAnswer:
         sample, score = scored.sample, scored.score
+        answered = sample if scored.answer is None else replace(sample, text=scored.answer)
         name, prompt = self._rows[sample.group_id]
         decode = self.episodes.chat.tokenizer.decode
         return EvaluatedAnswer(
@@ -95,7 +96,7 @@ class PromptEvaluator:
             prompt=prompt.text or str(decode(list(sample.prompt.ids))),
             response=sample.text or str(decode(sample.response_ids, skip_special_tokens=True)),
             answer=prompt.answer,
-            extracted=None if self.answer_of is None else self.answer_of(sample),
+            extracted=None if self.answer_of is None else self.answer_of(answered),
             reward=score.value,
             parts=dict(score.parts),
             diagnostics=dict(score.diagnostics),

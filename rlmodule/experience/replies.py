@@ -47,7 +47,7 @@ class _Call:
             self.result = self.function()
         except RLModuleError as error:  # of a setting or of the data: the run's own business
             self.result = error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             text = "".join(traceback.format_exception(error))
             self.result = Failure(text if len(text) <= FAULT_CHARACTERS else f"...{text[-FAULT_CHARACTERS:]}")
         self.done.set()

@@ -113,7 +113,8 @@ def with_rewards(episodes: Sequence[FinishedEpisode], reward: Reward) -> list[Sc
     rewards = reward(unscored) if unscored else []
     assert len(rewards) == len(unscored), f"{len(rewards)} rewards for {len(unscored)} samples"
     given = iter(rewards)
-    return [ScoredSample(e.sample, e.scored(next(given) if e.reward is None else e.reward)) for e in episodes]
+    scores = [e.scored(next(given) if e.reward is None else e.reward) for e in episodes]
+    return [ScoredSample(e.sample, score, answer=e.to_score.text) for e, score in zip(episodes, scores, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -135,11 +135,10 @@ class RaggedLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
 
-    def join(self, other: RaggedLayer, rows: Tensor) -> None:
+    def join(self, other: RaggedLayer, rows: Tensor, slots: int) -> None:
         """Row i becomes a copy of number ``rows[i]`` of this layer's rows and, after them, those of ``other``."""
         assert self.keys is not None and self.values is not None
         assert other.keys is not None and other.values is not None
-        slots = max(self.keys.shape[2], other.keys.shape[2])
         self.keys = _joined(self.keys, other.keys, rows, slots)
         self.values = _joined(self.values, other.values, rows, slots)
 
@@ -176,7 +175,8 @@ def _joined(first: Tensor, second: Tensor, rows: Tensor, slots: int) -> Tensor:
     count, heads, _, width = first.shape
     joined = first.new_zeros(len(rows), heads, slots, width)
     for buffer, mine, start in ((first, rows < count, 0), (second, rows >= count, count)):
-        joined[mine, :, : buffer.shape[2]] = buffer[rows[mine] - start]
+        used = min(slots, buffer.shape[2])
+        joined[mine, :, :used] = buffer[rows[mine] - start, :, :used]
     return joined
 
 
@@ -246,8 +246,9 @@ class RaggedCache(Cache):
         lengths = torch.cat([self.lengths, other.lengths])
         rows = lengths.argsort(descending=True, stable=True)
         self.capacity = max(self.capacity, other.capacity)
+        slots = self.slots_for(int(lengths.max()))
         for mine, theirs in zip(self._ragged, other._ragged, strict=True):
-            mine.join(theirs, rows)
+            mine.join(theirs, rows, slots)
         if self.states is not None and other.states is not None:
             self.states.append(other.states)
             self.states.select(rows)

@@ -7,7 +7,7 @@ import re
 from torch import nn
 from transformers import PreTrainedModel
 
-DISPATCHED = "ep_dispatch_experts"  # transformers' word for a module that tokens are sent to
+from rlmodule.core.parameters import DISPATCHED
 
 
 def expert_modules(lm: PreTrainedModel) -> list[nn.Module]:

@@ -118,7 +118,7 @@ class SegmentBuckets:
     Args:
         start: [S] int64 on the CPU, first position of each segment.
         length: [S] int64 on the CPU, tokens of each segment.
-        prefix_start, prefix_length: [S] int64 on the CPU, of the segment that each continues; 0 for none.
+        prefix_start, prefix_length: [S] int64 on the CPU, of the segment that each continues; length 0 for none.
         num_tokens: T, tokens of the packed row.
         device: device of the tokens.
         part: where only a part of the row has its queries here; None for all of it.
@@ -153,6 +153,19 @@ class SegmentBuckets:
         token_device = cu_seqlens.device if device is None else torch.device(device)
         prefix_length = torch.where(prefix >= 0, length[prefix], 0)
         return cls(borders[:-1], length, borders[:-1][prefix], prefix_length, int(borders[-1]), token_device)
+
+    def padded(self, count: int) -> SegmentBuckets:
+        """Those of a whole row with a segment of ``count`` padding tokens at its end, which nothing else sees."""
+        assert self.part is None, "a part of a row is not padded"
+        nothing = torch.zeros(1, dtype=torch.int64)
+        return replace(
+            self,
+            start=torch.cat([self.start, torch.tensor([self.num_tokens])]),
+            length=torch.cat([self.length, torch.tensor([count])]),
+            prefix_start=torch.cat([self.prefix_start, nothing]),
+            prefix_length=torch.cat([self.prefix_length, nothing]),
+            num_tokens=self.num_tokens + count,
+        )
 
     def of_part(self, part: int, num_parts: int) -> SegmentBuckets:
         """The queries of one of the parts that ranks share a row by, against the keys of all parts, laid end to end."""

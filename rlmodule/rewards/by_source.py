@@ -53,6 +53,14 @@ class BySource(CompositeReward):
                 because="no data source has a reward",
                 fix="Set reward.sources={gsm8k:math,mbpp:code}, or reward.otherwise=math",
             )
+        unasked = set(self.parts) - {*map(str, self.sources.values()), str(self.otherwise)}
+        if unasked:
+            raise ConfigError(
+                key=min(unasked),
+                got="a section",
+                because="no data source has this reward",
+                fix="Name it in reward.sources or reward.otherwise, or leave it out",
+            )
 
     @property
     def knows_one_response(self) -> bool:

@@ -58,12 +58,13 @@ class HFRolloutConfig:
             context.sampling.truncation,
             self.max_batch_size,
             temperature=context.sampling.temperature,
+            compute_dtype=context.policy.compute_dtype,
         )
 
 
 @dataclass(eq=False)
 class HFEngine:
-    """Samples with the module that is being trained, a batch of requests after the other.
+    """Samples with the module that is being trained; requests join those under way as places become free.
 
     Args:
         policy: gives the module to call, which may differ from call to call.
@@ -75,6 +76,7 @@ class HFEngine:
         max_batch_size: responses decoded side by side.
         version: iterations that the policy has been trained.
         temperature: that the policy divides its logits by.
+        compute_dtype: of the policy's products under autocast; None for the type of its weights.
     """
 
     takes_weights: ClassVar[bool] = False
@@ -88,6 +90,7 @@ class HFEngine:
     max_batch_size: int
     version: int = 0
     temperature: float = 1.0
+    compute_dtype: torch.dtype | None = None
 
     def start(self) -> None:
         """The module is there already."""
@@ -145,12 +148,11 @@ class HFEngine:
     def _go_on(self, running: Running) -> list[int]:
         """Draw tokens until a share of the responses has ended; returns the rows of those.
 
-        Under mixed precision weights are cast to the type of products once in here, and not for every token.
+        Under mixed precision weights that train are cast to the type of products once in here, not for every token.
         """
         enough = max(1, len(running.batch.live) // RETURN_AT)
         ended: list[int] = []
-        policy = self.policy()
-        dtype: torch.dtype | None = getattr(policy, "compute_dtype", None)
+        policy, dtype = self.policy(), self.compute_dtype
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             while len(ended) < enough:
                 going = running.batch.draw(running.logits)
@@ -361,6 +363,7 @@ class DecodingBatch:
 
         ``rows`` [m] says which of the live ones of both, counted on from these into those, comes where.
         """
+        assert (self.truncation, self.scale) == (other.truncation, other.scale), "one call of generate draws in one way"
         self.rows = self.rows.joined(self.live, other.rows, other.live)
         self.last = torch.cat([self.last, other.last])[rows]
         self.live = rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
 from rlmodule.core.config import at_least, one_of
@@ -29,6 +29,9 @@ OF_THE_TRAINER = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("NODE_RANK", "PYTHONPATH", "PYTHONHOME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
 )
+
+
+OF_OWN_SERVERS = ("python", "servers", "devices", "arguments", "command", "host", "restarts")
 
 
 @ROLLOUTS.register
@@ -57,11 +60,13 @@ class VLLMRolloutConfig(ServerSettings):
                 because=f"servers={self.servers} of them are started, each on devices of its own",
                 fix=f"Use servers={len(self.devices)}",
             )
-        for name in ("python", "devices", "arguments", "command"):
-            if self.urls and getattr(self, name):
+        for key in fields(self):
+            got = getattr(self, key.name)
+            default = key.default if key.default_factory is MISSING else key.default_factory()
+            if self.urls and key.name in OF_OWN_SERVERS and got != default:
                 raise ConfigError(
-                    key=name,
-                    got=getattr(self, name),
+                    key=key.name,
+                    got=got,
                     because="with rollout.url no server is started",
                     fix="Leave one of the two out",
                 )

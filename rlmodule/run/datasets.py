@@ -30,7 +30,7 @@ from rlmodule.experience.sources import RolloutSource, RowSampler, Source, Store
 from rlmodule.models.description import generation_end_tokens
 from rlmodule.run.config import RunConfig
 from rlmodule.run.preflight.stored_rollouts import check_rollouts
-from rlmodule.run.preflight.turns import check_turns
+from rlmodule.run.preflight.turns import check_repeated_episodes, check_turns
 
 
 @dataclass(eq=False)
@@ -244,6 +244,7 @@ class Prompts(TrainingDataset):
 
     def check(self, layout: Layout) -> None:
         """Read every prompt, and find what ends responses; their lengths follow from the configuration."""
+        check_repeated_episodes(self.config, layout)
         check_turns(self.config, self.tokenizer, self.hf_config)
         self.check_prompts(self.table)
         _ = self.end_tokens, self.order

@@ -284,7 +284,7 @@ class Run:
         check_optimizers(
             self.config,
             keeps_matrices=strategy.keeps_matrices,
-            moments_are_whole=self.strategy.sharding.moments == 1,
+            moments_are_whole=strategy.keeps_matrices and self.strategy.sharding.moments == 1,
         )
         check_layout(self.hf_config, self.strategy.layout)
         check_families_under(self.config, self.strategy.layout, gathers_inside_blocks=strategy.gathers_inside_blocks)

@@ -21,8 +21,8 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
+from rlmodule.core.parameters import DISPATCHED
 
-DISPATCHED = "ep_dispatch_experts"  # transformers' word for a module whose tokens travel
 EXCHANGE = "all_to_all"  # the only implementation that is differentiable where ranks hold different tokens
 
 

@@ -47,6 +47,12 @@ def imports_of(*, needs: Mapping[str, Any] = EMPTY, environment: Mapping[str, st
         yield
 
 
+def import_part(name: str, *, needs: Mapping[str, Any] = EMPTY, environment: Mapping[str, str] = EMPTY) -> ModuleType:
+    """``parts/NAME.py``, and with it another project; arguments as of ``imports_of``."""
+    with imports_of(needs=needs, environment=environment):
+        return importlib.import_module(f"strategies.parts.{name}")
+
+
 @contextmanager
 def _transformers_kept() -> Iterator[None]:
     """Afterwards its tables have no other entries, and its modules no other functions, classes or lists."""

@@ -176,6 +176,9 @@ def _what_is_missing(hf: Any, *, has_adapters: bool) -> str | None:
             return f"the model has {key}=true, and biases are built for the queries, keys and values of qwen2 alone"
     if getattr(hf, "hidden_act", "silu") != "silu":
         return f"the model has hidden_act={hf.hidden_act}, and only silu is built"
+    kind = (getattr(hf, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        return f"the model has rope_type={kind}, whose angles change with the length of a row, and fixed ones are built"
     if getattr(hf, "mlp_only_layers", None) or getattr(hf, "decoder_sparse_step", 1) not in (1, None):
         return "the model mixes layers with and without experts"
     return None

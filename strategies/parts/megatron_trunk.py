@@ -10,7 +10,7 @@ transformers model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -298,15 +298,8 @@ def _filled_up(input_ids: Tensor, position_ids: Tensor, segments: Any, size: int
     missing = -input_ids.shape[1] % size
     if missing == 0:
         return input_ids, position_ids, segments
-    last = torch.tensor([segments.num_tokens])
-    more = replace(
-        segments,
-        start=torch.cat([segments.start, last]),
-        length=torch.cat([segments.length, torch.tensor([missing])]),
-        prefix=torch.cat([segments.prefix, torch.tensor([-1])]),
-        num_tokens=segments.num_tokens + missing,
-    )
-    return functional.pad(input_ids, (0, missing)), functional.pad(position_ids, (0, missing)), more
+    filled = functional.pad(input_ids, (0, missing)), functional.pad(position_ids, (0, missing))
+    return *filled, segments.padded(missing)
 
 
 def num_experts_of(hf: Any) -> int | None:

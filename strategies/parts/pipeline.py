@@ -79,7 +79,9 @@ class Pipeline:
         self.rank = dist.get_rank(self.group)
         self._arriving: torch.dtype | None = None  # type of what arrives, told by the stage before
         self._has_told = False
-        # Connections are made in an exchange of all stages; NCCL would hang in one of neighbours alone.
+
+    def connect(self) -> None:
+        """Make the connections, in an exchange of all stages: NCCL would hang in one of neighbours alone."""
         dist.all_reduce(torch.zeros(1, device=self.exchange_device), group=self.group)
 
     @property

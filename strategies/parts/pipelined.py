@@ -35,6 +35,7 @@ class PipelinedStrategy(ShardedStrategy):
 
     _pipelines: dict[str, Pipeline]
     _stages: dict[str, Stage]
+    _at_both_ends: set[nn.Parameter]  # that the first and the last stage share
     _wholes: dict[str, list[tuple[tuple[str, ...], Tensor]]]  # all names and the likeness of each parameter, uncut
 
     def shard(self, models: Mapping[str, nn.Module]) -> None:
@@ -54,6 +55,9 @@ class PipelinedStrategy(ShardedStrategy):
         first = told if self.mesh.pipeline_group is None else first_told(told, None)
         if first is not None:
             raise problem or TrainingError(first)
+        for pipeline in self._pipelines.values():  # every stage has its part of every model by now
+            pipeline.connect()
+        self._at_both_ends = {parameter for name in self._stages for parameter in self._shared(name)}
 
     def cut_into_stages(self, name: str, model: nn.Module, dtype: torch.dtype) -> None:
         """Keep this process's stage of a model, where there are stages; its embedding computes in ``dtype``."""
@@ -145,8 +149,7 @@ class PipelinedStrategy(ShardedStrategy):
 
     def copies_of(self, parameter: nn.Parameter) -> int:
         """Twice as many of the weight that the first and the last stage share."""
-        is_shared = any(parameter is shared for name in self._stages for shared in self._shared(name))
-        return super().copies_of(parameter) * (2 if is_shared else 1)
+        return super().copies_of(parameter) * (2 if parameter in self._at_both_ends else 1)
 
     def _shared(self, name: str) -> list[nn.Parameter]:
         """The weight that the first and the last stage both hold, where there is one and it trains."""

@@ -118,6 +118,24 @@ def test_caches_are_joined_and_grow(family):
         torch.testing.assert_close(logits[row], whole(stock(policy), text), rtol=0, atol=2e-5)
 
 
+@torch.no_grad()
+def test_a_long_row_that_has_ended_leaves_no_room_behind():
+    """After it has gone, rows that join make the buffers as short as the rows that are there."""
+    policy = tiny_policy().eval()
+    rng = torch.Generator().manual_seed(5)
+    texts = [tokens(n, rng) for n in (200, 6, 4)]
+    _, cache = prefill(policy, texts[:2], capacity=300)
+    cache.keep(torch.tensor([False, True]))
+    _, other = prefill(policy, texts[2:], capacity=300)
+    cache.join(other)
+    assert cache.layers[0].keys.shape[2] == 64
+    new = tokens(2, rng)
+    logits = policy(DecodeBatch(new, cache))
+    for row, text in enumerate(texts[1:]):
+        expected = whole(stock(policy), torch.cat([text, new[row : row + 1]]))
+        torch.testing.assert_close(logits[row], expected, rtol=0, atol=2e-5)
+
+
 def test_buffers_have_room_for_what_is_used_and_some_more():
     """Not for the limit, which is hardly ever reached: here 8,192 entries a row."""
     policy = tiny_policy().eval()

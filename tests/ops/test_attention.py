@@ -137,6 +137,16 @@ def test_sp_02_a_padding_segment_of_its_own_changes_nothing(options):
     torch.testing.assert_close(with_padding[:, :10], without, rtol=0, atol=1e-6)
 
 
+def test_padding_of_segments_that_exist_is_a_segment_more():
+    """Also where some of them continue others."""
+    for given in (None, [-1, 0, 0]):
+        longer = None if given is None else [*given, -1]
+        found, made = segments([3, 2, 4], given).padded(5), segments([3, 2, 4, 5], longer)
+        assert found.num_tokens == made.num_tokens == 14
+        for name in ("start", "length", "prefix_length"):
+            assert torch.equal(getattr(found, name), getattr(made, name)), name
+
+
 def test_permuting_segments_permutes_the_outputs():
     order = [3, 0, 6, 5, 2, 1, 4]
     ends = list(itertools.accumulate(LENGTHS))

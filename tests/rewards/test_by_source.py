@@ -79,6 +79,10 @@ def test_a_reward_without_a_section_has_its_defaults_and_a_section_may_be_a_sum(
         ({"sources": {"a": "length"}}, "reward.length.start"),
         ({"sources": {"a": "math"}, "math": 5}, "reward.math=5: beside sources and otherwise"),
         ({"sources": {"a": ["math"]}}, "no reward has that name"),
+        (
+            {"sources": {"a": "math"}, "regex": {"pattern": "x"}},
+            "reward.regex=a section: no data source has this reward",
+        ),
     ],
 )
 def test_a_wrong_section_is_refused_with_its_full_key(keys, message):

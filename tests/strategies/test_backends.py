@@ -156,14 +156,15 @@ import sys, warnings
 import torch, transformers.configuration_utils as configurations, transformers.integrations.hub_kernels as kernels
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as attentions
-import strategies.{name} as strategy
+import strategies.{name}
+from strategies.parts import foreign_imports
 
 def state():
     tables = dict(attentions._global_mapping), dict(masks._global_mapping)
     return *tables, dict(vars(configurations)), dict(vars(kernels)), list(warnings.filters), torch.get_default_dtype()
 
 before = state()
-strategy.load()
+foreign_imports.import_part("{part}", {options})
 assert state() == before
 assert "{module}" in sys.modules
 """
@@ -173,7 +174,10 @@ assert "{module}" in sys.modules
 def test_its_import_leaves_transformers_and_warnings_as_they_were(backend):
     """VeOmni registers attentions and replaces a loader, Automodel widens lists of layers; all silence warnings."""
     module = {"automodel": "nemo_automodel"}.get(backend, backend)
-    code = SHARED_STATE.format(name=backend, module=module)
+    part = {"torchtitan": "torchtitan_blocks"}.get(backend, f"{backend}_wrapping")
+    theirs = "needs=strategies.veomni.MISSING, environment=strategies.veomni.ENVIRONMENT"
+    options = theirs if backend == "veomni" else ""
+    code = SHARED_STATE.format(name=backend, module=module, part=part, options=options)
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 

@@ -49,6 +49,7 @@ def alone(size, count):
 
 def of_rank(rank, size, count):
     pipeline = Pipeline(dist.group.WORLD, lambda batch: tuple(batch.x.shape), CPU, CPU)
+    pipeline.connect()
     weight, batches, events = weights(size)[rank], micro_batches(count), []
 
     def forward(batch, hidden):
@@ -93,6 +94,7 @@ def test_a_pipeline_runs_one_forward_one_backward_and_gives_the_gradients_of_one
 def told_types(rank):
     """bfloat16 hidden states arrive as such, and so do their gradients."""
     pipeline = Pipeline(dist.group.WORLD, lambda batch: (2, 2), CPU, CPU)
+    pipeline.connect()
     seen = []
 
     def forward(batch, hidden):
@@ -117,6 +119,7 @@ def test_hidden_states_travel_in_the_type_they_have():
 
 def ends(rank, size):
     pipeline = Pipeline(dist.group.WORLD, lambda batch: (), CPU, CPU)
+    pipeline.connect()
     share = torch.full((3,), float(rank + 1))
     if pipeline.is_first or pipeline.is_last:
         pipeline.add_other_end(share)

@@ -77,13 +77,13 @@ def read_call(value: Any, arguments_key: str = "arguments") -> ToolCall | Malfor
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, Mapping):
         return MalformedCall(f'"{arguments_key}" of a call is a JSON object')
     return ToolCall(value["name"], arguments)
 
 
-def not_json(error: ValueError) -> MalformedCall:
+def not_json(error: Exception) -> MalformedCall:
     """The call for text that is no JSON."""
     return MalformedCall(f"the call is not valid JSON: {error}")

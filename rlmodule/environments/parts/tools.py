@@ -220,7 +220,7 @@ def _typed(value: Any, schema: Schema) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 

@@ -12,36 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from rlmodule.core.episodes import LENGTH, STOP
-from rlmodule.rollout.parts.http_client import HTTPClient, ServerGoneError, ServerRefusedError
+from rlmodule.rollout.parts.http_api import QUICK, RELOAD, HTTPApi
+from rlmodule.rollout.parts.http_client import ServerRefusedError
 from rlmodule.rollout.parts.server_api import Draw, Drawn, ServerFacts
-
-QUICK = 10.0  # seconds for what needs no computing
-RELOAD = "/update_weights_from_disk"  # where servers of several makes take new weights
 
 
 @dataclass(eq=False)
-class CompletionsApi:
+class CompletionsApi(HTTPApi):
     """A server of completions. ``model`` is the name it serves the policy under; empty asks for its only model."""
 
-    client: HTTPClient
     model: str = ""
-
-    @property
-    def url(self) -> str:
-        """Its address."""
-        return self.client.url
 
     @property
     def lacks(self) -> tuple[str, ...]:
         """What it cannot do."""
         return ("digests of its weights", "an adapter alone", "sleeping while the trainer trains")
-
-    def is_ready(self) -> bool:
-        """Whether it answers."""
-        with suppress(ServerGoneError, ServerRefusedError):
-            self.client.get("/health", timeout=QUICK)
-            return True
-        return False
 
     def facts(self) -> ServerFacts:
         """The length that its list of models names; it tells no more."""
@@ -58,9 +43,9 @@ class CompletionsApi:
             ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             finish_reason = STOP if choice["finish_reason"] == "stop" else LENGTH
         except (KeyError, TypeError):
-            raise _unreadable(self.url, "token ids and log-probabilities") from None
+            raise self.unreadable("token ids and log-probabilities") from None
         if ids is None or logprobs is None or len(ids) != len(logprobs):
-            raise _unreadable(self.url, "token ids with a log-probability each")
+            raise self.unreadable("token ids with a log-probability each")
         return Drawn(tuple(ids), tuple(map(float, logprobs)), finish_reason)
 
     def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -68,7 +53,7 @@ class CompletionsApi:
         choice = self._choice(Draw(ids, 1), {"prompt_logprobs": 0})
         found = choice.get("prompt_logprobs")
         if not found or len(found) != len(ids):
-            raise _unreadable(self.url, "prompt_logprobs")
+            raise self.unreadable("prompt_logprobs")
         return tuple(float(at[str(token)]["logprob"]) for token, at in zip(ids[1:], found[1:], strict=True))
 
     def likeliest(self, draw: Draw, count: int) -> Mapping[int, float]:
@@ -78,7 +63,7 @@ class CompletionsApi:
             top = choice["logprobs"]["top_logprobs"][0]
             return {int(str(name).removeprefix("token_id:")): float(value) for name, value in top.items()}
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-            raise _unreadable(self.url, "top_logprobs by token id") from None
+            raise self.unreadable("top_logprobs by token id") from None
 
     def load(self, folder: Path, version: int) -> None:
         """Take weights from a folder."""
@@ -86,17 +71,9 @@ class CompletionsApi:
         if isinstance(said, Mapping) and said.get("success") is False:
             raise ServerRefusedError(f"{self.url}{RELOAD}: {said.get('message')}", 200)
 
-    def load_adapter(self, folder: Path, version: int) -> None:
-        """It takes none."""
-        raise AssertionError("adapters are merged for it")
-
     def version(self) -> str | None:
         """It does not say."""
         return None
-
-    def checksums(self) -> Mapping[str, str]:
-        """It gives none."""
-        return {}
 
     def sleep(self) -> None:
         """It does not."""
@@ -104,20 +81,12 @@ class CompletionsApi:
     def wake_up(self) -> None:
         """It was never asleep."""
 
-    def hang_up(self) -> None:
-        """Give up every request under way: a server ends one whose connection breaks."""
-        self.client.hang_up()
-
-    def close(self) -> None:
-        """Close its connections."""
-        self.client.close()
-
     def _choice(self, draw: Draw, wanted: Mapping[str, Any]) -> Mapping[str, Any]:
         said = self.client.post("/v1/completions", {**self._body(draw), **wanted})
         try:
             [choice] = said["choices"]
         except (KeyError, TypeError, ValueError):
-            raise _unreadable(self.url, "one choice") from None
+            raise self.unreadable("one choice") from None
         return choice  # type: ignore[no-any-return]
 
     def _body(self, draw: Draw) -> dict[str, Any]:
@@ -141,7 +110,3 @@ class CompletionsApi:
             "n": 1,
             "return_token_ids": True,
         }
-
-
-def _unreadable(url: str, what: str) -> ServerRefusedError:
-    return ServerRefusedError(f"{url} answered without {what}", 200)

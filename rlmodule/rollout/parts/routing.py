@@ -79,7 +79,7 @@ class Router:
             EnginesGoneError: there is none left.
             TrainingError: a server refuses, and would refuse again.
         """
-        failures = 0
+        failures = losses = 0
         while True:
             place, life = self._take(given_up)
             try:
@@ -88,6 +88,11 @@ class Router:
                 if given_up.is_set():
                     raise
                 self._lose(place, life, str(error), given_up)
+                losses += 1
+                if losses == ATTEMPTS * len(self.places):  # the servers come back, and this request never does
+                    raise TrainingError(
+                        f"the rollout servers lost a request {losses} times, at last: {error}"
+                    ) from None
             except ServerRefusedError as error:
                 if error.status == FAILED and not place.api.is_ready():
                     self._lose(place, life, str(error), given_up)

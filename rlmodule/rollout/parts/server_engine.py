@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
@@ -257,11 +258,13 @@ class ServerEngine:
             TrainingError: a server refuses, or was started again with other weights while it answered.
         """
         self._wake_together()
-        if self._leader == self.context.strategy.layout.rank:
-            yield from self._shared(self._asked(requests))
-        else:
-            yield from self._handed(requests)
-        self._sleep_together()
+        try:
+            if self._leader == self.context.strategy.layout.rank:
+                yield from self._shared(self._asked(requests))
+            else:
+                yield from self._handed(requests)
+        finally:  # also after an error here: the others have come to their ends and wait
+            self._sleep_together()
 
     def _asked(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
         router, given_up = self._running, threading.Event()
@@ -399,6 +402,9 @@ class ServerEngine:
                 yield completion
         except RLModuleError as error:
             problem = error
+        except GeneratorExit:
+            self.context.strategy.gather_from_all((kept, TrainingError("the rank that asks has stopped reading")))
+            raise
         told = problem if problem is None or isinstance(problem, EnginesGoneError) else TrainingError(str(problem))
         self.context.strategy.gather_from_all((kept, told))
         if problem is not None:
@@ -423,25 +429,27 @@ class ServerEngine:
 
     def _wake_all(self) -> None:
         if self._is_asleep:
-            for url in self._urls:
-                self._api(url).wake_up()
+            for api in self._running.in_use:
+                with suppress(ServerGoneError, ServerRefusedError):  # found out by who asks it next
+                    api.wake_up()
             self._is_asleep = False
 
     def _wake_together(self) -> None:
         """Before responses are asked for: awake, on every rank."""
         if self.settings.sleep:
-            if self._is_first:
-                self._wake_all()
-            self.context.strategy.gather_from_all(None)
+            self._from_first(self._wake_all)
 
     def _sleep_together(self) -> None:
         """After the last response of every rank."""
         if self.settings.sleep:
             self.context.strategy.gather_from_all(None)
-            if self._is_first:
-                for api in self._running.in_use:
-                    api.sleep()
-                self._is_asleep = True
+            self._from_first(self._put_to_sleep)
+
+    def _put_to_sleep(self) -> None:
+        for api in self._running.in_use:
+            with suppress(ServerGoneError, ServerRefusedError):
+                api.sleep()
+        self._is_asleep = True
 
     # ---- the servers
 

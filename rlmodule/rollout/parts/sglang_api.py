@@ -7,27 +7,19 @@ request only with ``--enable-deterministic-inference``, and is paused while its 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlmodule.core.episodes import LENGTH, STOP
-from rlmodule.rollout.parts.completions import QUICK, RELOAD
-from rlmodule.rollout.parts.http_client import HTTPClient, ServerGoneError, ServerRefusedError
+from rlmodule.rollout.parts.http_api import QUICK, RELOAD, HTTPApi
+from rlmodule.rollout.parts.http_client import ServerGoneError, ServerRefusedError
 from rlmodule.rollout.parts.server_api import Draw, Drawn, ServerFacts
 
 
 @dataclass(eq=False)
-class SGLangApi:
+class SGLangApi(HTTPApi):
     """One SGLang server."""
-
-    client: HTTPClient
-
-    @property
-    def url(self) -> str:
-        """Its address."""
-        return self.client.url
 
     @property
     def lacks(self) -> tuple[str, ...]:
@@ -37,13 +29,6 @@ class SGLangApi:
             "an adapter alone, which is merged instead",
             "repeatable draws, unless it runs with --enable-deterministic-inference",
         )
-
-    def is_ready(self) -> bool:
-        """Whether it answers."""
-        with suppress(ServerGoneError, ServerRefusedError):
-            self.client.get("/health", timeout=QUICK)
-            return True
-        return False
 
     def facts(self) -> ServerFacts:
         """Its settings, from ``/get_server_info``."""
@@ -67,9 +52,9 @@ class SGLangApi:
             logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
             kind = meta["finish_reason"]["type"]
         except (KeyError, TypeError, IndexError):
-            raise _unreadable(self.url, "output_ids and output_token_logprobs") from None
+            raise self.unreadable("output_ids and output_token_logprobs") from None
         if len(ids) != len(logprobs):
-            raise _unreadable(self.url, "a log-probability for each token")
+            raise self.unreadable("a log-probability for each token")
         if kind == "abort":
             raise ServerGoneError(f"{self.url} aborted a request")
         return Drawn(tuple(ids), tuple(logprobs), STOP if kind == "stop" else LENGTH)
@@ -81,7 +66,7 @@ class SGLangApi:
             found = said["meta_info"]["input_token_logprobs"]
             return tuple(float(entry[0]) for entry in found[-(len(ids) - 1) :])
         except (KeyError, TypeError, IndexError):
-            raise _unreadable(self.url, "input_token_logprobs") from None
+            raise self.unreadable("input_token_logprobs") from None
 
     def likeliest(self, draw: Draw, count: int) -> Mapping[int, float]:
         """The likeliest next tokens."""
@@ -89,7 +74,7 @@ class SGLangApi:
         try:
             return {int(entry[1]): float(entry[0]) for entry in said["meta_info"]["output_top_logprobs"][0]}
         except (KeyError, TypeError, IndexError):
-            raise _unreadable(self.url, "output_top_logprobs") from None
+            raise self.unreadable("output_top_logprobs") from None
 
     def load(self, folder: Path, version: int) -> None:
         """Take weights from a folder while nothing runs, and flush the cache of keys and values."""
@@ -103,19 +88,11 @@ class SGLangApi:
             words = said.get("message") if isinstance(said, Mapping) else said
             raise ServerRefusedError(f"{self.url}{RELOAD}: {words}", 200)
 
-    def load_adapter(self, folder: Path, version: int) -> None:
-        """It is never asked to."""
-        raise AssertionError("adapters are merged for it")
-
     def version(self) -> str | None:
         """From ``/get_model_info``, where it says one."""
         said = self.client.get("/get_model_info", timeout=QUICK)
         found = said.get("weight_version") if isinstance(said, Mapping) else None
         return None if found is None else str(found)
-
-    def checksums(self) -> Mapping[str, str]:
-        """It gives none."""
-        return {}
 
     def sleep(self) -> None:
         """Free the memory of keys and values; the server has to run with ``--enable-memory-saver``."""
@@ -124,14 +101,6 @@ class SGLangApi:
     def wake_up(self) -> None:
         """Allocate it again."""
         self.client.post("/resume_memory_occupation", {"tags": ["kv_cache"]})
-
-    def hang_up(self) -> None:
-        """Give up every request under way."""
-        self.client.hang_up()
-
-    def close(self) -> None:
-        """Close its connections."""
-        self.client.close()
 
     def _generate(self, draw: Draw, wanted: Mapping[str, Any]) -> Any:
         params = {
@@ -151,7 +120,3 @@ class SGLangApi:
         }
         body = {"input_ids": list(draw.prompt_ids), "sampling_params": params, "return_logprob": True}
         return self.client.post("/generate", {**body, **wanted})
-
-
-def _unreadable(url: str, what: str) -> ServerRefusedError:
-    return ServerRefusedError(f"{url} answered without {what}", 200)

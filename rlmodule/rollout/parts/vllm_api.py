@@ -14,7 +14,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from rlmodule.rollout.parts.completions import QUICK, CompletionsApi
+from rlmodule.rollout.parts.completions import CompletionsApi
+from rlmodule.rollout.parts.http_api import QUICK
 from rlmodule.rollout.parts.http_client import ServerGoneError, ServerRefusedError
 from rlmodule.rollout.parts.server_api import ServerFacts
 

@@ -83,7 +83,7 @@ class StrategyChoice:
 
     @property
     def _class(self) -> StrategyClass:
-        device = os.environ.get("RLMODULE_DEVICE", self.machine.device)
+        device = os.environ.get("RLMODULE_DEVICE") or self.machine.device
         found = [self.registry.lookup(kind, self.config.backend, device=device) for kind in self._model_types]
         assert len(set(found)) == 1, f"one strategy spreads all models of a run, got {found}"
         return found[0]

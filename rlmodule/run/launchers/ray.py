@@ -180,6 +180,7 @@ class RankHost:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.folder = Path(tempfile.mkdtemp(prefix="rlmodule-"))
         self.log, self.told = Path(os.devnull), 0
+        self.heartbeats = Heartbeats(self.folder, (), 0.0)  # of no rank, until they are started
 
     def meeting_point(self) -> tuple[str, int]:
         """Address at which the cluster knows this machine, and a port of it that is free."""
@@ -257,7 +258,8 @@ class RayMachine:
             return
         try:
             answer = self.ray.get(self.actor.look.remote(), timeout=ANSWER_SECONDS)
-        except self.ray.exceptions.GetTimeoutError:
+        except self.ray.exceptions.GetTimeoutError:  # it is asked again once its other ranks have had their turn
+            self._looked_at = time.monotonic() + ANSWER_SECONDS
             return
         except self.ray.exceptions.RayActorError:
             self.codes = [-signal.SIGKILL if code is None else code for code in self.codes]

@@ -74,7 +74,8 @@ class ModelMemory:
         One stage is counted with all that is outside of blocks, of which the first and the last have a part each.
         """
         outside = min(self.size.outside, parameters) if parameters == self.size.total else 0
-        return (self._of_stage(parameters - outside) + self.sharding.split * outside) // ranks
+        whole = self.sharding.split // self.sharding.outside_split
+        return (self._of_stage(parameters - outside) + whole * outside) // ranks
 
     def _of_stage(self, in_blocks: int) -> int:
         """What a stage with the most blocks has of so many parameters in all of them."""

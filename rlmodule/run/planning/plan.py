@@ -126,7 +126,7 @@ class Plan:
         model, text = self.config.model, self.model.config.get_text_config()
         dtype = PRECISIONS[model.precision]
         head = HeadShape(
-            vocabulary=int(text.vocab_size),
+            vocabulary=int(text.vocab_size) // self.sharding.outside_split,
             hidden=int(text.hidden_size),
             is_tied=bool(text.tie_word_embeddings),
             is_trained=not model.lora.is_on,

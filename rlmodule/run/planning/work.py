@@ -77,13 +77,16 @@ def sent_bytes(parameters: int, bytes_each: int, group: int, times: float) -> fl
 
 def traffic(size: ModelSize, sharding: Sharding) -> tuple[float, float]:
     """(bytes per micro-step, bytes per step) that a process sends of one model's weights and gradients."""
-    apart = sum(size.experts) if sharding.experts > 1 else 0
-    trained = apart if size.trained == size.total else 0  # adapters leave experts as they are
-    parts = sharding.split * sharding.stages
-    found = _traffic(size.total - apart, size.trained - trained, parts, sharding.group, sharding)
-    same = sharding.group * sharding.split // sharding.experts  # processes that hold the same experts
-    of_experts = _traffic(apart, trained, sharding.experts, same, sharding)
-    return found[0] + of_experts[0], found[1] + of_experts[1]
+    s, experts = sharding, sum(size.experts) if sharding.experts > 1 else 0
+    is_whole = size.trained == size.total  # adapters leave experts, embedding and head as they are
+    blocks = size.total - size.outside - experts
+    same = s.group * s.split // s.experts  # processes that hold the same experts
+    found = [
+        _traffic(blocks, blocks if is_whole else size.trained, s.split * s.stages, s.group, s),
+        _traffic(size.outside, size.outside if is_whole else 0, s.outside_split, s.group, s),
+        _traffic(experts, experts if is_whole else 0, s.experts, same, s),
+    ]
+    return sum(per_micro_step for per_micro_step, _ in found), sum(per_step for _, per_step in found)
 
 
 def _traffic(total: int, trained: int, split: int, group: int, s: Sharding) -> tuple[float, float]:

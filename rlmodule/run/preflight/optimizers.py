@@ -28,7 +28,7 @@ def check_optimizers(config: RunConfig, *, keeps_matrices: bool, moments_are_who
                 key=key,
                 got=name_of(type(optimizer)),
                 because=f"it makes each update from a whole weight matrix, and strategy={config.backend} as it is set "
-                "flattens weights or keeps their shards in host memory",
+                "fuses or flattens weights, or keeps their shards in host memory",
                 fix="Use strategy=ddp, or strategy=fsdp2 with strategy.cpu_offload=false, or optimizer=adamw",
             )
         if optimizer.needs_whole_weights and not moments_are_whole:

@@ -1,4 +1,4 @@
-"""Whether the chat template can go on with a conversation, for environments that answer."""
+"""What environments need of the chat template and of the layout."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlmodule.core.contract import MultiTurnEnvironment
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import Layout
 from rlmodule.data.chat import ChatError
 from rlmodule.run.config import RunConfig
 
@@ -35,3 +36,20 @@ def check_turns(config: RunConfig, tokenizer: PreTrainedTokenizerBase, hf_config
             f"{tokenizer.name_or_path or config.model.tokenizer}) cannot append: {error}",
             fix=f"Use {others}another template in the tokenizer's folder, or another model",
         ) from None
+
+
+def check_repeated_episodes(config: RunConfig, layout: Layout) -> None:
+    """Each tensor rank and each stage runs the episodes of its data rank; a reply that is late on one would part them.
+
+    Raises:
+        ConfigError: replies have a time limit, and there are such ranks.
+    """
+    if config.environment is not None and config.episodes.num_workers and layout.tp_size * layout.pp_size > 1:
+        raise ConfigError(
+            key="environment.num_workers",
+            got=config.episodes.num_workers,
+            because=f"replies have a time limit then, and {layout.tp_size} tensor ranks x {layout.pp_size} stages "
+            "each ask the environment for themselves: one that is late on one of them would give it other samples",
+            fix="Use environment.num_workers=0 where a reply depends on the response alone, or strategy.tp_size=1 "
+            "strategy.pp_size=1",
+        )

@@ -93,6 +93,9 @@ BROKEN = [
     ("pythonic", "[f(x=1) for y in z]", "not a list"),
     ("pythonic", f"[f(x={'(' * 10000}", "valid Python"),
     ("mistral", "[TOOL_CALLS]f(x)", "not valid JSON"),
+    ("hermes", f"<tool_call>{'[' * 100_000}</tool_call>", "not valid JSON"),
+    ("llama_json", '{"name": "f", "parameters": ' + "[" * 100_000, "not valid JSON"),
+    ("mistral", f"[TOOL_CALLS]{'[' * 100_000}", "not valid JSON"),
     ("mistral", "[TOOL_CALLS][3]", '"name"'),
 ]
 

@@ -131,6 +131,22 @@ def test_traffic_is_that_of_rings(words, per_micro_step, per_step):
     assert sent_bytes(10, 4, 1, 5) == 0
 
 
+def test_what_is_outside_of_blocks_is_whole_on_every_stage_and_tensor_rank():
+    """Embedding and head of fsdp2 are exchanged whole; blocks are cut by stages and tensor ranks."""
+    outside = plan_of("model=qwen7b", *FILES).size.outside
+    for key in ("pp_size", "tp_size"):
+        step = plan_of("model=qwen7b", "strategy=fsdp2", "trainer.devices=8", f"strategy.{key}=2", *FILES).step
+        assert step.bytes_per_micro_step == pytest.approx(3 * 4 * ((P - outside) / 2 + outside) * 3 / 4, rel=1e-6)
+
+
+def test_samples_that_are_counted_have_no_floor_of_micro_steps():
+    words = ("model=qwen7b", "strategy=fsdp2", "trainer.devices=8", "strategy.pp_size=2", *FILES)
+    floor = plan_of(*words, "batching.max_token_len_per_gpu=65536").step.micro_steps
+    counted = ("batching=fixed", "batching.micro_batch_size_per_gpu=16")
+    assert floor == 8
+    assert plan_of(*words, *counted).step.micro_steps < 8
+
+
 MOE = ("model=qwen3_30b_a3b", "strategy=fsdp2", "trainer.devices=8", "model.activation_checkpointing=full", *FILES)
 EXPERT = 3 * 768 * 2048  # weights of one expert, 128 in each of 48 layers
 

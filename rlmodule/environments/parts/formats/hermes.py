@@ -42,5 +42,5 @@ def _read(content: str, end: str) -> ToolCall | MalformedCall:
         return MalformedCall("a <tool_call> is not closed by </tool_call>")
     try:
         return read_call(json.loads(content))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return not_json(error)

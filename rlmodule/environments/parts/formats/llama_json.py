@@ -31,7 +31,7 @@ class LlamaJson:
         while rest:
             try:
                 value, end = json.JSONDecoder().raw_decode(rest)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 return [*found, not_json(error)]
             is_other = isinstance(value, dict) and "parameters" not in value
             found.append(read_call(value, "arguments" if is_other else "parameters"))

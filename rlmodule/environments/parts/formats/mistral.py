@@ -36,7 +36,7 @@ def _read(part: str) -> list[ToolCall | MalformedCall]:
     named = _NAMED.match(part)
     try:
         value, _ = json.JSONDecoder().raw_decode(part[named.end() if named else 0 :].lstrip())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return [not_json(error)]
     if named:
         return [read_call({"name": named[1], "arguments": value})]

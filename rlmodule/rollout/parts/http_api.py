@@ -1,0 +1,52 @@
+"""What servers of several dialects have in common as they are asked by HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlmodule.rollout.parts.http_client import HTTPClient, ServerGoneError, ServerRefusedError
+
+QUICK = 10.0  # seconds for what needs no computing
+RELOAD = "/update_weights_from_disk"  # where servers of several makes take new weights
+
+
+@dataclass(eq=False)
+class HTTPApi:
+    """Part of a ``ServerApi``: a server that can do the least."""
+
+    client: HTTPClient
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return self.client.url
+
+    def is_ready(self) -> bool:
+        """Whether it answers."""
+        with suppress(ServerGoneError, ServerRefusedError):
+            self.client.get("/health", timeout=QUICK)
+            return True
+        return False
+
+    def load_adapter(self, folder: Path, version: int) -> None:
+        """It takes none."""
+        raise AssertionError("adapters are merged for it")
+
+    def checksums(self) -> Mapping[str, str]:
+        """It gives none."""
+        return {}
+
+    def hang_up(self) -> None:
+        """Give up every request under way: a server ends one whose connection breaks."""
+        self.client.hang_up()
+
+    def close(self) -> None:
+        """Close its connections."""
+        self.client.close()
+
+    def unreadable(self, what: str) -> ServerRefusedError:
+        """The error for an answer in which ``what`` is missing."""
+        return ServerRefusedError(f"{self.url} answered without {what}", 200)
