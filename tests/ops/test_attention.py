@@ -139,9 +139,9 @@ def test_sp_02_a_padding_segment_of_its_own_changes_nothing(options):
 
 def test_padding_of_segments_that_exist_is_a_segment_more():
     """Also where some of them continue others."""
-    for given in (None, [-1, 0, 0]):
-        longer = None if given is None else [*given, -1]
-        found, made = segments([3, 2, 4], given).padded(5), segments([3, 2, 4, 5], longer)
+    for prefix in (None, [-1, 0, 0]):
+        longer = None if prefix is None else [*prefix, -1]
+        found, made = segments([3, 2, 4], prefix).padded(5), segments([3, 2, 4, 5], longer)
         assert found.num_tokens == made.num_tokens == 14
         for name in ("start", "length", "prefix_length"):
             assert torch.equal(getattr(found, name), getattr(made, name)), name
