@@ -50,8 +50,9 @@ class EvenTokens:
 
 def evaluate(rank, config, sets=SETS, reward=EvenTokens()):
     torch.set_num_threads(1)
-    strategy = wrap_here({"policy": tiny_policy(vocab_size=260)})
-    made = engine_of(None, tokenizer=TOKENIZER, ends=EndTokens((END,)), strategy=strategy)
+    policy = tiny_policy(vocab_size=260)
+    strategy = wrap_here({"policy": policy})
+    made = engine_of(policy, tokenizer=TOKENIZER, ends=EndTokens((END,)), strategy=strategy)
     chat = ChatFormat(TOKENIZER, template=False)
     runner = EpisodeRunner(SingleTurnEpisode, chat, 16, 6)
     answer_of = reward.answer_of if isinstance(reward, AnswerReward) else None

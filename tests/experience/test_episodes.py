@@ -70,8 +70,7 @@ def policy():
 
 
 def engine(strategy=None, ends=(END,), **keys):
-    ends = EndTokens(ends)
-    return engine_of(policy() if strategy is None else None, tokenizer=TOKENIZER, ends=ends, strategy=strategy, **keys)
+    return engine_of(policy(), tokenizer=TOKENIZER, ends=EndTokens(ends), strategy=strategy, **keys)
 
 
 def runner(start=TwoTries, limit=LIMIT, longest_prompt=8):

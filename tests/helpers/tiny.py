@@ -45,7 +45,7 @@ from rlmodule.training.reduction import reduce_metrics
 from rlmodule.training.update import StepResult, Trainable, update
 from strategies.ddp import DDPConfig, DDPStrategy
 from strategies.parts.collectives import GroupCollectives
-from strategies.parts.mesh import current_layout
+from strategies.parts.mesh import Mesh, current_layout
 from strategies.single import SingleConfig, SingleStrategy
 from tests.helpers.hybrids import ALL_HYBRIDS
 
@@ -290,7 +290,8 @@ def ddp(models: Mapping[str, nn.Module]) -> DDPStrategy:
     strategy = DDPStrategy(DDPConfig(), device="cpu", num_processes=layout.world_size, num_nodes=1)
     strategy.parallel_devices = [torch.device("cpu")] * layout.world_size
     strategy.cluster_environment = LightningEnvironment()
-    strategy.layout, strategy.collectives = layout, GroupCollectives(torch.device("cpu"))
+    strategy.layout, strategy.mesh = layout, Mesh.of_running("cpu")
+    strategy.exchange_device, strategy.collectives = torch.device("cpu"), GroupCollectives(torch.device("cpu"))
     strategy.shard(models)
     return strategy
 
