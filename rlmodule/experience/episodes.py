@@ -208,8 +208,10 @@ class EpisodeBatch:
         assert not self._running, f"the engine left {len(self._running)} requests without a response"
 
     def close(self) -> None:
-        """Wait for no reply any more."""
+        """Wait for no reply any more, and let episodes go that will not end."""
         self._replies.close()
+        for episode in self._running.values():
+            episode.let_go()
 
     def _begin(self, request: EpisodeRequest) -> None:
         assert request.sample_id not in self._running, f"two episodes have the sample id {request.sample_id}"
@@ -346,11 +348,16 @@ class RunningEpisode:
         self.logprobs.append(logprobs)
         self.masks.append(torch.full(ids.shape, is_sampled))
 
+    def let_go(self) -> None:
+        """Nothing follows: what the environment holds for this episode may go."""
+        if self._episode is not None:
+            with suppress(Exception):
+                self._episode.cut()
+
     def _failed(self, failure: Failure) -> FinishedEpisode:
         """The end of an episode in which the environment failed: a sample that nothing is learned from."""
-        if self._episode is not None and not failure.timed_out:
-            with suppress(Exception):
-                self._episode.cut()  # what it holds may go
+        if not failure.timed_out:
+            self.let_go()
         if not self.ids:  # a sample has a token
             end = self.runner.chat.end_tokens()[0]
             self._append(torch.tensor([end]), torch.zeros(1), is_sampled=False)

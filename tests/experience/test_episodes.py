@@ -433,6 +433,34 @@ def test_an_episode_that_fails_costs_itself_alone(finished, how):
             assert not f.sample.loss_mask.any() if how == "start" else ids == whole[f.sample.sample_id][0][: len(ids)]
 
 
+def test_episodes_that_nobody_waits_for_any_more_are_let_go():
+    """An engine that fails in the middle, or a run that stops, leaves no session of an environment open."""
+    under_way, cut = set(), set()
+
+    class Noted(TwoTries):
+        @property
+        def prompt(self):
+            under_way.add(id(self.tries))
+            return super().prompt
+
+        def reply(self, completion):
+            reply = super().reply(completion)
+            if isinstance(reply, Done):
+                under_way.remove(id(self.tries))
+            return reply
+
+        def cut(self):
+            cut.add(id(self.tries))
+            return super().cut()
+
+    stream = runner(Noted).stream(engine(max_batch_size=3), requests())
+    next(stream)
+    assert under_way
+    assert not cut
+    stream.close()
+    assert cut == under_way
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_how_many_replies_are_worked_on_at_a_time_changes_nothing(finished, workers):
     """Not even which requests are drawn together, however long each reply takes."""
