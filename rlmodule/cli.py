@@ -35,6 +35,7 @@ from rlmodule.commands.parts.sweep import JobResult, read_jobs, show_jobs
 from rlmodule.core.errors import ConfigError, Preempted, RLModuleError, TrainingError, did_you_mean, nearest
 from rlmodule.core.preemption import PreemptionHandler
 from rlmodule.core.renamed import instead_of
+from rlmodule.core.warning_text import show_own_warnings_as_words
 from rlmodule.records import run_directory
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.records.secrets import from_environment, mask, mask_arguments, mask_file, to_environment, without_values
@@ -76,6 +77,7 @@ sweep_dirs: list[Path] = []  # of the sweep that this process runs
 def main() -> int:
     """Run as told by the command line; returns the exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of being printed and swallowed by Hydra
+    show_own_warnings_as_words()
     return reported(_main)
 
 
