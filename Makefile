@@ -31,7 +31,7 @@ check: setup ## lint, format, types and who-imports-whom
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_conf.py
+	$(BIN)/python -m pytest -q tests/test_architecture.py
 
 test: setup ## all tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
