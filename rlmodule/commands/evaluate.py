@@ -47,14 +47,13 @@ class Evaluate(PolicySource, Command):
         Raises:
             RLModuleError: there are no such weights or rows, or they do not go together.
         """
-        run = invocation.run
-        run.init_distributed()
+        run = invocation.run.with_other_ranks()
         with ExitStack() as held:
             on_rank_zero(lambda: held.enter_context(run.locked()))
             made, place = self._prepared(run)
             dataset = made.check()
             if run.is_rank_zero:
-                (run.run_dir.root / "config.yaml").write_text(invocation.config, encoding="utf-8")
+                (run.run_dir.root / "config.yaml").write_text(invocation.settled_config(run), encoding="utf-8")
                 (run.run_dir.root / "command.txt").write_text(invocation.provenance, encoding="utf-8")
                 label = "reward model" if run.config.model.is_reward_model else "policy"
                 print(f"{label:<12} {place.described}")
