@@ -273,7 +273,7 @@ class Run:
             moments_are_whole=strategy.keeps_matrices and self.strategy.sharding.moments == 1,
         )
         check_layout(self.hf_config, self.strategy.layout)
-        check_families_under(self.config, self.strategy.layout, gathers_inside_blocks=strategy.gathers_inside_blocks)
+        check_families_under(self.config, self.strategy.layout)
 
     def check_models(self) -> None:
         """Refuse a model that the strategy cannot spread; asked once all models are known to be there.
