@@ -151,7 +151,12 @@ def main() -> None:
         for size in list(SIZES)[: 1 if small else None]:
             if small and case.name not in ("single", "fsdp2"):
                 continue
-            row = {"strategy": case.name, "size": size, "measured": measure(case, size), "model": predict(case, size)[0]}
+            row = {
+                "strategy": case.name,
+                "size": size,
+                "measured": measure(case, size),
+                "model": predict(case, size)[0],
+            }
             print(json.dumps(row), flush=True)
 
 
