@@ -67,7 +67,7 @@ class FamilyResult:
         result: exact, refused or not tried.
         reason: why it is not exact, and what is said of it where it is.
         worst: largest difference by what was compared, in nats or in shares of the largest gradient.
-        seconds: it took.
+        seconds: of CPU time that it took.
         is_alone: whether every sample has a row of its own.
     """
 
@@ -116,8 +116,8 @@ def reload_difference(hf_config: PreTrainedConfig, config: ModelConfig, rows: Ro
 def compare_all(families: Sequence[str]) -> Iterator[FamilyResult]:
     """One result after the other, each printed as it comes."""
     for family in families:
-        start = time.perf_counter()
-        one = replace(compare_family(family), seconds=time.perf_counter() - start)
+        start = time.process_time()
+        one = replace(compare_family(family), seconds=time.process_time() - start)
         print(f"{one.family:28} {one.result:10} {one.seconds:5.1f} s  {one.reason}", flush=True)
         yield one
 
@@ -141,7 +141,7 @@ def rows_of(results: Sequence[FamilyResult]) -> str:
         f"{sum(v.result == REFUSED for v in others)} refused, {sum(v.result == NOT_TRIED for v in others)} not tried. "
         f"Measured on {datetime.date.today().isoformat()} with transformers {transformers.__version__}, "
         f"peft {peft.__version__} and torch {torch.__version__.split('+')[0]}, in "
-        f"{sum(one.seconds for one in results):.0f} s on one thread.",
+        f"{sum(one.seconds for one in results):.0f} CPU s on one thread.",
         "",
         "| exact | packed | gradients | decoded | adapters | merged | reload | |",
         "|---|---:|---:|---:|---:|---:|---:|---|",

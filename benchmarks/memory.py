@@ -1,11 +1,14 @@
-"""Backs the claim on memory: what log-probabilities, entropy and their backward pass need does not grow with tokens.
+"""Backs the claims on memory: the head's does not grow with tokens, and ``command=plan`` foretells that of a step.
 
-Peak resident memory of a fresh process over what stood there before (weights, hidden states and labels), for one
-forward and backward pass of the head on T loss tokens. The gradients that training needs anyway ([V, H] and [T, H])
-are taken off.
+1. What log-probabilities, entropy and their backward pass need: peak resident memory of a fresh process over what stood
+   there before (weights, hidden states and labels), for one forward and backward pass of the head on T loss tokens. The
+   gradients that training needs anyway ([V, H] and [T, H]) are taken off.
 
     rlmodule      `linear_loss`: one chunk of logits at a time, loss and gradients while it is hot
     full_logits   all logits at once, log-softmax and entropy from them; measured up to a smaller T, for it grows
+
+2. Bytes that operations allocate on CPU processes while they train, at the peak of a step, against the memory model:
+   three sizes under single, ddp, fsdp, fsdp2 and deepspeed. Fails above 15 % (``tests/run/planning/measured.py``).
 
     python benchmarks/memory.py [--small] [--json PATH]
 """
@@ -18,14 +21,17 @@ import subprocess
 import sys
 from pathlib import Path
 from time import process_time
+from typing import Any
 
 import record
 import torch
 
 from rlmodule.ops.head import linear_loss
 
+ROOT = Path(__file__).parents[1]
 HIDDEN = 256
 MEGABYTE = 2**20
+ALLOWED = 0.15  # of what is measured, for the memory model
 FULL = {"vocabulary": 151_936, "tokens": {"rlmodule": (1024, 2048, 4096), "full_logits": (512, 1024)}}
 SMALL = {"vocabulary": 32_768, "tokens": {"rlmodule": (256, 512), "full_logits": (256, 512)}}
 
@@ -74,6 +80,24 @@ def one_pass(way: str, vocabulary: int, num_tokens: int) -> dict[str, float]:
     return {"extra_mb": (peak_bytes() - before - gradients) / MEGABYTE, "cpu_s": process_time() - start}
 
 
+def measure_steps(small: bool) -> list[dict[str, Any]]:
+    """Measured and predicted bytes of training steps: strategy by strategy, size by size, printed as they come."""
+    command = [sys.executable, "-m", "tests.run.planning.measured", *(["--small"] if small else [])]
+    rows = []
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as measuring:
+        assert measuring.stdout is not None
+        for line in measuring.stdout:
+            if not line.startswith("{"):
+                continue
+            rows.append(json.loads(line))
+            strategy, size, measured, model = rows[-1].values()
+            difference = model / measured - 1
+            print(f"{strategy:<42} {size:>5} {measured / 1e6:12.1f} {model / 1e6:9.1f} {difference:6.1%}", flush=True)
+    if measuring.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with exit code {measuring.returncode}")
+    return rows
+
+
 def main() -> None:
     """Measure every point in a process of its own, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -94,8 +118,13 @@ def main() -> None:
             row = measure_apart(way, vocabulary, num_tokens)
             rows.append({"way": way, "tokens": num_tokens, **row})
             print(f"{way:<12} {vocabulary:8,} {num_tokens:6,} {row['extra_mb']:9.0f} {row['cpu_s']:7.2f}", flush=True)
+    print(f"{'strategy':<42} {'size':>5} {'measured MB':>12} {'model MB':>9} {'off':>6}")
+    steps = measure_steps(args.small)
     if args.json:
-        record.write(args.json, {"vocabulary": vocabulary, "hidden": HIDDEN, "rows": rows})
+        record.write(args.json, {"vocabulary": vocabulary, "hidden": HIDDEN, "rows": rows, "steps": steps})
+    worst = max(steps, key=lambda row: abs(row["model"] / row["measured"] - 1))
+    if abs(worst["model"] / worst["measured"] - 1) > ALLOWED:
+        raise SystemExit(f"the memory model is off by more than {ALLOWED:.0%}: {worst}")
 
 
 if __name__ == "__main__":

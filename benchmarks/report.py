@@ -95,7 +95,26 @@ def memory_table(numbers: Numbers) -> str:
         for row in numbers["rows"]
     ]
     head = ["way", "loss tokens", "extra MB", "one [T, V] tensor, MB"]
-    return f"{table(head, rows)}\n\nVocabulary {numbers['vocabulary']:,}, hidden size {numbers['hidden']}.\n"
+    shape = f"Vocabulary {numbers['vocabulary']:,}, hidden size {numbers['hidden']}."
+    return f"{table(head, rows)}\n\n{shape}\n\n{steps_table(numbers['steps'])}\n"
+
+
+def steps_table(steps: list[Numbers]) -> str:
+    """Measured and predicted megabytes of a step; a line for each strategy, two columns for each size of model."""
+    sizes = list(dict.fromkeys(step["size"] for step in steps))
+    rows = []
+    for strategy in dict.fromkeys(step["strategy"] for step in steps):
+        of_sizes = {step["size"]: step for step in steps if step["strategy"] == strategy}
+        pairs = [f"{of_sizes[size][key] / 1e6:.1f}" for size in sizes for key in ("measured", "model")]
+        rows.append([strategy, *pairs, f"{max((off(step) for step in of_sizes.values()), key=abs):+.1%}"])
+    columns = [f"{size}, {what} MB" for size in sizes for what in ("measured", "model")]
+    worst = max(map(off, steps), key=abs)
+    return f"{table(['peak of a step', *columns, 'largest off'], rows)}\n\nThe largest difference is {worst:+.1%}."
+
+
+def off(step: Numbers) -> float:
+    """How far the memory model is from what was measured."""
+    return float(step["model"] / step["measured"] - 1)
 
 
 def memory_chart(numbers: Numbers, axes: plt.Axes) -> None:

@@ -209,8 +209,8 @@ def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
     config = with_settings_of_its_run(config)
     config.overrides = without_values(words_of_job())
 
-    def read_config() -> str:
-        for key, value in invocation.run.settled.items():
+    def settled_config(run: Run) -> str:
+        for key, value in run.settled.items():
             OmegaConf.update(config, key, value)
         to_save, secrets = mask(without_environment(config))
         to_environment(secrets)
@@ -223,7 +223,7 @@ def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
 
     invocation = Invocation(
         partial(build, config, run_dir),
-        read_config,
+        settled_config,
         run_directory.provenance(command_of_this_run()),
         start_ranks,
         make_starting_weights=partial(launch.run_alone, PROGRAM),

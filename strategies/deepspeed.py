@@ -32,10 +32,10 @@ from strategies.parts.blocks import (
     blocks_of,
     bytes_of,
     check_no_fp32_weights,
-    check_no_state_layers,
     lm_of,
 )
 from strategies.parts.distributed import ParallelConfig
+from strategies.parts.gathered_whole import gather_whole
 from strategies.parts.loading import load
 from strategies.parts.saved_state import MOMENT
 from strategies.parts.sharded import ShardedStrategy
@@ -175,7 +175,7 @@ class DeepSpeedStrategy(ShardedStrategy):
         check_no_fp32_weights(kept, DTYPES[self.config.param_dtype])
         if not self.cuts_parameters:
             return super().wrap(name, model)
-        check_no_state_layers(model.state_classes)  # type: ignore[arg-type]  # a policy or a value model
+        gather_whole(model, model.state_classes)  # type: ignore[arg-type]  # a policy or a value model
         config = self._engine_config(trained_models=any(p.requires_grad for p in model.parameters()))
         for part in (*blocks_of(model), model):
             load(model, part, self.root_device)

@@ -51,6 +51,26 @@ def is_one_unit(batch: MicroBatch, *, keep_groups: bool = False) -> bool:
     return len(_units(batch, keep_groups)) == 1
 
 
+def without_samples(batch: MicroBatch) -> MicroBatch:
+    """A row of the first token of ``batch`` and no loss, for a process that has no more rows while others do."""
+    fields = {n: None if v is None else v[:0] for n in _PER_LOSS_TOKEN for v in [getattr(batch, n)]}
+    none = torch.zeros(1, dtype=torch.int64, device=batch.input_ids.device)
+    return replace(
+        batch,
+        input_ids=batch.input_ids[:1],
+        position_ids=batch.position_ids[:1],
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        max_length=1,
+        prefix=None,
+        loss_tokens=none,
+        group_tokens=none,
+        sample_id=none - 1,
+        group=none,
+        positions=(),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
 def _units(batch: MicroBatch, keep_groups: bool) -> list[list[int]]:
     """The samples of each unit."""
     if not keep_groups or batch.group is None:

@@ -2,7 +2,8 @@
 
 Losses divide by the totals of the whole mini-batch, so the cut has no effect on them. A process cuts its own rows and
 tells no other: that is possible where no process waits for another one within a row. Where one does (sharded weights,
-rows that are cut over ranks), the run ends with words that say which budget to go on with.
+rows that are cut over ranks), rows that will not fit are cut beforehand where that can be foreseen (``foresight.py``);
+one that fails all the same ends the run with words that say which budget to go on with.
 
 Leaves out how a row is cut (``cutting.py``), and errors of sampling and of the optimizer.
 """
@@ -21,6 +22,7 @@ from typing import TypeVar
 import torch
 
 from rlmodule.batching.cutting import cut, is_one_unit
+from rlmodule.batching.foresight import DeviceMemory, Foresight, memory_of
 from rlmodule.core.contract import Backward, ModelObjective, Strategy
 from rlmodule.core.errors import TrainingError, in_one_line
 from rlmodule.core.metrics import Metrics
@@ -42,11 +44,17 @@ class RowLimit:
     Args:
         keep_groups: rows that a loss is computed of keep the samples of a group together.
         tokens: the limit; infinity until a row does not fit.
+        memory_of: the memory of a device, for rows that must be cut before they fail.
     """
 
     keep_groups: bool = False
     tokens: float = math.inf
+    memory_of: Callable[[torch.device], DeviceMemory | None] = memory_of
+    _foresight: Foresight = field(init=False)
     _fitted: list[int] = field(default_factory=lambda: [0, 0])  # longest rows that fitted once, and twice
+
+    def __post_init__(self) -> None:
+        self._foresight = Foresight(self.keep_groups, self.memory_of)
 
     def forward_backward(
         self, strategy: Strategy, name: str, mini_batch: MiniBatch, objective: ModelObjective, backward: Backward
@@ -66,14 +74,25 @@ class RowLimit:
         def train(rows: Rows) -> list[Metrics]:
             return strategy.forward_backward(name, rows, objective, mini_batch.totals, backward)
 
-        if strategy.exchanges_within_rows or is_tried:
+        if strategy.exchanges_within_rows:
+            rows = mini_batch.micro_batches if is_tried else self._foresight.cut(strategy, name, mini_batch)
+            with _ends_in_words(rows), self._foresight.measuring(strategy, name, rows):
+                metrics = train(rows)
+            if len(rows) == len(mini_batch.micro_batches):
+                self._note_fitted(longest)
+            return metrics
+        if is_tried:
             with _ends_in_words(mini_batch.micro_batches):
                 return train(self._cut(mini_batch.micro_batches, self.keep_groups))
         with strategy.averaged_afterwards(name):
             restart = partial(_clear_gradients, strategy, name)
             metrics = self._until_it_fits(train, mini_batch.micro_batches, strategy, self.keep_groups, restart)
-        self._fitted = [max(self._fitted[0], longest), max(self._fitted[1], min(self._fitted[0], longest))]
+        self._note_fitted(longest)
         return metrics
+
+    def _note_fitted(self, longest: int) -> None:
+        """A mini-batch of rows of at most ``longest`` tokens, on any rank, has been computed."""
+        self._fitted = [max(self._fitted[0], longest), max(self._fitted[1], min(self._fitted[0], longest))]
 
     def evaluate(
         self, strategy: Strategy, name: str, rows: Rows, objective: ModelObjective, totals: StepTotals

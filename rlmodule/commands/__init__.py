@@ -24,7 +24,8 @@ class Invocation:
     Args:
         read_run: converts the configuration into a run; nothing of it is built yet. A command that needs no run never
             asks for one.
-        read_config: resolves the configuration, and hands its secrets to the processes that this one starts.
+        settled_config: the resolved configuration of a run, YAML, secrets masked; hands its secrets to the processes
+            that this one starts.
         provenance: command line and revision of the code, as text.
         start_ranks: starts a number of processes that each do their part (``RankCommand.on_rank``) of the command whose
             configuration lies in a run directory, and returns the exit code.
@@ -32,7 +33,7 @@ class Invocation:
     """
 
     read_run: Callable[[], Run]
-    read_config: Callable[[], str]
+    settled_config: Callable[[Run], str]
     provenance: str
     start_ranks: Callable[[Path, int], int]
     make_starting_weights: Callable[[Path], None]
@@ -45,11 +46,6 @@ class Invocation:
             ConfigError: the first setting that is wrong, with its full key.
         """
         return self.read_run()
-
-    @cached_property
-    def config(self) -> str:
-        """The resolved configuration, YAML, secrets masked."""
-        return self.read_config()
 
 
 class Command(Protocol):

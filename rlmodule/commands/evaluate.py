@@ -30,16 +30,12 @@ from rlmodule.run.saved.policy_source import EXPORTED, NEWEST, Place, PolicySour
 
 RESULT = "evaluation.json"
 ORDER = (EXPORTED, NEWEST)
-ORDER_OF_PAIRS = (NEWEST, EXPORTED)  # a checkpoint is compared with what its run started from
 
 
 @COMMANDS.register
 @dataclass(frozen=True)
 class Evaluate(PolicySource, Command):
-    """Evaluate a policy or a reward model; ``auto`` is what was exported, or else the newest checkpoint.
-
-    For a policy that learnt from pairs it is the newest checkpoint.
-    """
+    """Evaluate a policy or a reward model; ``auto`` is what was exported, or else the newest checkpoint."""
 
     def __call__(self, invocation: Invocation) -> int:
         """Evaluate on as many processes as the command line asks for.
@@ -47,14 +43,13 @@ class Evaluate(PolicySource, Command):
         Raises:
             RLModuleError: there are no such weights or rows, or they do not go together.
         """
-        run = invocation.run
-        run.init_distributed()
+        run = invocation.run.with_other_ranks()
         with ExitStack() as held:
             on_rank_zero(lambda: held.enter_context(run.locked()))
             made, place = self._prepared(run)
             dataset = made.check()
             if run.is_rank_zero:
-                (run.run_dir.root / "config.yaml").write_text(invocation.config, encoding="utf-8")
+                (run.run_dir.root / "config.yaml").write_text(invocation.settled_config(run), encoding="utf-8")
                 (run.run_dir.root / "command.txt").write_text(invocation.provenance, encoding="utf-8")
                 label = "reward model" if run.config.model.is_reward_model else "policy"
                 print(f"{label:<12} {place.described}")
@@ -80,15 +75,7 @@ class Evaluate(PolicySource, Command):
             console.print(f"{label:<12} {path}", soft_wrap=True, highlight=False, markup=False)
 
     def _prepared(self, run: Run) -> tuple[EvaluationRun, Place]:
-        compares = run.config.ranks_pairs_by_reference
-        place = self.place_for(run, ORDER_OF_PAIRS if compares else ORDER)
-        if compares and not place.is_checkpoint:
-            raise ConfigError(
-                key="command.run",
-                got=place.described,
-                because="pairs are ranked against the policy that training began with, which these weights do not know",
-                fix="Give a run that keeps checkpoints: python train.py evaluate RUN",
-            )
+        place = self.place_for(run, ORDER)
         if place.folder is None and run.config.model.path is None:
             raise ConfigError(
                 key="model.path",
@@ -96,7 +83,9 @@ class Evaluate(PolicySource, Command):
                 because="there is no trained policy to evaluate",
                 fix="Use python train.py evaluate RUN, or model.path=FOLDER",
             )
-        return EvaluationRun(place.settled(), run.run_dir, place.folder if place.is_checkpoint else None), place
+        began_as = place.began_as if run.config.ranks_pairs_by_reference else None
+        checkpoint = place.folder if place.is_checkpoint else None
+        return EvaluationRun(place.settled(), run.run_dir, checkpoint, began_as), place
 
 
 def write_result(directory: RunDirectory, place: Place, metrics: Mapping[str, float]) -> None:

@@ -40,5 +40,5 @@ class Parity(ParityConfig, Command):
             )
         with run.locked():
             run.check()
-            run.save_config(invocation.config, invocation.provenance)
+            run.save_config(invocation.settled_config(run), invocation.provenance)
             return 0 if check_parity(run, self) else DIFFERENT_NUMBERS

@@ -21,12 +21,11 @@ class Train(Command):
 
     def __call__(self, invocation: Invocation) -> int:
         """Train on as many processes as the run asks for."""
-        run = invocation.run
-        run.init_distributed()
+        run = invocation.run.with_other_ranks()
         with ExitStack() as held:
             on_rank_zero(lambda: held.enter_context(run.locked()))
             run.check()
-            run.save_config(invocation.config, invocation.provenance)
+            run.save_config(invocation.settled_config(run), invocation.provenance)
             make_starting_weights(run, invocation)
             if run.needs_launcher:
                 return invocation.start_ranks(run.run_dir.root, run.machine.num_processes)

@@ -95,6 +95,9 @@ class SequenceRanks(Protocol):
     def own_heads(self, values: Tensor) -> Tensor:
         """[heads, ...] -> [h, ...]: those of the heads whose attention this process computes."""
 
+    def exchange(self, value: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """[sum(sent), ...], those for each rank one after the other -> [sum(received), ...]; differentiable."""
+
     def sum_over_slices(self, value: Tensor) -> Tensor:
         """The sum of all ranks' ``value``, on every rank; differentiable. For losses over whole sequences."""
 

@@ -7,6 +7,9 @@ returns is laid end to end again. A row shorter than its bucket is padded on the
 nothing that runs from left to right sees them. No family is named: a state layer is a module that is given a cache and
 does not call the attention interface. Whether that was right is found out by ``agreement.py``, before every run.
 
+Where ranks hold slices of a row, each runs the layer on whole samples (``ops/whole_samples.py``): their tokens are sent
+to it and the results back. That is exact for every such layer, and no code of a layer has to know its heads.
+
 A prefill runs samples of one length at a time, so that the state that stays is that of a row's last token; decoding
 goes on from the states of all rows (``row_states.py``).
 
@@ -29,7 +32,9 @@ from transformers import PreTrainedModel
 
 from rlmodule.core.contract import SequenceRanks
 from rlmodule.models.attention import RaggedCache
+from rlmodule.models.row_states import RowStates
 from rlmodule.ops.segments import SegmentBuckets, SideBySide
+from rlmodule.ops.whole_samples import WholeSamples, whole_samples
 
 CACHE, HIDDEN = "cache", "hidden_states"  # what a layer that mixes tokens is given, by transformers' names
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # where attention that can be told of samples looks itself up
@@ -119,14 +124,34 @@ class _BySample:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # its shapes are new in every micro-batch
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        assert self.sequence is None, "a state that runs along a row cannot be cut over sequence ranks"
         given = dict(zip(self.names, args, strict=False)) | kwargs
         given = {name: value for name, value in given.items() if name not in OURS}
         cache = given.pop(CACHE, None)
         states = cache.states if isinstance(cache, RaggedCache) else None
+        if self.sequence is not None:
+            assert self.segments is not None and states is None, "rows are cut while they are packed, never in decoding"
+            return self._over_ranks(given, self.segments, self.sequence)
         if self.segments is None:  # one new token per row, or the layer as transformers runs it
             return self.forward(cache=cache if states is None else states.cache, **given)
-        layout = self.segments.whole if states is None else self.segments.whole_unpadded
+        return self._side_by_side(given, self.segments, states)
+
+    def _over_ranks(self, given: Mapping[str, Any], segments: SegmentBuckets, ranks: SequenceRanks) -> Any:
+        """Of a slice of a row: this rank's samples are run, and the results sent to where their tokens were."""
+        row = segments if segments.part is None else segments.part.row
+        plan = whole_samples(row, ranks.rank, ranks.size, ranks.num_parts)
+        arrived = {name: _exchanged(value, plan, ranks) for name, value in given.items()}
+        if len(plan.arriving):
+            output = self._side_by_side(arrived, plan.segments, None)
+        else:  # a token of nobody: other processes wait for this one in the backward pass, too
+            output = self.forward(cache=None, **{name: _with_a_token(value) for name, value in arrived.items()})
+        hidden = output if isinstance(output, Tensor) else output[0]
+        leaving = hidden[0, : len(plan.arriving)][plan.arriving.argsort()]
+        returned = ranks.exchange(leaving, plan.received, plan.sent)[plan.leaving.argsort()][None]
+        return returned if isinstance(output, Tensor) else (returned, *output[1:])
+
+    def _side_by_side(self, given: Mapping[str, Any], segments: SegmentBuckets, states: RowStates | None) -> Any:
+        """Of whole samples, end to end."""
+        layout = segments.whole if states is None else segments.whole_unpadded
         caches = [None] * len(layout.buckets) if states is None else states.of_buckets(len(layout.buckets))
         by_bucket = zip(caches, _by_bucket(given, layout), strict=True)
         outputs = [self.forward(cache=own, **of_bucket) for own, of_bucket in by_bucket]
@@ -134,6 +159,21 @@ class _BySample:
             return layout.packed_of(outputs)[None]
         # What stands beside the hidden states (attention weights, states) is of one bucket, and nobody reads it.
         return layout.packed_of([output[0] for output in outputs])[None], *outputs[0][1:]
+
+
+def _exchanged(value: Any, plan: WholeSamples, ranks: SequenceRanks) -> Any:
+    """[1, T/n, ...] of this slice -> [1, t, ...] of this rank's samples; what is not by token stays."""
+    tokens = len(plan.leaving)
+    if isinstance(value, Tensor) and value.shape[:2] == (1, tokens):
+        return ranks.exchange(value[0, plan.leaving], plan.sent, plan.received)[plan.arriving][None]
+    return tuple(_exchanged(one, plan, ranks) for one in value) if isinstance(value, tuple) else value
+
+
+def _with_a_token(value: Any) -> Any:
+    """A column without tokens -> one of a token of zeros, which still depends on what the column was made of."""
+    if isinstance(value, Tensor) and value.shape[:2] == (1, 0):
+        return torch.cat([value, value.new_zeros(1, 1, *value.shape[2:])], dim=1)
+    return tuple(map(_with_a_token, value)) if isinstance(value, tuple) else value
 
 
 def _by_bucket(values: Mapping[str, Any], layout: SideBySide) -> list[dict[str, Any]]:

@@ -102,11 +102,13 @@ class RowPart:
         ahead: [S] int64, tokens of the same segment before the first query of each run.
         query_place: [T] int64, place of each position of the row among the queries; -1 where another rank has it.
         key_place: [T] int64, place of each position of the row among the keys.
+        row: segments of the whole row.
     """
 
     ahead: Tensor
     query_place: Tensor
     key_place: Tensor
+    row: SegmentBuckets
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,6 +192,7 @@ class SegmentBuckets:
                 ahead=held[first] - self.start[of_run],
                 query_place=_inverse(held, borders[-1]),
                 key_place=_inverse(positions.flatten(), borders[-1]),
+                row=self,
             ),
         )
 

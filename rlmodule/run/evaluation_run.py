@@ -28,7 +28,7 @@ from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.experience.sources import OfflineSource, RowSampler
 from rlmodule.loggers import LoggedRun
-from rlmodule.models.description import NO_VALUE
+from rlmodule.models.description import NO_VALUE, ModelConfig
 from rlmodule.module import RLModule
 from rlmodule.records.metrics_log import Record
 from rlmodule.records.run_directory import RunDirectory
@@ -82,11 +82,13 @@ class EvaluationRun:
         run: the policy's settings; its ``model`` is what is loaded.
         run_dir: where numbers and answers are written.
         checkpoint: whose weights are read into the model; None for the model's own.
+        began_as: what the policy is compared with, where ``model`` is not what its training began with.
     """
 
     run: Run
     run_dir: RunDirectory
     checkpoint: Path | None = None
+    began_as: ModelConfig | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -140,7 +142,8 @@ class EvaluationRun:
         silence_warnings()
         torch.set_num_threads(config.trainer.num_threads or 1)
         strategy = self.run.strategy.build()
-        models = {name: strategy.build(name, spec) for name, spec in model_specs(config, config.objective).items()}
+        specs = model_specs(config, config.objective, self.began_as)
+        models = {name: strategy.build(name, spec) for name, spec in specs.items()}
         model = models[config.trained_model]
         trained = frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
         frozen = {name: model.requires_grad_(False).eval() for name, model in models.items()}

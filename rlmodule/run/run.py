@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,14 +31,11 @@ from rlmodule.loggers import LoggedRun
 from rlmodule.models.building import parameter_count
 from rlmodule.models.compiled import check_compiler
 from rlmodule.models.description import SEPARATE, load_model_config, load_tokenizer
-from rlmodule.models.packaged import folder_of, is_packaged, unpack
-from rlmodule.models.published import describe_model
+from rlmodule.models.packaged import unpack
 from rlmodule.models.recompute import SELECTIVE, check_offload
-from rlmodule.models.size import size_of
 from rlmodule.module import RLModule
 from rlmodule.records.run_directory import RunDirectory, locked
 from rlmodule.run.build.data import build_datamodule
-from rlmodule.run.build.device_memory import device_memory
 from rlmodule.run.build.distributed import init_distributed, meet, on_rank_zero, smallest_of_ranks
 from rlmodule.run.build.machine import Machine
 from rlmodule.run.build.models import build_module, critic_model, model_specs
@@ -51,10 +48,9 @@ from rlmodule.run.datasets import TrainingDataset
 from rlmodule.run.digests import check_unchanged, digests
 from rlmodule.run.digests import save as save_digests
 from rlmodule.run.launchers.parts.place import launched_from_outside, process_rank
-from rlmodule.run.learning_rate import learning_rate_warning, settled_keys, with_learning_rates
+from rlmodule.run.learning_rate import learning_rate_warning, settled_keys
 from rlmodule.run.offline_datasets import Demonstrations
 from rlmodule.run.plan import ModelSummary, RunPlan
-from rlmodule.run.planning.budget import fitting_budget
 from rlmodule.run.planning.machine import PlannedMachine
 from rlmodule.run.planning.plan import Plan
 from rlmodule.run.planning.work import Lengths
@@ -66,6 +62,7 @@ from rlmodule.run.preflight.optimizers import check_optimizers
 from rlmodule.run.preflight.teacher import check_teacher
 from rlmodule.run.preflight.tokens import check_tokenizer
 from rlmodule.run.preflight.value_model import check_value_model
+from rlmodule.run.resolve import packaged_path, resolved, with_budget
 from rlmodule.run.unread import unread
 
 AUTO_BACKEND = "auto"
@@ -89,16 +86,17 @@ class RunParts:
     checkpoint: Path | None
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Run:
     """One run.
 
     Args:
-        config: checked configuration.
+        config: checked configuration, with everything in it that a file may leave to the model (``resolve.py``).
         run_dir: where it writes.
         registry: strategies to choose from.
         strategy_node: the strategy section as configured; its keys belong to the chosen strategy.
         on_phase: called with each phase that begins: ``collect``, ``update``, ``validate``.
+        packaged: ``model.path`` as configured where it names a package, whose folder ``config`` has in its place.
     """
 
     config: RunConfig
@@ -106,6 +104,7 @@ class Run:
     registry: StrategyRegistry
     strategy_node: Mapping[str, Any] = field(default_factory=dict)
     on_phase: Callable[[str], None] | None = None
+    packaged: str | None = None
 
     @classmethod
     def read(cls, node: DictConfig, run_dir: RunDirectory, registry: StrategyRegistry) -> Run:
@@ -117,26 +116,8 @@ class Run:
         config = RunConfig.read(node)
         if config.backend == AUTO_BACKEND:
             config = replace(config, backend="single" if Machine(config.trainer).is_alone else "ddp")
-        return cls(config, run_dir, registry, node.strategy)
-
-    def __post_init__(self) -> None:
-        self.packaged = self._name_folder()
-        self.config = with_learning_rates(self.config, lambda: size_of(describe_model(self.config.model).config).total)
-        if self.config.fits_budget:
-            self._take_budget(fitting_budget(self.plan_with(), device_memory(PlannedMachine(self.config.trainer))))
-
-    def _take_budget(self, budget: int) -> None:
-        batching = replace(self.config.batching, max_token_len_per_gpu=budget)
-        self.config = replace(self.config, batching=batching, fits_budget=False)
-
-    def _name_folder(self) -> str | None:
-        """Let ``model.path`` name the folder of a model that comes in a package; returns what it was, else None."""
-        path = self.config.model.path
-        if path is None or not is_packaged(path):
-            return None
-        with suppress(ConfigError):  # not installed: a plan needs no files, and ``unpack_model`` says so
-            self.config = replace(self.config, model=replace(self.config.model, path=str(folder_of(path))))
-        return path
+        run = cls(config, run_dir, registry, node.strategy, packaged=packaged_path(config))
+        return replace(run, config=resolved(config, lambda settled: replace(run, config=settled).plan_with()))
 
     def unpack_model(self) -> None:
         """Make the folder of a model that comes in a package, unless it is there; every rank calls it.
@@ -185,12 +166,13 @@ class Run:
         """Keep the run directory for this process; see ``records/run_directory.py``."""
         return locked(self.run_dir)
 
-    def init_distributed(self) -> None:
-        """Under torchrun or srun: meet the other ranks, and learn the run directory from the first."""
+    def with_other_ranks(self) -> Run:
+        """The run that all ranks have in common; under torchrun or srun they meet here, elsewhere it is this one."""
         reaches = self.config.launcher.reaches_other_machines
-        self.run_dir = init_distributed(self.machine, self.run_dir, alone_is_enough=reaches)
+        run_dir = init_distributed(self.machine, self.run_dir, alone_is_enough=reaches)
         # Free memory differs from machine to machine, and the plan must be the same on every rank.
-        self._take_budget(smallest_of_ranks(self.config.batching.max_token_len_per_gpu))
+        budget = smallest_of_ranks(self.config.batching.max_token_len_per_gpu)
+        return replace(self, run_dir=run_dir, config=with_budget(self.config, budget))
 
     # ---- before anything is loaded
 
@@ -209,6 +191,18 @@ class Run:
         """What the run learns from."""
         return DATASETS[self.config.dataset](self.config, self.tokenizer, self.hf_config)
 
+    @cached_property
+    def counted(self) -> RunConfig:
+        """The configuration with the number of iterations that ``trainer.passes`` takes; the dataset has it, too.
+
+        Raises:
+            RLModuleError: there are no rows to count, or they cannot be read.
+        """
+        if self.config.trainer.passes is None:
+            return self.config
+        self.dataset.config = self.config.with_rows(len(self.dataset))
+        return self.dataset.config
+
     def check(self) -> None:
         """Everything that can be said without weights.
 
@@ -220,9 +214,9 @@ class Run:
         self.check_strategy()
         config, layout = self.config, self.strategy.layout
         check(config, self.hf_config, layout)
-        if self.count_iterations():
-            config = self.config
-            check(config, self.hf_config, layout)  # again, of what reads their number
+        if config.trainer.passes is not None:
+            config = self.counted
+            check(config, self.hf_config, layout)  # again, of what reads the number of iterations
         warning = learning_rate_warning(config)
         if warning and self.is_rank_zero:
             print(warning)
@@ -242,24 +236,16 @@ class Run:
             Demonstrations(config.for_warm_start(), self.tokenizer, self.hf_config).check(Layout())
         self.dataset.check_held_out(layout)
         self.resume_from(say=lambda line: print(line) if self.is_rank_zero else None)
-        self._warn_of_unread()
+        self._warn_of_unread(config)
         if self.config.general.resume:
             changed = check_unchanged(self.run_dir.root, self.digests, allowed=self.config.general.resume_changed)
             if changed and self.is_rank_zero:
                 print(f"resume: this run goes on with other {' and '.join(changed)} than before")
 
-    def _warn_of_unread(self) -> None:
-        config = self.config
+    def _warn_of_unread(self, config: RunConfig) -> None:
         found = unread(config, config.run_steps(self.dataset.samples_per_row, config.trained_model))
         if found and self.is_rank_zero:
             warnings.warn("settings without effect in this run: " + "; ".join(found), stacklevel=2)
-
-    def count_iterations(self) -> bool:
-        """Learn from the rows how many iterations ``trainer.passes`` takes; whether that key is set."""
-        config = self.config.with_rows(len(self.dataset)) if self.config.trainer.passes is not None else self.config
-        if config is not self.config:
-            self.config = self.dataset.config = config
-        return config.trainer.passes is not None
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -287,7 +273,7 @@ class Run:
             moments_are_whole=strategy.keeps_matrices and self.strategy.sharding.moments == 1,
         )
         check_layout(self.hf_config, self.strategy.layout)
-        check_families_under(self.config, self.strategy.layout, gathers_inside_blocks=strategy.gathers_inside_blocks)
+        check_families_under(self.config, self.strategy.layout)
 
     def check_models(self) -> None:
         """Refuse a model that the strategy cannot spread; asked once all models are known to be there.
@@ -340,8 +326,7 @@ class Run:
         Raises:
             CheckpointError: the checkpoint to resume from is damaged.
         """
-        self.count_iterations()
-        config = self.config = with_micro_batches_for(self.config)
+        config = with_micro_batches_for(self.counted)
         silence_warnings()
         torch.set_num_threads(
             config.trainer.num_threads or max(1, min(2, os.cpu_count() or 1) // self.machine.num_processes)
@@ -351,7 +336,7 @@ class Run:
         objective = config.objective
         strategy = self.strategy.build()
         module = build_module(config, objective, self.dataset.samples_per_row, strategy)
-        context = self._context(dict(module.models.items()), step)
+        context = self._context(config, dict(module.models.items()), step)
         context.metrics_log.subscribe(on_phase=self.on_phase)
         callbacks = [made.connect(context) for made in config.callbacks.values()]
         datamodule = build_datamodule(
@@ -390,13 +375,12 @@ class Run:
         if parts.context.is_rank_zero and "report" not in self.config.callbacks:
             print(f"run finished {self.run_dir.root}")
 
-    def _context(self, models: Mapping[str, nn.Module], resumed_step: int | None) -> RunContext:
-        s = self.config
+    def _context(self, s: RunConfig, models: Mapping[str, nn.Module], resumed_step: int | None) -> RunContext:
         return RunContext(
             run_dir=self.run_dir.root,
             is_rank_zero=self.is_rank_zero,
             max_iterations=s.trainer.max_epochs,
-            describe=self._plan(models).lines(),
+            describe=self._plan(s, models).lines(),
             hparams=led_by(
                 s.general.overrides,
                 flat(
@@ -417,11 +401,11 @@ class Run:
             sampling={name: getattr(s.sampling, name) for name in ("temperature", "top_k", "top_p")},
         )
 
-    def _plan(self, models: Mapping[str, nn.Module]) -> RunPlan:
-        model, dataset, leading = self.config.model, self.dataset, models[self.config.trained_model]
+    def _plan(self, config: RunConfig, models: Mapping[str, nn.Module]) -> RunPlan:
+        model, dataset, leading = config.model, self.dataset, models[config.trained_model]
         name = model.path or str(model.architecture.get("model_type"))
         return RunPlan(
-            self.config,
+            config,
             self.strategy.layout,
             ModelSummary(name, parameter_count(leading), str(leading.loading)),
             self.machine.describe(),

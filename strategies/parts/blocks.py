@@ -76,19 +76,3 @@ def check_no_fp32_weights(names: Sequence[str], param_dtype: torch.dtype | None)
             because=f"the model keeps {names[0]} in float32, and this strategy would round it with the others",
             fix="Use strategy.param_dtype=float32 with model.precision=bf16-mixed",
         )
-
-
-def check_no_state_layers(classes: Sequence[str]) -> None:
-    """Refuse to gather the weights of such a layer one module at a time: it reads those of modules that it never calls.
-
-    Raises:
-        ConfigError: names them.
-    """
-    if classes:
-        raise ConfigError(
-            key="strategy.stage",
-            got=3,
-            because="it gathers the weights of a module when that is called, and "
-            f"{', '.join(classes)} reads those of modules that it never calls",
-            fix="Use strategy.stage=2, or strategy=fsdp2",
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,14 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     dist.all_to_all_single(out, x, group=group)
+    return out
+
+
+def uneven_all_to_all(sent: Sequence[int], received: Sequence[int], x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[sum(sent), ...] -> [sum(received), ...]: the first ``sent[0]`` go to rank 0, the next to rank 1, and so on."""
+    x = x.contiguous()
+    out = x.new_empty(sum(received), *x.shape[1:])
+    dist.all_to_all_single(out, x, list(received), list(sent), group=group)
     return out
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch import Tensor
 from strategies.parts.collectives import GroupCollectives
 from strategies.parts.context import Context
 from strategies.parts.mesh import Mesh
-from strategies.parts.mirrored import all_reduce, exchanged
+from strategies.parts.mirrored import all_reduce, exchanged, uneven_all_to_all
 from strategies.parts.ulysses import Ulysses
 
 
@@ -81,6 +82,11 @@ class SharedRow:
     def own_heads(self, values: Tensor) -> Tensor:
         """[heads, ...] -> those of this process's heads."""
         return values if self.ulysses is None else self.ulysses.own(values)
+
+    def exchange(self, value: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Tokens to the ranks that compute them, or back."""
+        there, back = partial(uneven_all_to_all, sent, received), partial(uneven_all_to_all, received, sent)
+        return exchanged(there, back, value, self.group)
 
     def sum_over_slices(self, value: Tensor) -> Tensor:
         """Sum over the ranks. Every rank's loss may depend on it, so backward sums over the ranks as well."""

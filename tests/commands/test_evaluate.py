@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 
+from rlmodule.core.errors import ConfigError
+from rlmodule.records.run_directory import RunDirectory
+from rlmodule.run.run import Run
+from rlmodule.run.saved.policy_source import Place
+from strategies.registry import STRATEGIES
 from tests.commands.conftest import SMALL
 from tests.end_to_end.commands import forked
+from tests.helpers.runs import compose
 
 DRAWN = ("val.n=4", "val.temperature=0.8", "val.seed=1")
 QUIET = ("logger=none", "trainer.num_threads=1")
@@ -114,9 +120,23 @@ def test_pairs_are_ranked_as_at_the_end_of_the_run(algorithm: str, tmp_path: Pat
     assert found == pytest.approx(expected, rel=1e-5)
     assert {"val/pair_accuracy", "val/margin", "val/loss"} <= set(found)
     if algorithm == "dpo":
-        refused = forked("evaluate", "run", "command.checkpoint=exported", *QUIET, "run_dir=no", cwd=tmp_path)
-        assert refused.code == 2
-        assert "pairs are ranked against the policy that training began with" in refused.text
+        done = forked("evaluate", "run", "command.checkpoint=newest", *QUIET, "run_dir=newest", cwd=tmp_path)
+        assert done.code == 0, done.text
+        assert metrics_of(tmp_path / "newest") == pytest.approx(expected, rel=1e-5)
+
+
+def test_pairs_are_ranked_against_weights_that_must_be_there(tmp_path: Path) -> None:
+    """Those of no run, and a run whose starting weights are gone, are refused with what to give."""
+    config = compose("algorithm=dpo", f"run_dir={tmp_path}")
+    run = Run.read(config, RunDirectory(tmp_path), STRATEGIES)
+    with pytest.raises(ConfigError, match=r"which .*policy does not know. Give the run that made it"):
+        _ = Place(run, None, tmp_path / "policy").began_as
+    place = Place(run, tmp_path, tmp_path / "policy")
+    assert run.config.needs_warm_start
+    with pytest.raises(ConfigError, match=r"warm_start/policy is not there any more. Put that folder back"):
+        _ = place.began_as
+    (tmp_path / "warm_start" / "policy").mkdir(parents=True)
+    assert place.began_as.path == str(tmp_path / "warm_start" / "policy")
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def invocation(run_dir: Path, *overrides: str) -> Invocation:
     node = compose(*SMALL, f"run_dir={run_dir}", *overrides)
     run = Run.read(node, RunDirectory(run_dir), STRATEGIES)
     return Invocation(
-        lambda: run, lambda: OmegaConf.to_yaml(node, resolve=True), "command: a test\n", not_here, not_here
+        lambda: run, lambda _: OmegaConf.to_yaml(node, resolve=True), "command: a test\n", not_here, not_here
     )
 
 

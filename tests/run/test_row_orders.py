@@ -31,7 +31,7 @@ def rows(tmp_path):
 def drawn(run, iterations):
     """Texts of the prompts of each iteration, on one rank, of a run that imitates."""
     parts = (run.dataset, run.config.objective, run.strategy.build(), lambda number: None)
-    module = build_datamodule(run.config, *parts, models={}, run_dir=run.run_dir.root)
+    module = build_datamodule(run.counted, *parts, models={}, run_dir=run.run_dir.root)
     source = run.dataset.source(RowSampler(module.stream, run.config.algorithm.train_batch_size, Layout), lambda: None)
     return [[s.sample.prompt.text for s in source.collect(i, Timer())] for i in range(iterations)]
 
@@ -40,7 +40,7 @@ def test_one_pass_takes_every_row_once(tmp_path, rows):
     run = small_run(
         tmp_path / "run", *SFT, f"data.train_files=[{rows('a', 10)}]", "trainer.passes=1", "trainer.max_epochs=70"
     )
-    assert run.config.trainer.max_epochs == 3
+    assert run.counted.trainer.max_epochs == 3
     taken = drawn(run, 4)
     assert [len(part) for part in taken] == [4, 4, 2, 0]
     assert sorted(text for part in taken for text in part) == sorted(f"a{i}" for i in range(10))
@@ -49,7 +49,7 @@ def test_one_pass_takes_every_row_once(tmp_path, rows):
 def test_a_rank_without_a_row_in_the_last_iteration_takes_none(tmp_path, rows):
     run = small_run(tmp_path / "run", *WORDS, f"data.train_files=[{rows('a', 5)}]", "trainer.passes=1", "trainer.max_epochs=70")  # fmt: skip
     assert select_rows(run.dataset.table, []) == []
-    stream = PromptStream(5, seed=0, limit=run.config.rows_of_run)
+    stream = PromptStream(5, seed=0, limit=run.counted.rows_of_run)
     second = RowSampler(stream, 4, lambda: Layout(world_size=2, rank=1))
     assert [len(second()) for _ in range(3)] == [2, 0, 0]
 
@@ -65,11 +65,11 @@ def test_one_pass_is_planned_and_run(tmp_path, rows):
 def test_prompts_and_pairs_too(tmp_path, rows):
     files = f"data.train_files=[{rows('a', 10)}]"
     prompts = small_run(tmp_path / "one", *WORDS, files, "trainer.passes=2", "trainer.max_epochs=70")
-    assert (prompts.config.trainer.max_epochs, prompts.config.rows_of_iteration(4)) == (5, 4)
+    assert (prompts.counted.trainer.max_epochs, prompts.counted.rows_of_iteration(4)) == (5, 4)
     (tmp_path / "pairs.jsonl").write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n' * 6)
     pairs = [*WORDS, "algorithm=dpo", "algorithm.train_batch_size=4", f"data.train_files=[{tmp_path / 'pairs.jsonl'}]"]
     run = small_run(tmp_path / "two", *pairs, "trainer.passes=1", "trainer.max_epochs=70")
-    assert (run.config.trainer.max_epochs, run.config.rows_of_iteration(1)) == (2, 2)
+    assert (run.counted.trainer.max_epochs, run.counted.rows_of_iteration(1)) == (2, 2)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
+from rlmodule.batching.row_limit import RowLimit
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.callbacks.checkpoint import CheckpointConfig, SaveCheckpoints
 from rlmodule.core.types import Prompt, Sample, TrainingSample
@@ -80,6 +81,7 @@ class FixedRun:
         seed: of the weights.
         timer: called with (trainer, module) at the end of every rank, while the strategy is alive.
         epochs: passes, one Lightning epoch each.
+        row_limit: cuts rows that do not fit.
     """
 
     backend: str = "single"
@@ -102,6 +104,7 @@ class FixedRun:
     timer: Callable[[L.Trainer, RLModule], Any] | None = None
     callbacks: tuple[L.Callback, ...] = ()
     epochs: int = 1
+    row_limit: RowLimit | None = None
     poison: int | None = None  # step whose advantages are not finite
 
     def with_options(self, backend: str, **options: Any) -> FixedRun:
@@ -155,6 +158,7 @@ class FixedRun:
             {"policy": policy, **({"reference": frozen_copy(policy)} if self.with_reference else {})},
             [Trainable("policy", Objective(PPOClip(), AlgorithmConfig()), self.optimizer, run_steps)],
             max_skipped_in_a_row=3,
+            row_limit=self.row_limit,
         )
         record = Record()
         trainer = L.Trainer(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from rlmodule.core.errors import ConfigError
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.lora import LoraConfig
 from tests.helpers.ranks import run_on_ranks
@@ -47,14 +46,36 @@ def test_a_model_of_one_sample_per_row_trains_as_on_one_process(backend, options
     as_on_one_process(backend, options, model, per_micro_batch=1)
 
 
-def test_weights_that_are_gathered_module_by_module_are_refused():
+SHARED_ROWS = [
+    ("ddp", {"sp_size": 2}, "qwen3_next"),
+    ("fsdp2", {"sp_size": 2}, "falcon_h1"),
+    ("ddp", {"cp_size": 2}, "mamba2"),
+    ("fsdp", {"sp_size": 2}, "lfm2"),
+    ("deepspeed", {"stage": 3, "sp_size": 2}, "granitemoehybrid"),
+]
+
+
+@pytest.mark.parametrize(("backend", "options", "family"), SHARED_ROWS)
+def test_a_row_whose_states_run_along_it_is_shared_by_whole_samples(backend, options, family):
+    """A row of several samples; then one of a single sample, of which the other rank has nothing."""
+    model = ModelConfig(architecture=architecture(family, vocab_size=96), tokenizer="byte")
+    as_on_one_process(
+        backend, options, model, lengths=((3, 5, 5), (4, 9, 9), (2, 3, 0), (9, 14, 14)), mini_batch_size=3
+    )
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(("family", "lora"), [("qwen3_next", LoraConfig()), ("falcon_h1", LoraConfig(r=2))])
+def test_weights_that_a_layer_reads_past_its_modules_are_gathered_with_it(family, lora, checkpointing):
+    model = ModelConfig(
+        architecture=architecture(family, vocab_size=96),
+        tokenizer="byte",
+        lora=lora,
+        activation_checkpointing=checkpointing,
+    )
+    as_on_one_process("deepspeed", {"stage": 3}, model)
+
+
+def test_they_are_in_a_model_of_one_sample_per_row():
     model = ModelConfig(architecture=architecture("mamba", vocab_size=96), tokenizer="byte")
-    run = FixedRun("deepspeed", {"stage": 3}, model=model)
-
-    def refused(rank: int) -> str:
-        with pytest.raises(ConfigError) as caught:
-            run.fit(2, rank)
-        return str(caught.value)
-
-    for said in run_on_ranks(2, refused):
-        assert "strategy.stage=3: it gathers the weights of a module when that is called, and MambaMixer" in said
+    as_on_one_process("deepspeed", {"stage": 3}, model, per_micro_batch=1)

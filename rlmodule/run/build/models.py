@@ -57,13 +57,16 @@ def critic_model(config: RunConfig) -> ModelConfig:
     return value_config(config.model, config.critic.path, config.critic.architecture)
 
 
-def model_specs(config: RunConfig, objective: Objective) -> dict[str, ModelSpec]:
-    """Name -> spec of every model of the run; models that train come in the order of their optimizers."""
+def model_specs(config: RunConfig, objective: Objective, began_as: ModelConfig | None = None) -> dict[str, ModelSpec]:
+    """Name -> spec of every model of the run; models that train come in the order of their optimizers.
+
+    ``began_as`` is the reference, where that is not what ``config.model`` names.
+    """
     if config.model.is_reward_model:
         return {REWARD_MODEL: _value_spec(config, "model")}
     specs = {POLICY: _policy_spec(config, config.model, is_trained=True)}
     if objective.needs_reference and not config.model.lora.is_on:
-        without_head = replace(config.model, value=NO_VALUE)
+        without_head = replace(began_as or config.model, value=NO_VALUE)
         specs[REFERENCE] = _policy_spec(config, without_head, is_trained=False)
     if config.algorithm.teacher is not None:
         specs[TEACHER] = _teacher_spec(config, objective.num_top_tokens)

@@ -59,30 +59,20 @@ def check_families(config: RunConfig, layout: Layout) -> None:
             )
 
 
-def check_families_under(config: RunConfig, layout: Layout, *, gathers_inside_blocks: bool) -> None:
-    """Refuse what layers whose state runs along a row cannot have, and models of one sample per row.
+def check_families_under(config: RunConfig, layout: Layout) -> None:
+    """Refuse rows that are cut over processes for a model of one sample per row.
 
     Raises:
-        ConfigError: rows are cut over sequence ranks, or weights gathered inside of blocks; names the layers.
+        ConfigError: names the key and how the model runs.
     """
-    if layout.sp_size == 1 and not gathers_inside_blocks:
+    if layout.sp_size == 1:
         return
     for found in compare_families(config):
-        if gathers_inside_blocks and found.states:
-            raise ConfigError(
-                key="strategy.stage",
-                got=3,
-                because="it gathers the weights of a module when that is called, and "
-                f"{', '.join(found.states)} reads those of modules that it never calls",
-                fix="Use strategy.stage=2, or strategy=fsdp2",
-            )
-        if layout.sp_size > 1 and (found.rows.is_alone or found.states):
+        if found.rows.is_alone:
             raise ConfigError(
                 key="strategy.sp_size" if layout.cp_size == 1 else "strategy.cp_size",
                 got=layout.heads_size if layout.cp_size == 1 else layout.cp_size,
-                because=f"the model runs {found.note}, whole on every process"
-                if found.rows.is_alone
-                else f"the state of {', '.join(found.states)} runs along a row, which so cannot be cut over processes",
+                because=f"the model runs {found.note}, whole on every process",
                 fix="Use strategy.sp_size=1 and strategy.cp_size=1",
             )
 

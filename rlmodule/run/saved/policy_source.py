@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
@@ -17,7 +18,7 @@ from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.experience.live_engine import LiveEngine
-from rlmodule.models.description import SEPARATE, generation_end_tokens
+from rlmodule.models.description import SEPARATE, ModelConfig, generation_end_tokens
 from rlmodule.models.lora import LoraConfig
 from rlmodule.models.policy import PolicyModel
 from rlmodule.models.recompute import NONE
@@ -34,6 +35,8 @@ from rlmodule.run.run import Run
 from rlmodule.run.saved.saved_settings import CHECKPOINTS, root_of_run
 from rlmodule.run.warm_start import WarmStart
 
+# Of a model that only runs forward.
+PLAIN: dict[str, Any] = {"compile": False, "activation_checkpointing": NONE, "activation_offload": False}
 NEWEST, BEST, EXPORTED, AUTO = "newest", "best", "exported", "auto"
 
 
@@ -170,6 +173,33 @@ class Place:
         model = self.run.config.model
         return str(self.folder or model.path or f"random weights ({model.architecture.get('model_type')})")
 
+    @property
+    def began_as(self) -> ModelConfig:
+        """The model that the training of the policy began with, which pairs are ranked against.
+
+        Raises:
+            ConfigError: the weights are of no run, or its starting weights are not there any more.
+        """
+        run, warm = self.run, WarmStart(self.run)
+        if self.root is None:
+            raise ConfigError(
+                key="command.run",
+                got=None,
+                because=f"pairs are ranked against the policy that training began with, which {self.described} does "
+                "not know",
+                fix="Give the run that made it, python train.py evaluate RUN, or a folder in it, evaluate RUN/policy",
+            )
+        if run.config.needs_warm_start and not warm.directory.policy.is_dir():
+            raise ConfigError(
+                key="command.run",
+                got=self.root,
+                because=f"pairs are ranked against the policy that training began with, and {warm.directory.policy} is "
+                "not there any more",
+                fix="Put that folder back, or evaluate answers: algorithm=grpo reward=NAME",
+            )
+        model = (warm.started() if run.config.needs_warm_start else run).config.model
+        return replace(model, lora=LoraConfig(), **PLAIN)
+
     def settled(self) -> Run:
         """The run whose ``model`` is what is loaded first: the exported folder, or what the checkpoint was begun from.
 
@@ -183,8 +213,7 @@ class Place:
         elif self.folder is not None:
             run = replace(run, config=run.config.starting_from(str(self.folder)))
             run = replace(run, config=replace(run.config, model=replace(run.config.model, lora=LoraConfig())))
-        plain = replace(run.config.model, compile=False, activation_checkpointing=NONE, activation_offload=False)
-        run = replace(run, config=replace(run.config, model=plain))
+        run = replace(run, config=replace(run.config, model=replace(run.config.model, **PLAIN)))
         hf_config = run.hf_config  # read before the tokenizer: its errors say more of a folder that is no model
         check_tokenizer(run.config.model, run.tokenizer, hf_config)
         return run

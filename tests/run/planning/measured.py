@@ -1,10 +1,12 @@
 """Peak bytes of training steps under a strategy, measured on CPU ranks, and what the memory model says of them.
 
-``python -m tests.run.planning.measured`` prints the table of docs/planning.md.
+``python -m tests.run.planning.measured`` prints every case and size as a line of JSON; ``benchmarks/memory.py`` reads them.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,15 +143,21 @@ def predict(case: Case, size: str) -> tuple[int, StepMemory]:
 
 
 def main() -> None:
-    """Print model and measurement of every case and size."""
-    print(f"{'strategy':<42} {'size':>5} {'measured MB':>12} {'model MB':>9} {'off':>6}")
+    """Print model and measurement of every case and size, in bytes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="one process and fsdp2, the smallest size")
+    small = parser.parse_args().small
     for case in CASES:
-        for size in SIZES:
-            found, (expected, _) = measure(case, size), predict(case, size)
-            print(
-                f"{case.name:<42} {size:>5} {found / 1e6:12.1f} {expected / 1e6:9.1f} {expected / found - 1:6.1%}",
-                flush=True,
-            )
+        for size in list(SIZES)[: 1 if small else None]:
+            if small and case.name not in ("single", "fsdp2"):
+                continue
+            row = {
+                "strategy": case.name,
+                "size": size,
+                "measured": measure(case, size),
+                "model": predict(case, size)[0],
+            }
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

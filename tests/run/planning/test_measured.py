@@ -14,6 +14,6 @@ QUICK = [case for case in CASES if case.name in ("single", "fsdp2", "deepspeed s
 
 @pytest.mark.parametrize("case", QUICK, ids=lambda case: f"{case.name} {case.precision}")
 def test_the_model_agrees_with_what_is_counted(case: Case) -> None:
-    """Some strategies, the smallest of three sizes; ``python -m tests.run.planning.measured`` measures all."""
+    """Some strategies, the smallest of three sizes; ``benchmarks/memory.py`` measures all."""
     expected, _ = predict(case, "1.3M")
     assert expected == pytest.approx(measure(case, "1.3M"), rel=0.15)
