@@ -17,6 +17,8 @@ from rlmodule.core.parameters import fp32_modules, fp32_names
 
 DTYPES: Mapping[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
 
+SHARDED = "FSDP"  # what fully_shard puts before the name of the class of a module
+
 
 def bytes_of(param_dtype: str) -> int:
     """Bytes of one weight of a type of ``DTYPES``."""
@@ -35,7 +37,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         ConfigError: it lists none.
     """
     names = set(lm_of(model)._no_split_modules or ())
-    found = [module for module in model.modules() if type(module).__name__ in names]
+    found = [module for module in model.modules() if type(module).__name__.removeprefix(SHARDED) in names]
     inside = {id(part) for block in found for part in block.modules() if part is not block}  # Mamba lists both
     blocks = [block for block in found if id(block) not in inside]
     if not blocks:

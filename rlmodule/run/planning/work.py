@@ -80,21 +80,34 @@ def traffic(size: ModelSize, sharding: Sharding) -> tuple[float, float]:
     s, experts = sharding, sum(size.experts) if sharding.experts > 1 else 0
     is_whole = size.trained == size.total  # adapters leave experts, embedding and head as they are
     blocks = size.total - size.outside - experts
+    last_experts = size.experts[-1] if experts and s.keeps_last_block else 0
+    last = size.blocks[-1] - last_experts if size.blocks and s.keeps_last_block else 0
     same = s.group * s.split // s.experts  # processes that hold the same experts
     found = [
-        _traffic(blocks, blocks if is_whole else size.trained, s.split * s.stages, s.group, s),
-        _traffic(size.outside, size.outside if is_whole else 0, s.outside_split, s.group, s),
-        _traffic(experts, experts if is_whole else 0, s.experts, same, s),
+        # A stage has its share of the blocks, and each has a last one.
+        _traffic(blocks, blocks if is_whole else size.trained, s.split * s.stages, s.group, s, last * s.stages),
+        _traffic(
+            size.outside,
+            size.outside if is_whole else 0,
+            s.outside_split,
+            s.group,
+            s,
+            size.outside if s.keeps_outside else 0,
+        ),
+        _traffic(experts, experts if is_whole else 0, s.experts, same, s, last_experts),
     ]
     return sum(per_micro_step for per_micro_step, _ in found), sum(per_step for _, per_step in found)
 
 
-def _traffic(total: int, trained: int, split: int, group: int, s: Sharding) -> tuple[float, float]:
-    """Of parameters whose ``split``-th part is exchanged within ``group`` processes."""
-    total, trained = total // split, trained // split
+def _traffic(total: int, trained: int, split: int, group: int, s: Sharding, kept: int) -> tuple[float, float]:
+    """Of parameters whose ``split``-th part is exchanged within ``group`` processes; ``kept`` are not gathered again."""
+    total, trained, kept = total // split, trained // split, kept // split
+    again = max(0, s.gathers_per_micro_step - 1)
     per_micro_step = sent_bytes(total, s.gathered_bytes, group, s.gathers_per_micro_step)
+    per_micro_step -= sent_bytes(kept, s.gathered_bytes, group, again)
     per_micro_step += sent_bytes(trained, FP32, group, s.reduces_per_micro_step)
-    per_step = sent_bytes(trained, s.weight_bytes, group, s.gathers_per_step)
+    gathered = total if s.gathers_blocks else trained  # else it is what the optimizer has changed
+    per_step = sent_bytes(gathered, s.gathered_bytes, group, s.gathers_per_step)
     return per_micro_step, per_step + sent_bytes(trained, FP32, group, s.reduces_per_step)
 
 
