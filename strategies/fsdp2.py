@@ -16,7 +16,7 @@ from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
 from rlmodule.core.sharding import Sharding, waiting_on_host
-from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, fp32_parts, lm_of
+from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, fp32_parts, is_small, lm_of, matrices_cast
 from strategies.parts.distributed import OffloadParallelConfig
 from strategies.parts.experts import ExpertMesh, check_expert_degree
 from strategies.parts.loading import load
@@ -25,10 +25,15 @@ from strategies.parts.pipelined import PipelinedStrategy
 from strategies.parts.tensor_parallel import apply_tensor_parallel
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
+# What autocast would make of a matrix at each product, once; gradients come out as they would, in bfloat16.
+AS_MULTIPLIED = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+
 
 @dataclass(frozen=True)
 class FSDP2Config(OffloadParallelConfig):
     """Config of ``strategy=fsdp2``."""
+
+    gathers_as_multiplied: ClassVar[bool] = True  # matrices of blocks in bfloat16, where autocast multiplies in it
 
     pp_size: int = 1  # stages that share the blocks of a model (pipeline parallelism)
     tp_size: int = 1  # processes that share every matrix (tensor parallelism, from the model's own plan)
@@ -75,6 +80,7 @@ class FewerKeysConfig(FSDP2Config):
     pp_size: ClassVar[int] = 1  # type: ignore[misc]
     ep_size: ClassVar[int] = 1  # type: ignore[misc]
     keep_weights: ClassVar[bool] = False  # type: ignore[misc]
+    gathers_as_multiplied: ClassVar[bool] = False
     cpu_offload: ClassVar[bool] = False  # type: ignore[misc]
 
 
@@ -114,6 +120,7 @@ class FSDP2Strategy(PipelinedStrategy):
             moments=group * layout.tp_size,
             gathered_bytes=bytes_of(config.param_dtype),
             gathers_blocks=True,
+            casts_matrices=config.gathers_as_multiplied and DTYPES[config.param_dtype] is None,
             keeps_gathered=keeps or not config.reshard_after_forward,
             keeps_outside=True,
             keeps_last_block=True,
@@ -155,9 +162,14 @@ class FSDP2Strategy(PipelinedStrategy):
         for part in fp32_parts(model, param_dtype):
             load(model, part, self.root_device)
             fully_shard(part, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32), **reduce)
+        cast = matrices_cast(model, param_dtype) if self.config.gathers_as_multiplied else frozenset()
         for block in blocks_of(model):
             load(model, block, self.root_device)
-            fully_shard(block, mp_policy=mixed, **reduce)
+            matrices = [module for module in block.modules() if module in cast]
+            if matrices:  # gathered as they are multiplied; what a block has besides is gathered in fp32
+                fully_shard(matrices, mp_policy=AS_MULTIPLIED, **reduce)
+            if not is_small(block, matrices):
+                fully_shard(block, mp_policy=mixed, **reduce)
         # The outermost module is given micro-batches: casting its inputs would round old log-probabilities.
         outermost = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
         load(model, model, self.root_device)

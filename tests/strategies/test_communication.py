@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import lightning as L
 import pytest
@@ -204,21 +205,28 @@ class StepBytes(L.Callback):
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"reshard_after_forward": False}, {"keep_weights": True, "reduce_every_micro_batch": False}],
-    ids=lambda options: "-".join(options) or "default",
+    ("options", "precision"),
+    [
+        ({}, "32-true"),
+        ({}, "bf16-mixed"),
+        ({"reshard_after_forward": False}, "32-true"),
+        ({"keep_weights": True, "reduce_every_micro_batch": False}, "bf16-mixed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "default",
 )
-def test_the_plan_says_how_many_bytes_a_process_sends(options):
+def test_the_plan_says_how_many_bytes_a_process_sends(options, precision):
     """To the byte, where every tensor is cut evenly."""
 
     def of_rank(rank):
         count = StepBytes()
-        FixedRun(backend="fsdp2", options=options, callbacks=(count,), budget=32).fit(2, rank)
+        run = FixedRun(backend="fsdp2", options=options, precision=precision, callbacks=(count,), budget=32)
+        run.fit(2, rank)
         return count.steps
 
-    config = FSDP2Config(**options)
+    sharding = FSDP2Strategy.sharding_of(FSDP2Config(**options), Layout(2))
+    sharding = replace(sharding, casts_matrices=precision == "bf16-mixed")
     size = size_of(load_model_config(ModelConfig(architecture=ARCHITECTURE, tokenizer="byte")))
-    per_micro_step, per_step = traffic(size, FSDP2Strategy.sharding_of(config, Layout(2)))
+    per_micro_step, per_step = traffic(size, sharding)
     for steps in run_on_ranks(2, of_rank):
         assert max(m for m, _ in steps) >= 2
         assert [sent for _, sent in steps] == [m * per_micro_step + per_step for m, _ in steps]
