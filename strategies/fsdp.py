@@ -102,6 +102,7 @@ class FSDPStrategy(ShardedStrategy):
             gathered_bytes=bytes_of(config.param_dtype),
             gathers_blocks=True,
             keeps_gathered=keeps,
+            keeps_outside=True,
             on_host=waiting_on_host(
                 weights=config.cpu_offload,
                 gradients=config.cpu_offload,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +16,7 @@ from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
 from rlmodule.core.sharding import Sharding, waiting_on_host
-from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, fp32_parts, lm_of
+from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, fp32_parts, is_small, lm_of, matrices_cast
 from strategies.parts.distributed import OffloadParallelConfig
 from strategies.parts.experts import ExpertMesh, check_expert_degree
 from strategies.parts.loading import load
@@ -25,16 +25,22 @@ from strategies.parts.pipelined import PipelinedStrategy
 from strategies.parts.tensor_parallel import apply_tensor_parallel
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
+# What autocast would make of a matrix at each product, once; gradients come out as they would, in bfloat16.
+AS_MULTIPLIED = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+
 
 @dataclass(frozen=True)
 class FSDP2Config(OffloadParallelConfig):
     """Config of ``strategy=fsdp2``."""
+
+    gathers_as_multiplied: ClassVar[bool] = True  # matrices of blocks in bfloat16, where autocast multiplies in it
 
     pp_size: int = 1  # stages that share the blocks of a model (pipeline parallelism)
     tp_size: int = 1  # processes that share every matrix (tensor parallelism, from the model's own plan)
     ep_size: int = 1  # processes that share the experts of a layer (expert parallelism, from the model's own plan)
     dp_replicate: int = 1  # copies of the whole sharded model (HSDP); shards stay within one copy
     reshard_after_forward: bool = True  # drop a block's whole weights between forward and backward
+    keep_weights: bool = False  # keep whole weights over the micro-steps of an optimizer step: each is gathered once
     param_dtype: str = "float32"  # dtype weights are gathered and computed in: float32 or bfloat16; masters are float32
     reduce_every_micro_batch: bool = True  # false keeps whole gradients until the last micro-batch and reduces once
     cpu_offload: bool = False  # shards, gradients and optimizer live in host memory
@@ -73,6 +79,8 @@ class FewerKeysConfig(FSDP2Config):
     cp_size: ClassVar[int] = 1  # type: ignore[misc]
     pp_size: ClassVar[int] = 1  # type: ignore[misc]
     ep_size: ClassVar[int] = 1  # type: ignore[misc]
+    keep_weights: ClassVar[bool] = False  # type: ignore[misc]
+    gathers_as_multiplied: ClassVar[bool] = False
     cpu_offload: ClassVar[bool] = False  # type: ignore[misc]
 
 
@@ -105,14 +113,17 @@ class FSDP2Strategy(PipelinedStrategy):
     @classmethod
     def sharding_of(cls, config: FSDP2Config, layout: Layout) -> Sharding:
         """Everything is cut over data and sequence ranks of a copy, matrices over tensor ranks, blocks over stages."""
-        group = layout.dp_sp_size // config.dp_replicate
+        group, keeps = layout.dp_sp_size // config.dp_replicate, config.keep_weights
         return Sharding(
             weights=group * layout.tp_size,
             gradients=(group if config.reduce_every_micro_batch else 1) * layout.tp_size,
             moments=group * layout.tp_size,
             gathered_bytes=bytes_of(config.param_dtype),
             gathers_blocks=True,
-            keeps_gathered=not config.reshard_after_forward,
+            casts_matrices=config.gathers_as_multiplied and DTYPES[config.param_dtype] is None,
+            keeps_gathered=keeps or not config.reshard_after_forward,
+            keeps_outside=True,
+            keeps_last_block=True,
             on_host=waiting_on_host(
                 weights=config.cpu_offload,
                 gradients=config.cpu_offload,
@@ -123,10 +134,19 @@ class FSDP2Strategy(PipelinedStrategy):
             split=layout.tp_size,
             stages=layout.pp_size,
             experts=layout.ep_size,
-            gathers_per_micro_step=2 if config.reshard_after_forward else 1,
+            gathers_per_micro_step=0 if keeps else 2 if config.reshard_after_forward else 1,
             reduces_per_micro_step=1 if config.reduce_every_micro_batch else 0,
+            gathers_per_step=1 if keeps else 0,
             reduces_per_step=0 if config.reduce_every_micro_batch else 1,
         )
+
+    def shard(self, models: Mapping[str, nn.Module]) -> None:
+        """Shard, and say which blocks stay whole until their backward pass: the last one needs its weights at once."""
+        super().shard(models)
+        for model in models.values():
+            blocks = blocks_of(model)
+            for module in sharded_in(*(blocks if self.config.keep_weights else blocks[-1:])):
+                module.set_reshard_after_forward(False, recurse=False)
 
     def wrap(self, name: str, model: nn.Module) -> nn.Module:
         """Shard in place: modules keep their names, their parameters become DTensors."""
@@ -142,9 +162,14 @@ class FSDP2Strategy(PipelinedStrategy):
         for part in fp32_parts(model, param_dtype):
             load(model, part, self.root_device)
             fully_shard(part, mp_policy=MixedPrecisionPolicy(torch.float32, torch.float32), **reduce)
+        cast = matrices_cast(model, param_dtype) if self.config.gathers_as_multiplied else frozenset()
         for block in blocks_of(model):
             load(model, block, self.root_device)
-            fully_shard(block, mp_policy=mixed, **reduce)
+            matrices = [module for module in block.modules() if module in cast]
+            if matrices:  # gathered as they are multiplied; what a block has besides is gathered in fp32
+                fully_shard(matrices, mp_policy=AS_MULTIPLIED, **reduce)
+            if not is_small(block, matrices):
+                fully_shard(block, mp_policy=mixed, **reduce)
         # The outermost module is given micro-batches: casting its inputs would round old log-probabilities.
         outermost = MixedPrecisionPolicy(param_dtype, torch.float32, cast_forward_inputs=False)
         load(model, model, self.root_device)
@@ -179,7 +204,18 @@ class FSDP2Strategy(PipelinedStrategy):
         assert isinstance(wrapper, FSDPModule)
         wrapper.set_requires_gradient_sync(is_last or self.config.reduce_every_micro_batch)
         wrapper.set_is_last_backward(is_last)
+        if self.config.keep_weights:
+            wrapper.set_reshard_after_backward(is_last)
         yield
+
+    @contextmanager
+    def eval_mode(self, name: str) -> Iterator[None]:
+        """Also drop, at the end, whole weights that wait for a backward pass: none comes."""
+        with super().eval_mode(name):
+            try:
+                yield
+            finally:
+                self._drop_whole_weights(name)
 
     @property
     def keeps_matrices(self) -> bool:
@@ -188,7 +224,14 @@ class FSDP2Strategy(PipelinedStrategy):
 
     def local_shards(self, name: str) -> Iterator[Tensor]:
         """Shards only: weights that stayed gathered for a backward pass that never came are dropped first."""
-        for module in self._models[name].modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self._drop_whole_weights(name)
         return super().local_shards(name)
+
+    def _drop_whole_weights(self, name: str) -> None:
+        for module in sharded_in(self._models[name]):
+            module.reshard()
+
+
+def sharded_in(*modules: nn.Module) -> Iterator[FSDPModule]:
+    """The modules of some trees that fully_shard was called on."""
+    return (part for module in modules for part in module.modules() if isinstance(part, FSDPModule))

@@ -21,6 +21,7 @@ from rlmodule.batching.initial_packings import (
     worst_fit,
 )
 from rlmodule.batching.local_search import Cells, improve, refine
+from rlmodule.batching.many_cells import worst_fit_in_batches
 from rlmodule.batching.packing import Packing, least_steps
 from rlmodule.batching.partition import Ints, by_falling_cost
 from rlmodule.batching.workload import Floats
@@ -39,8 +40,9 @@ HEURISTICS = (
 )
 # Rounds of ``improve`` for every packing, for one that is NEAR, for the best; and attempts of ``refine`` on the best.
 TRIAL_ROUNDS, NEAR_ROUNDS, ROUNDS, ATTEMPTS = 4, 12, 40, 40
-# With more cells than this only worst_fit is tried, without ``refine``: with many samples it is close to the bound.
-MANY_CELLS = 10_000
+# With more cells than this the first packing found is improved for a few rounds and kept: with many samples it is close
+# to the bound, or one that long samples set, and each round takes long.
+MANY_CELLS, GOOD_ENOUGH_OF_MANY = 10_000, 1.5e-3
 # One more micro-step is tried if the cells are fuller than FULL and the cost exceeds the lower bound by more than FAR;
 # it is kept if it saves more than MIN_SAVING of the cost.
 FULL, FAR, MIN_SAVING = 0.97, 0.01, 0.002
@@ -93,6 +95,8 @@ def _best_cells(problem: Problem, step_cost: float, multiple_of: int, min_steps:
 
 def _best_packing(problem: Problem, num_steps: int) -> Cells | None:
     """The best packing found with ``num_steps`` micro-steps; None when no heuristic finds one."""
+    if num_steps * problem.dp_size > MANY_CELLS:
+        return _packing_of_many(problem, num_steps)
     least = problem.least_cost(num_steps)
     goal = least * (1 + GOOD_ENOUGH)
     tried: list[tuple[float, int, Cells, Targets]] = []
@@ -108,18 +112,30 @@ def _best_packing(problem: Problem, num_steps: int) -> Cells | None:
         return None
     _, _, cells, targets = min(tried, key=itemgetter(0, 1))
     improve(cells, targets, ROUNDS, goal)
-    if num_steps * problem.dp_size <= MANY_CELLS:
-        refine(cells, ATTEMPTS, goal)
+    refine(cells, ATTEMPTS, goal)
     return cells
 
 
+def _packing_of_many(problem: Problem, num_steps: int) -> Cells | None:
+    """A packing into more than MANY_CELLS cells; None when none is found."""
+    for tilt in (tilt for fill, tilt in HEURISTICS if fill is worst_fit):
+        targets = water_filled(problem, num_steps, tilt)
+        cell = worst_fit_in_batches(problem, targets)
+        if cell is None:
+            cell = worst_fit(problem, targets)
+        if cell is not None:
+            cells = Cells(problem, cell, num_steps)
+            improve(cells, targets, TRIAL_ROUNDS, problem.least_cost(num_steps) * (1 + GOOD_ENOUGH_OF_MANY))
+            return cells
+    return None
+
+
 def _initial_packings(problem: Problem, num_steps: int) -> Iterator[tuple[Targets, Ints]]:
-    many = num_steps * problem.dp_size > MANY_CELLS
     seen = set()
     for fill, tilt in HEURISTICS:
         targets = water_filled(problem, num_steps, tilt)
         key = (fill, targets.target.tobytes())
-        if key in seen or (many and fill is not worst_fit):
+        if key in seen:
             continue
         seen.add(key)
         cell = fill(problem, targets)

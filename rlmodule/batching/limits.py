@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from rlmodule.batching.units import Units
 from rlmodule.core.config import at_least
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.sample_metas import SampleMetas
 from rlmodule.core.types import SampleMeta
 
 
@@ -50,9 +52,11 @@ class Limits:
         Raises:
             ConfigError: names the longest one.
         """
-        longest = max((m for m in metas if not m.is_skipped), key=lambda m: m.length, default=None)
-        if self.micro_batch_size is not None or longest is None or longest.length <= self.token_budget:
+        columns = SampleMetas.of(metas)
+        length = np.where(columns.is_skipped, 0, columns.length)
+        if self.micro_batch_size is not None or length.max(initial=0) <= self.token_budget:
             return
+        longest = columns[int(length.argmax())]
         raise ConfigError(
             key="batching.max_token_len_per_gpu",
             got=self.token_budget // self.sp_size,

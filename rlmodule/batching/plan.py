@@ -26,6 +26,7 @@ from rlmodule.batching.shared_prompts import repeated_prompt_tokens
 from rlmodule.batching.units import Packer, Units, units_of
 from rlmodule.batching.workload import Floats, Numbers, Workload
 from rlmodule.core.config import one_of
+from rlmodule.core.sample_metas import SampleMetas
 from rlmodule.core.types import SampleMeta, StepTotals
 
 PLANNERS = ("joint", "joint_free", "karmarkar_karp")
@@ -64,9 +65,10 @@ class MiniBatchPlan:
     longest_row: int = 0
 
     def __post_init__(self) -> None:
-        positions = self.positions
-        assert len(set(positions)) == len(positions), (
-            f"a plan holds each sample once, but has several times {_duplicates(positions)}"
+        positions = self.position_array
+        in_order = np.sort(positions)
+        assert (in_order[1:] != in_order[:-1]).all(), (
+            f"a plan holds each sample once, but has several times {_duplicates(positions.tolist())}"
         )
         steps = {len(rank) for rank in self.micro_batches}
         assert len(steps) == 1, f"every rank needs the same number of micro-steps, got {sorted(steps)}"
@@ -78,6 +80,21 @@ class MiniBatchPlan:
     def positions(self) -> list[int]:
         """Positions of all samples, by rank and micro-step."""
         return [position for rank in self.micro_batches for micro_batch in rank for position in micro_batch]
+
+    @property
+    def position_array(self) -> Ints:
+        """The same as an array."""
+        micro_batches = chain.from_iterable(self.micro_batches)
+        return np.fromiter(chain.from_iterable(micro_batches), np.int64)
+
+    def ranks_of(self, positions: Ints) -> Ints:
+        """[n] positions -> [n] data rank that computes each; -1 for those that are not in this plan."""
+        here, sizes = self.position_array, [sum(map(len, steps)) for steps in self.micro_batches]
+        by_position = np.argsort(here, kind="stable")
+        place = np.searchsorted(here, positions, sorter=by_position)
+        found = by_position[np.minimum(place, len(here) - 1)] if len(here) else np.zeros_like(positions)
+        rank = np.repeat(np.arange(len(sizes)), sizes)
+        return np.where(here[found] == positions, rank[found], -1) if len(here) else found - 1
 
     @property
     def num_micro_steps(self) -> int:
@@ -125,11 +142,12 @@ class MiniBatchPlan:
         Args:
             metas: all samples as they are now; positions after the last one are padding samples.
         """
-        members = [metas[position] for position in self.positions if position < len(metas)]
+        positions = self.position_array
+        members = SampleMetas.of(metas).take(positions[positions < len(metas)])
         return replace(
             self,
             totals=_totals(members, len(self.micro_batches), self.totals.sp_size),
-            has_gradient=any(m.has_gradient and not m.is_padding for m in members),
+            has_gradient=bool((members.has_gradient & ~members.is_padding).any()),
         )
 
     @property
@@ -186,7 +204,7 @@ def plan_batch(
     assert min(sizes.values()) >= 1, f"sizes are positive, got {sizes}"
     one_of("batching.planner", planner, PLANNERS)
     one_of("batching.order", order, ORDERS)
-    cost = Workload() if cost is None else cost
+    cost, metas = Workload() if cost is None else cost, SampleMetas.of(metas)
     limits = Limits(mini_batch_size, token_budget, micro_batch_size, sp_size)
     limits.check_samples(metas)
     units = units_of(metas, cost, keep_groups=keep_groups, share_prompts=share_prompts)
@@ -201,7 +219,7 @@ def plan_batch(
         assert micro_batch_size or tokens.max() <= token_budget, "a micro-batch exceeds the budget"
         packing = _order_steps(packing, units.cost[computed], order).with_steps_multiple_of(multiple_of)
         plans.append(_assemble(metas, block, units, packing, sp_size, share_prompts))
-    planned = np.sort(np.fromiter(chain.from_iterable(plan.positions for plan in plans), np.int64))
+    planned = np.sort(np.concatenate([np.zeros(0, np.int64), *(plan.position_array for plan in plans)]))
     assert np.array_equal(planned, np.flatnonzero(units.is_computed)), "all plans hold each computed sample once"
     return tuple(plans)
 
@@ -246,7 +264,7 @@ def _order_steps(packing: Packing, cost: Floats, order: str) -> Packing:
 
 
 def _assemble(
-    metas: Sequence[SampleMeta], block: Ints, units: Units, packing: Packing, sp_size: int, share_prompts: bool
+    metas: SampleMetas, block: Ints, units: Units, packing: Packing, sp_size: int, share_prompts: bool
 ) -> MiniBatchPlan:
     """Turn the packing of one mini-batch into its plan.
 
@@ -258,38 +276,36 @@ def _assemble(
         sp_size, share_prompts: as in ``plan_batch``.
     """
     computed = block[units.is_computed[block]]
-    members = [metas[position] for position in computed.tolist()]
-    tokens = np.array([0 if m.is_padding else m.length for m in members], np.float64)  # [n]
+    members, everyone = metas.take(computed), metas.take(block)
+    tokens = np.where(members.is_padding, 0, members.length).astype(np.float64)  # [n]
     micro_batches = packing.members(computed)  # [step][rank]
     cells = list(chain.from_iterable(micro_batches))
     num_dummies = sum(not cell for cell in cells)
     return MiniBatchPlan(
         micro_batches=tuple(zip(*micro_batches, strict=True)),
-        totals=_totals([metas[position] for position in block.tolist()], packing.dp_size, sp_size),
+        totals=_totals(everyone, packing.dp_size, sp_size),
         cost=tuple(map(tuple, packing.sums(units.cost[computed]).T.tolist())),
         rank_tokens=tuple(int(t) for t in packing.sums(tokens).sum(axis=0)),
         rank_tokens_unplanned=tuple(int(part.sum()) for part in np.array_split(tokens, packing.dp_size)),
-        padding_tokens=sum(m.length for m in members if m.is_padding) + DUMMY_TOKENS * num_dummies,
+        padding_tokens=int(members.length[members.is_padding].sum()) + DUMMY_TOKENS * num_dummies,
         num_skipped=len(block) - len(computed),
         shared_prompt_tokens=repeated_prompt_tokens(metas, cells) if share_prompts else 0,
-        has_gradient=any(
-            metas[position].has_gradient and not metas[position].is_padding for position in block.tolist()
-        ),
+        has_gradient=bool((everyone.has_gradient & ~everyone.is_padding).any()),
         longest_row=max(DUMMY_TOKENS, int(packing.sums(units.length[computed]).max(initial=0))),
     )
 
 
-def _totals(members: Sequence[SampleMeta], dp_size: int, sp_size: int) -> StepTotals:
-    live = [m for m in members if m.loss_tokens > 0 and not m.is_padding]
-    group_tokens: Counter[int] = Counter()
-    for m in live:
-        group_tokens[m.group_id] += m.loss_tokens
+def _totals(members: SampleMetas, dp_size: int, sp_size: int) -> StepTotals:
+    live = np.flatnonzero(members.counts)
+    groups, group = np.unique(members.group_id[live], return_inverse=True)
+    tokens = np.zeros(len(groups), np.int64)
+    np.add.at(tokens, group, members.loss_tokens[live])
     return StepTotals(
-        tokens=sum(group_tokens.values()),
+        tokens=int(tokens.sum()),
         sequences=len(live),
         dp_size=dp_size,
         sp_size=sp_size,
-        group_tokens=dict(group_tokens),
+        group_tokens=dict(zip(groups.tolist(), tokens.tolist(), strict=True)),
     )
 
 

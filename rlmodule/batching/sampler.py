@@ -5,7 +5,7 @@ Planning is in ``plan.py``, packing in ``collate.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from rlmodule.batching.workload import Workload
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
+from rlmodule.core.sample_metas import SampleMetas
 from rlmodule.core.types import POLICY, SampleMeta, StepTotals
 
 STEPS_PER_STAGE = 4  # micro-steps for each pipeline stage: it is then idle for less than a fifth of a step
@@ -139,7 +140,7 @@ class BalancedSampler(Sampler[RankShare]):
         cost: Workload | None = None,
         trained_models: Mapping[str, int] | None = None,
     ) -> None:
-        self.metas = list(metas)
+        self.metas = SampleMetas.of(metas)
         self.config = config
         self.layout = layout
         self.seed = seed
@@ -151,7 +152,7 @@ class BalancedSampler(Sampler[RankShare]):
     def _plan(self, one: Pass, cost: Workload | None) -> tuple[MiniBatchPlan, ...]:
         config, layout = self.config, self.layout
         order = sample_order(len(self.metas), self.seed, self.iteration, one.epoch, shuffle=config.shuffle)
-        metas = [self.metas[i] for i in order]
+        metas: Sequence[SampleMeta] = self.metas.take(np.array(order, np.int64))
         positions = order
         if config.equal_counts:
             metas = [replace(meta, is_skipped=False) for meta in metas]
@@ -192,17 +193,18 @@ class BalancedSampler(Sampler[RankShare]):
         Args:
             metas: the samples as they are now, in the order of those that were planned.
         """
-        left_out = {p for p, meta in enumerate(self.metas) if meta.loss_tokens} - set(self.owners(self.plans))
-        assert not left_out, f"samples {sorted(left_out)} count in the totals and are in no plan"
-        self.metas = list(metas)
+        planned = np.zeros(0, np.int64) if not self.plans else np.concatenate([p.position_array for p in self.plans])
+        left_out = np.setdiff1d(np.flatnonzero(self.metas.loss_tokens), planned)
+        assert not len(left_out), f"samples {left_out.tolist()} count in the totals and are in no plan"
+        self.metas = SampleMetas.of(metas)
         self._plans = tuple(tuple(plan.recounted(self.metas) for plan in plans) for plans in self._plans)
 
-    def owners(self, plans: Sequence[MiniBatchPlan]) -> dict[int, set[int]]:
-        """Position of each sample -> data ranks that compute it in ``plans``."""
-        owners: dict[int, set[int]] = {}
+    def owners(self, plans: Sequence[MiniBatchPlan], positions: Collection[int]) -> dict[int, set[int]]:
+        """Each of some positions -> data ranks that compute the sample in ``plans``; those of none are left out."""
+        wanted, owners = np.array(list(positions), np.int64), dict[int, set[int]]()
         for plan in plans:
-            for rank, steps in enumerate(plan.micro_batches):
-                for position in (p for step in steps for p in step):
+            for position, rank in zip(wanted.tolist(), plan.ranks_of(wanted).tolist(), strict=True):
+                if rank >= 0:
                     owners.setdefault(position, set()).add(rank)
         return owners
 
@@ -272,4 +274,5 @@ def sample_order(count: int, seed: int, iteration: int, epoch: int, *, shuffle: 
     if not shuffle:
         return list(range(count))
     key = np.random.SeedSequence([seed & 0xFFFFFFFF, iteration, epoch])
-    return [int(i) for i in np.random.Generator(np.random.Philox(key)).permutation(count)]
+    permuted: list[int] = np.random.Generator(np.random.Philox(key)).permutation(count).tolist()
+    return permuted

@@ -16,6 +16,7 @@ from rlmodule.batching.packing import Packing
 from rlmodule.batching.partition import Ints
 from rlmodule.batching.shared_prompts import with_shared_prompts
 from rlmodule.batching.workload import Floats, Numbers, Workload, as_floats
+from rlmodule.core.sample_metas import SampleMetas
 from rlmodule.core.types import SampleMeta
 
 Packer = Callable[[Floats, Ints], Packing]  # ([u] cost, [u] tokens) -> packing of the units
@@ -61,6 +62,8 @@ class Units:
 
     def pack(self, samples: Ints, packer: Packer) -> Packing:
         """Pack the given samples (positions, [n]) with each unit as one item."""
+        if len(self.unit) == int(self.unit.max(initial=-1)) + 1:  # each sample is a unit
+            return packer(self.cost[samples], self.length[samples])
         _, item = np.unique(self.unit[samples], return_inverse=True)
         packing = packer(_sums(item, self.cost[samples]), _sums(item, self.length[samples]).astype(np.int64))
         return replace(packing, cell=packing.cell[item])
@@ -76,12 +79,12 @@ def units_of(metas: Sequence[SampleMeta], cost: Workload | Numbers, *, keep_grou
         share_prompts: a unit computes its prompt once. Has an effect with ``keep_groups`` only, because otherwise it is
             not known before planning which samples share a micro-batch.
     """
-    is_computed = np.fromiter((not m.is_skipped for m in metas), np.bool_, len(metas))
-    length = np.fromiter((m.length for m in metas), np.int64, len(metas))
-    own_cost = _costs(metas, length, cost)
+    columns = SampleMetas.of(metas)
+    is_computed, length = ~columns.is_skipped, columns.length
+    own_cost = _costs(columns, length, cost)
     if not keep_groups:
         return Units(np.arange(len(metas)), is_computed, length, own_cost, own_cost)
-    group = numbered_by_appearance(np.fromiter((m.group_id for m in metas), np.int64, len(metas)))
+    group = numbered_by_appearance(columns.group_id)
     if not share_prompts:
         return Units(group, is_computed, length, own_cost, own_cost)
     assert isinstance(cost, Workload), (
@@ -90,9 +93,9 @@ def units_of(metas: Sequence[SampleMeta], cost: Workload | Numbers, *, keep_grou
     return Units(group, is_computed, *with_shared_prompts(metas, group, length, own_cost, cost), own_cost)
 
 
-def _costs(metas: Sequence[SampleMeta], length: Ints, cost: Workload | Numbers) -> Floats:
+def _costs(metas: SampleMetas, length: Ints, cost: Workload | Numbers) -> Floats:
     if isinstance(cost, Workload):
-        return cost.cost(length, np.fromiter((m.loss_tokens for m in metas), np.int64, len(metas)))
+        return cost.cost(length, metas.loss_tokens)
     costs = as_floats(cost)
     assert costs.shape == length.shape, f"one cost per sample: {len(length)} samples, costs of shape {costs.shape}"
     assert (np.isfinite(costs) & (costs >= 0)).all(), "costs are finite and not negative"

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -105,6 +106,33 @@ def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
                 raise ValueError(f"metric {name} is merged as {known.reduce.name} and as {metric.reduce.name}")
             merged[name] = metric if known is None else _merge_two(known, metric)
     return merged
+
+
+def merge_rows(names: Sequence[str], rows: Tensor) -> dict[str, Metric]:
+    """``merge`` of the metrics of R ranks that have the same names, all at once; the same numbers to the bit.
+
+    Args:
+        names: of K metrics.
+        rows: [R, K, 3] float64 as ``to_rows`` gives them.
+
+    Raises:
+        ValueError: a key has different reduce types.
+    """
+    numbers = rows.numpy()
+    value, weight, kind = (numbers[:, :, column] for column in range(3))  # [R, K]
+    differs = (kind != kind[0]).any(axis=0)
+    if differs.any():
+        odd = int(differs.argmax())
+        first, other = [ReduceType(int(k)).name for k in dict.fromkeys(kind[:, odd].tolist())][:2]
+        raise ValueError(f"metric {names[odd]} is merged as {first} and as {other}")
+    if len(numbers) == 1:
+        return from_rows(names, rows[0])
+    is_least, saw = kind[0] == ReduceType.MIN, weight > 0
+    # One rank after the other, in order, so that sums round as those of ``merge``.
+    sums, weights = np.add.accumulate(value)[-1], np.add.accumulate(weight)[-1]
+    least, most = np.where(saw, value, np.inf).min(axis=0), np.where(saw, value, -np.inf).max(axis=0)
+    merged = np.where(is_least, least, np.where(kind[0] == ReduceType.MAX, most, sums))
+    return from_rows(names, torch.from_numpy(np.stack([merged, weights, kind[0]], axis=1)))
 
 
 def _merge_two(a: Metric, b: Metric) -> Metric:

@@ -100,6 +100,11 @@ def linear_weights(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in names.items() if read_by[parameter])
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a module, or a tensor, belongs to an adapter, which peft's names tell; scoring may leave adapters out."""
+    return ".lora_" in f".{name}"
+
+
 @dataclass(frozen=True)
 class Cast:
     """Turns floating-point tensors into ``dtype`` (None leaves them); those with a name in ``fp32`` into float32."""

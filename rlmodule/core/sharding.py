@@ -19,6 +19,8 @@ class Sharding:
         gathered_bytes: of one weight as it is gathered for a block.
         gathers_blocks: whether a process has whole weights of a block only while it runs.
         keeps_gathered: whether gathered blocks stay whole until their backward pass.
+        keeps_outside, keeps_last_block: whether what is outside of blocks does, and the last block, in any case.
+        casts_matrices: whether matrices that autocast casts to bfloat16 at each product are gathered in it.
         gradient_copies: times that a process holds its share of the gradients.
         bucket_numel: elements of a reduction buffer.
         on_host: what waits in host memory while the others work: weights, gradients, moments.
@@ -28,7 +30,7 @@ class Sharding:
         cuts_vocabulary: whether they share the embedding and the head as well, and not the matrices of blocks alone.
         stages: of a pipeline; each has its share of the blocks, and the first and the last what is around them.
         experts: processes that share the experts of a layer; a block is gathered with its share of them.
-        gathers_per_micro_step: times that all weights are gathered in a micro-step.
+        gathers_per_micro_step: times that all weights are gathered in a micro-step; at most once what stays whole.
         reduces_per_micro_step: times that all gradients are reduced (scattered) in a micro-step.
         gathers_per_step, reduces_per_step: the same, once in an optimizer step.
     """
@@ -41,6 +43,9 @@ class Sharding:
     gathered_bytes: int = 4
     gathers_blocks: bool = False
     keeps_gathered: bool = False
+    keeps_outside: bool = False
+    keeps_last_block: bool = False
+    casts_matrices: bool = False
     gradient_copies: int = 1
     bucket_numel: int = 0
     on_host: frozenset[str] = frozenset()
@@ -59,6 +64,9 @@ class Sharding:
     def outside_split(self) -> int:
         """Processes that share each tensor outside of the blocks."""
         return self.split if self.cuts_vocabulary else 1
+
+
+SMALL = 1 / 16  # share of a block up to which what is beside its matrices is gathered with what is outside of blocks
 
 
 def waiting_on_host(*, weights: bool, gradients: bool, moments: bool) -> frozenset[str]:

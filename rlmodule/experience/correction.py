@@ -16,7 +16,7 @@ from rlmodule.algorithm.rollout_correction import correction_weights, unbounded_
 from rlmodule.algorithm.rollout_mismatch import ComparedResponse, mismatch_metrics, mismatch_parts
 from rlmodule.algorithm.rollout_rejection import kept_tokens
 from rlmodule.core.contract import Collectives
-from rlmodule.core.metrics import from_rows, merge, to_rows
+from rlmodule.core.metrics import merge_rows, to_rows
 from rlmodule.core.types import SampleMeta, TrainingSample
 from rlmodule.experience.redistribute import all_gather_dict
 from rlmodule.experience.sample_info import SampleInfo
@@ -33,7 +33,7 @@ def compared(
         return rows, {}
     responses = {position: _compare(row, config) for position, row in rows.items()}
     names, parts = to_rows(mismatch_parts(responses.values()))
-    metrics |= mismatch_metrics(merge(from_rows(names, part) for part in collectives.gather_rows(parts)))
+    metrics |= mismatch_metrics(merge_rows(names, collectives.gather_rows(parts)))
     if config.rollout_correction.mode in ("truncate", "mask"):
         # Rejected tokens leave the loss anyway; the weight tells advantage estimators.
         rows = {p: _weighted(row, responses[p].weight * responses[p].kept) for p, row in rows.items()}

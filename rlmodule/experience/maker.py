@@ -47,8 +47,8 @@ class ExperienceMaker:
             sampler = self.make_sampler(self._metas(sample_info, advantages))
         position = {f.meta.sample_id: i for i, f in enumerate(sample_info)}
         with timer.phase("exchange"):
-            first = sampler.owners(sampler.first_pass)
-            held = redistribute({position[s.sample_id]: s for s in mine}, first, layout, collectives)
+            here = {position[s.sample_id]: s for s in mine}
+            held = redistribute(here, sampler.owners(sampler.first_pass, here), layout, collectives)
         rows = scorer(
             held,
             sampler,
@@ -68,7 +68,7 @@ class ExperienceMaker:
             self._recount(sampler, sample_info, all_gather_dict(self._recounted(sample_info, rows), collectives))
         if len(sampler.plans) > len(sampler.first_pass):
             with timer.phase("exchange"):
-                rows = redistribute(rows, sampler.owners(sampler.plans), layout, collectives)
+                rows = redistribute(rows, sampler.owners(sampler.plans, rows), layout, collectives)
         return Iteration(sample_info, means(advantages), scorer.experience(rows, len(sample_info)), sampler, metrics)
 
     @property
@@ -111,7 +111,7 @@ class ExperienceMaker:
         if self._rejects:
             self._recount(sampler, info, self._recounted(info, saved.rows))
         sampler.load_state_dict(saved.sampler)
-        owners = sampler.owners(sampler.plans)
+        owners = sampler.owners(sampler.plans, saved.rows)
         mine = {p: row for p, row in saved.rows.items() if self.scorer.strategy.layout.dp_rank in owners.get(p, ())}
         return Iteration(info, saved.advantages, self.scorer.experience(mine, len(info)), sampler, saved.metrics)
 

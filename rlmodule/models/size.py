@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedConfig
 
-from rlmodule.core.parameters import linear_weights, tied
+from rlmodule.core.parameters import is_adapter, linear_weights, tied
 from rlmodule.models.experts import expert_modules
 from rlmodule.models.lora import LoraConfig, add_adapter
 from rlmodule.models.shape import model_on_meta
@@ -22,6 +22,7 @@ class ModelSize:
         trained: those that train: all, or the adapters.
         blocks: of each transformer block.
         experts: of each block, those in experts that processes may share.
+        cast: of each block, those of ``matrices`` that are no adapter's.
         outside: outside of the blocks: embedding, head, last norm.
         largest: of the largest tensor.
         matrices: those that only linear layers read, which products under autocast cast.
@@ -34,6 +35,7 @@ class ModelSize:
     largest: int
     matrices: int = 0
     experts: tuple[int, ...] = ()
+    cast: tuple[int, ...] = ()
 
 
 _sizes: dict[tuple[str, str], ModelSize] = {}  # by configuration and adapters: building a large model takes a second
@@ -61,6 +63,7 @@ def _count(config: PreTrainedConfig, lora: LoraConfig | None) -> ModelSize:
     found = [module for module in lm.modules() if type(module).__name__ in names]
     blocks, experts = tuple(map(_parameters, found)), set(expert_modules(lm))
     total, matrices = _parameters(lm), linear_weights(lm)
+    cast = {p for names, p in tied(lm) if matrices.issuperset(names) and not any(map(is_adapter, names))}
     return ModelSize(
         total=total,
         trained=sum(p.numel() for p in lm.parameters() if p.requires_grad),
@@ -69,6 +72,7 @@ def _count(config: PreTrainedConfig, lora: LoraConfig | None) -> ModelSize:
         largest=max(p.numel() for p in lm.parameters()),
         matrices=sum(p.numel() for names, p in tied(lm) if matrices.issuperset(names)),
         experts=tuple(sum(_parameters(part) for part in experts & set(block.modules())) for block in found),
+        cast=tuple(sum(p.numel() for p in cast.intersection(block.parameters())) for block in found),
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlmodule.core.contract import Collectives
 from rlmodule.core.layout import Layout
-from rlmodule.core.metrics import Metric, Metrics, from_rows, merge, to_rows
+from rlmodule.core.metrics import Metric, Metrics, from_rows, merge, merge_rows, to_rows
 
 CAPACITY = 127  # metrics of a block; 128 x 3 float64 are 3 KiB per rank
 
@@ -26,7 +26,7 @@ def reduce_metrics(metrics: Metrics, layout: Layout, collectives: Collectives) -
         return from_rows(names, rows)
     blocks = collectives.gather_rows(_block(names, rows))  # [ranks, 1 + CAPACITY, 3]
     if bool((blocks[:, 0] == blocks[0, 0]).all()) and len(names) <= CAPACITY:
-        return merge(from_rows(names, block[1 : 1 + len(names)]) for block in blocks)
+        return merge_rows(names, blocks[:, 1 : 1 + len(names)])
     return merge(from_rows(*part) for part in collectives.gather_objects((names, rows)))
 
 

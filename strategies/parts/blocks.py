@@ -13,9 +13,12 @@ import torch
 from torch import nn
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.parameters import fp32_modules, fp32_names
+from rlmodule.core.parameters import fp32_modules, fp32_names, is_adapter, linear_weights
+from rlmodule.core.sharding import SMALL
 
 DTYPES: Mapping[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16}
+
+SHARDED = "FSDP"  # what fully_shard puts before the name of the class of a module
 
 
 def bytes_of(param_dtype: str) -> int:
@@ -35,7 +38,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
         ConfigError: it lists none.
     """
     names = set(lm_of(model)._no_split_modules or ())
-    found = [module for module in model.modules() if type(module).__name__ in names]
+    found = [module for module in model.modules() if type(module).__name__.removeprefix(SHARDED) in names]
     inside = {id(part) for block in found for part in block.modules() if part is not block}  # Mamba lists both
     blocks = [block for block in found if id(block) not in inside]
     if not blocks:
@@ -61,6 +64,30 @@ def fp32_parts(model: nn.Module, param_dtype: torch.dtype | None) -> list[nn.Mod
     apart = {parameter for part in parts for parameter in part.parameters()}
     check_no_fp32_weights([n for n, p in model.named_parameters() if names.search(n) and p not in apart], param_dtype)
     return parts
+
+
+def matrices_cast(model: nn.Module, param_dtype: torch.dtype | None) -> frozenset[nn.Module]:
+    """The linear layers whose weights can be gathered in bfloat16 without changing a bit: autocast casts them anyway.
+
+    None where all weights are gathered in ``param_dtype``, where products are not made in bfloat16, where a layer reads
+    weights of modules that it never calls, and where blocks are compiled.
+    """
+    described: Any = model  # a policy or a value model
+    if param_dtype is not None or described.compute_dtype is not torch.bfloat16 or described.state_classes:
+        return frozenset()
+    if getattr(described, "compiled", False):
+        return frozenset()
+    names = linear_weights(model)
+    return frozenset(
+        module for name, module in model.named_modules() if f"{name}.weight" in names and not is_adapter(name)
+    )
+
+
+def is_small(block: nn.Module, matrices: Sequence[nn.Module]) -> bool:
+    """Whether what a block has beside ``matrices`` may be gathered with what is outside of blocks."""
+    apart = {parameter for module in matrices for parameter in module.parameters()}
+    rest = sum(parameter.numel() for parameter in block.parameters() if parameter not in apart)
+    return rest <= SMALL * sum(parameter.numel() for parameter in block.parameters())
 
 
 def check_no_fp32_weights(names: Sequence[str], param_dtype: torch.dtype | None) -> None:

@@ -60,8 +60,21 @@ class GroupCollectives:
         return torch.stack(parts).cpu()
 
     def gather_objects(self, item: Item) -> list[Item]:
-        """One picklable object per rank -> the objects of all ranks, in rank order."""
-        return self._exchange([_pickled(item)] * self.size)
+        """One picklable object per rank -> the objects of all ranks, in rank order.
+
+        Two collectives: the sizes, then the bytes, filled up to those of the longest.
+        """
+        mine = _pickled(item)
+        sizes = self._gather(torch.tensor([len(mine)])).tolist()
+        longest = max(sizes)
+        everyone = self._gather(torch.nn.functional.pad(mine, (0, longest - len(mine))))
+        return [pickle.loads(part[:size].numpy()) for part, size in zip(everyone.split(longest), sizes, strict=True)]
+
+    def _gather(self, mine: Tensor) -> Tensor:
+        """[n] of each rank -> [ranks * n] on the CPU; one all-gather."""
+        everyone = torch.empty(self.size * len(mine), dtype=mine.dtype, device=self.device)
+        dist.all_gather_into_tensor(everyone, mine.to(self.device), group=self.group)
+        return everyone.cpu()
 
     def exchange(self, outgoing: Sequence[Item]) -> list[Item]:
         """Send ``outgoing[r]`` to rank r; returns what every rank sent to this one, in rank order."""

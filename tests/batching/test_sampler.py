@@ -78,12 +78,12 @@ def test_the_shares_of_all_ranks_make_the_plan(dp):
 
 def test_owners_say_who_runs_what():
     sampler = sampler_of(dp=3, epochs=2)
-    owners = sampler.owners(sampler.plans)
+    owners = sampler.owners(sampler.plans, range(30))
     assert sorted(owners) == list(range(30))
     for rank in range(3):
         mine = {p for plan in sampler.plans for step in plan.micro_batches[rank] for p in step}
         assert mine == {p for p, ranks in owners.items() if rank in ranks}
-    assert all(len(ranks) == 1 for ranks in sampler.owners(sampler.first_pass).values())
+    assert all(len(ranks) == 1 for ranks in sampler.owners(sampler.first_pass, range(30)).values())
 
 
 def test_a_saved_state_goes_on_after_what_was_handed_out():

@@ -14,6 +14,7 @@ from rlmodule.core.metrics import (
     maximum_of,
     mean_of,
     merge,
+    merge_rows,
     minimum_of,
     ratio,
     to_rows,
@@ -114,3 +115,22 @@ def test_whether_any_part_saw_data():
     assert not any(m.saw_data for m in (mean_of(nothing), minimum_of(nothing), ratio(0.0, 0.0)))
     assert mean_of(torch.ones(2)).saw_data
     assert total(0.0).saw_data, "a share of 0 is a number"
+
+
+@given(PARTS)
+def test_metrics_of_ranks_merged_at_once_are_those_merged_one_by_one(parts):
+    """To the bit, also where a rank saw nothing or NaN."""
+    tables = [to_rows(of_part(values)) for values in (*parts, [math.nan, 1.0])]
+    names = tables[0][0]
+    one_by_one = merge(from_rows(names, rows) for _, rows in tables)
+    at_once = merge_rows(names, torch.stack([rows for _, rows in tables]))
+    for name in names:
+        mine, wanted = at_once[name], one_by_one[name]
+        assert mine.reduce is wanted.reduce
+        assert (str(mine.result), float(mine.weight)) == (str(wanted.result), float(wanted.weight))
+
+
+def test_ranks_that_disagree_on_how_to_merge_are_refused_with_the_name():
+    rows = torch.tensor([[[1.0, 1.0, ReduceType.MEAN]], [[1.0, 1.0, ReduceType.MAX]]], dtype=torch.float64)
+    with pytest.raises(ValueError, match="metric x is merged as MEAN and as MAX"):
+        merge_rows(["x"], rows)

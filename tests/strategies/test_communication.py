@@ -2,12 +2,19 @@
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import lightning as L
 import pytest
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
+from rlmodule.core.layout import Layout
+from rlmodule.models.description import ModelConfig, load_model_config
+from rlmodule.models.size import size_of
+from rlmodule.run.planning.work import traffic
+from strategies.fsdp2 import FSDP2Config, FSDP2Strategy
 from strategies.parts.mesh import current_layout
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import mixed_rows
@@ -91,7 +98,7 @@ def gathered(m):
 
 
 # For m micro-steps, by what must travel. Weights of a block are gathered forward and again backward; the outermost unit
-# stays whole in between. DeepSpeed asks once more whether a gradient overflowed, and gathers weights per optimizer group.
+# stays whole in between, and with fsdp2 the last block, which backward begins with. DeepSpeed asks once more whether a gradient overflowed, and gathers weights per optimizer group.
 EXPECTED = {
     "ddp": lambda m: {"c10d::allreduce_": 1},
     "fsdp": lambda m: {"c10d::allgather_": (2 * UNITS - 1) * m, "c10d::_reduce_scatter_base_": UNITS * m, **NORM},
@@ -101,8 +108,14 @@ EXPECTED = {
         **NORM,
     },
     "fsdp2": lambda m: {
-        "c10d::_allgather_base_": (2 * UNITS - 1) * m,
+        "c10d::_allgather_base_": (2 * UNITS - 2) * m,
         "c10d::_reduce_scatter_base_": UNITS * m,
+        **NORM,
+    },
+    "fsdp2, kept": lambda m: {"c10d::_allgather_base_": UNITS, "c10d::_reduce_scatter_base_": UNITS * m, **NORM},
+    "fsdp2, kept and reduced once": lambda m: {
+        "c10d::_allgather_base_": UNITS,
+        "c10d::_reduce_scatter_base_": UNITS,
         **NORM,
     },
     "deepspeed 1": lambda m: {"c10d::allreduce_": 1 + 2, "c10d::_allgather_base_": 2},
@@ -121,6 +134,8 @@ EXPECTED = {
 }
 OPTIONS = {
     "fsdp, reduced once": ("fsdp", {"reduce_every_micro_batch": False}),
+    "fsdp2, kept": ("fsdp2", {"keep_weights": True}),
+    "fsdp2, kept and reduced once": ("fsdp2", {"keep_weights": True, "reduce_every_micro_batch": False}),
     "deepspeed 1": ("deepspeed", {"stage": 1}),
     "deepspeed 2": ("deepspeed", {"stage": 2}),
     "deepspeed 3": ("deepspeed", {"stage": 3}),
@@ -152,6 +167,92 @@ def test_a_step_exchanges_what_is_cut_one_norm_and_one_block_of_metrics(label):
         assert max(micro_steps) >= 2
         for m, step in list(zip(micro_steps, steps, strict=True))[3:5]:  # buckets and traces are settled by then
             assert step == dict(Counter(EXPECTED[label](m)) + Counter(METRICS) + Counter(STOP)), label
+
+
+class SentBytes(TorchDispatchMode):
+    """Bytes that this process sends in all-gathers and reduce-scatters over two processes, as a ring sends them."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0]
+        if name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):
+            self.sent += max(args[0].nbytes, args[1].nbytes) // 2
+        return out
+
+
+class StepBytes(L.Callback):
+    """(micro-steps, bytes sent) of each forward and backward of a mini-batch."""
+
+    def __init__(self):
+        self.steps = []
+
+    def setup(self, trainer, pl_module, stage):
+        strategy, run = trainer.strategy, trainer.strategy.forward_backward
+
+        def counting(name, micro_batches, *args):
+            with SentBytes() as mode:
+                metrics = run(name, micro_batches, *args)
+            self.steps.append((len(micro_batches), mode.sent))
+            return metrics
+
+        strategy.forward_backward = counting
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [
+        ({}, "32-true"),
+        ({}, "bf16-mixed"),
+        ({"reshard_after_forward": False}, "32-true"),
+        ({"keep_weights": True, "reduce_every_micro_batch": False}, "bf16-mixed"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "default",
+)
+def test_the_plan_says_how_many_bytes_a_process_sends(options, precision):
+    """To the byte, where every tensor is cut evenly."""
+
+    def of_rank(rank):
+        count = StepBytes()
+        run = FixedRun(backend="fsdp2", options=options, precision=precision, callbacks=(count,), budget=32)
+        run.fit(2, rank)
+        return count.steps
+
+    sharding = FSDP2Strategy.sharding_of(FSDP2Config(**options), Layout(2))
+    sharding = replace(sharding, casts_matrices=precision == "bf16-mixed")
+    size = size_of(load_model_config(ModelConfig(architecture=ARCHITECTURE, tokenizer="byte")))
+    per_micro_step, per_step = traffic(size, sharding)
+    for steps in run_on_ranks(2, of_rank):
+        assert max(m for m, _ in steps) >= 2
+        assert [sent for _, sent in steps] == [m * per_micro_step + per_step for m, _ in steps]
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore")
+def test_weights_that_waited_for_a_backward_pass_are_shards_again_after_scoring():
+    """None comes there, and what reads a rank's parameters next (optimizer, checkpoint, sampling) wants shards."""
+
+    def of_rank(rank):
+        def look(trainer, module):
+            strategy = trainer.strategy
+            kinds = [{type(p.data).__name__ for _, p in strategy.named_parameters("policy")}]
+            with strategy.eval_mode("policy"), strategy.eval_mode("policy"):
+                for batch in batches:
+                    strategy.wrapped("policy")(batch)
+            return [*kinds, {type(p.data).__name__ for _, p in strategy.named_parameters("policy")}]
+
+        batches = []
+        keep = L.Callback()
+        keep.on_train_batch_start = lambda trainer, module, batch, index: batches.extend(batch.micro_batches)
+        run = FixedRun(backend="fsdp2", options={"keep_weights": True}, callbacks=(keep,), timer=look)
+        return run.fit(2, rank).extra
+
+    assert run_on_ranks(2, of_rank) == [[{"DTensor"}, {"DTensor"}]] * 2
 
 
 @pytest.mark.ranks

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from strategies.fsdp2 import FSDP2Config
 from tests.helpers.backends import needing
 from tests.helpers.ranks import run_on_ranks
 from tests.strategies.fixed_runs import FixedRun, Outcome, check_equal, relative_difference
@@ -71,6 +74,20 @@ def test_str_01_every_strategy_trains_as_one_process_does(references, backend, w
 def test_fewer_samples_than_ranks_dummies_and_samples_without_loss(references, backend, world, options):
     run = SPARSE.with_options(backend, **options)
     check_equal(references["sparse"], run_on_ranks(world, lambda rank: run.fit(world, rank)))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_how_weights_are_gathered_changes_no_bit(precision, monkeypatch):
+    """Kept over a step, and under bf16-mixed in bfloat16, as autocast would cast the matrices after they travelled."""
+    run = replace(UNEVEN, precision=precision).with_options("fsdp2")
+    kept = run.with_options("fsdp2", keep_weights=True)
+    outcomes = [run_on_ranks(2, lambda rank, one=one: one.fit(2, rank))[0] for one in (run, kept)]
+    if precision == "bf16-mixed":
+        monkeypatch.setattr(FSDP2Config, "gathers_as_multiplied", False)
+        outcomes += [run_on_ranks(2, lambda rank: run.fit(2, rank))[0]]
+    for other in outcomes[1:]:
+        assert other.norms == outcomes[0].norms
+        assert relative_difference(outcomes[0], other) == 0
 
 
 def test_a_norm_of_the_local_shard_would_be_noticed(references, monkeypatch):

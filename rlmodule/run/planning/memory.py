@@ -13,7 +13,7 @@ from rlmodule.models.footprint import Footprint
 from rlmodule.models.size import ModelSize
 from rlmodule.ops.logprobs import default_chunk
 
-FP32 = 4
+FP32, BF16 = 4, 2
 GRANULE = 512  # a recommended budget is a multiple of it where it is larger
 
 
@@ -123,9 +123,17 @@ class ModelMemory:
         s = self.sharding
         if not s.gathers_blocks or s.group == 1:
             return 0
-        every = self._of_stage(sum(self._on_a_process(block) for block in range(len(self.size.blocks))))
-        blocks = every if s.keeps_gathered else 2 * self._largest_block
-        return (blocks + self.size.outside // s.split) * s.gathered_bytes
+        blocks, narrow = [self._on_a_process(block) for block in range(len(self.size.blocks))], 0
+        every = self._of_stage(sum(blocks))
+        if s.casts_matrices:
+            narrow = self._of_stage(self.cast) if s.keeps_gathered else 2 * max(self.size.cast, default=0) // s.split
+        gathered = (every if s.keeps_gathered else 2 * self._largest_block) + self.size.outside // s.split
+        return gathered * s.gathered_bytes - narrow * (s.gathered_bytes - BF16)
+
+    @property
+    def cast(self) -> int:
+        """Elements of matrices in blocks that are gathered in bfloat16, so that autocast makes no copy of them."""
+        return sum(self.size.cast) // self.sharding.split if self.sharding.casts_matrices else 0
 
     @property
     def reducing(self) -> int:
@@ -198,10 +206,20 @@ class MemoryModel:
             gradients=model.gradients if self.micro_steps_accumulate else 0,
             moments=sum(m.moments for m in everything),
             gathered=model.gathered + model.reducing,
-            activations=int(self.footprint.kept(budget, longest) + budget * self.gathered_keys),
+            activations=int(self.footprint.kept(budget, longest) + budget * self.gathered_keys - self._not_copied),
             head=head.chunk(of_loss) + head.around(of_loss) + head.gradient,
             backward=int(max(0.0, self.footprint.backward(budget, longest))) + of_head,
         )
+
+    @property
+    def _not_copied(self) -> float:
+        """Bytes of copies for products that autocast need not make and keep: of weights that are gathered as such."""
+        return min(self.footprint.fixed, BF16 * self.trained.cast)
+
+    @property
+    def copied(self) -> float:
+        """Bytes of copies of weights for products, which autocast keeps until the backward pass."""
+        return self.footprint.fixed - self._not_copied
 
     def end_of_step(self) -> int:
         """Bytes when all gradients are there and activations are gone, with the embedding's on its way."""

@@ -85,12 +85,12 @@ def as_data(plan: Plan, assumed: Assumed) -> dict[str, Any]:
 
 def _notes(plan: Plan) -> list[str]:
     """What is no error and worth a line."""
-    warning, cast = learning_rate_warning(plan.config), plan.memory.footprint.fixed
+    warning, cast = learning_rate_warning(plan.config), plan.memory.copied
     notes = [warning] if warning else []
     if cast > LARGE_SHARE * plan.memory.peak(plan.budget):
         notes.append(
-            f"note: autocast keeps {_size(cast)} of bfloat16 copies of the weights until the backward pass, whatever "
-            "the strategy; model.activation_checkpointing=full keeps those of one block"
+            f"note: autocast keeps {_size(cast)} of bfloat16 copies of the weights until the backward pass; "
+            "strategy=fsdp2 gathers them as such, and model.activation_checkpointing=full keeps those of one block"
         )
     return notes + [f"note: the files of the model differ from model.shape: {line}" for line in plan.model.differences]
 

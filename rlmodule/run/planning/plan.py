@@ -79,7 +79,11 @@ class Plan:
     @cached_property
     def sharding(self) -> Sharding:
         """How a model that trains is spread."""
-        return Sharding() if self.layout_problem else self.strategy.sharding
+        if self.layout_problem:
+            return Sharding()
+        sharding, model = self.strategy.sharding, self.config.model
+        in_bf16 = PRECISIONS[model.precision] is not None and not model.compile
+        return replace(sharding, casts_matrices=sharding.casts_matrices and in_bf16)
 
     @cached_property
     def layout_problem(self) -> RLModuleError | None:

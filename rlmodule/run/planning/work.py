@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlmodule.batching.workload import ModelShape
 from rlmodule.core.layout import Layout
-from rlmodule.core.sharding import Sharding
+from rlmodule.core.sharding import SMALL, Sharding
 from rlmodule.models.size import ModelSize
 
-FP32 = 4  # bytes; gradients are reduced in it
+FP32, BF16 = 4, 2  # bytes; gradients are reduced in fp32
 FORWARD_SHARE = 1 / 3  # of the FLOPs of forward and backward: one of three matrix products
 
 
@@ -70,32 +71,70 @@ def update_flops(shape: ModelShape, samples: float, lengths: Lengths) -> float:
     return samples * float(shape.flops([lengths.sample], [lengths.response])[0])
 
 
-def sent_bytes(parameters: int, bytes_each: int, group: int, times: float) -> float:
+def sent_bytes(parameters: float, bytes_each: int, group: int, times: float) -> float:
     """Bytes that a process sends in ``times`` all-gathers or reduce-scatters over ``group`` processes (ring)."""
     return times * parameters * bytes_each * (group - 1) / group
 
 
+@dataclass(frozen=True)
+class Exchanged:
+    """Parameters that travel alike.
+
+    Args:
+        numel: of whole tensors, or of a tensor rank's part of them, on one stage.
+        trained: those that train.
+        kept: those that stay whole until their backward pass, where others are gathered again.
+        gathered_bytes: of one as it is gathered.
+        group: processes that exchange them.
+    """
+
+    numel: float
+    trained: float
+    kept: float
+    gathered_bytes: int
+    group: int
+
+    def traffic(self, s: Sharding) -> tuple[float, float]:
+        """(bytes per micro-step, bytes per step) that a process sends."""
+        again = max(0, s.gathers_per_micro_step - 1)
+        gathers = s.gathers_per_micro_step * self.numel - again * self.kept
+        at_once = self.numel if s.gathers_blocks else self.trained  # else it is what the optimizer has changed
+        return (
+            sent_bytes(gathers, self.gathered_bytes, self.group, 1)
+            + sent_bytes(self.trained, FP32, self.group, s.reduces_per_micro_step),
+            sent_bytes(at_once, self.gathered_bytes, self.group, s.gathers_per_step)
+            + sent_bytes(self.trained, FP32, self.group, s.reduces_per_step),
+        )
+
+
 def traffic(size: ModelSize, sharding: Sharding) -> tuple[float, float]:
     """(bytes per micro-step, bytes per step) that a process sends of one model's weights and gradients."""
-    s, experts = sharding, sum(size.experts) if sharding.experts > 1 else 0
-    is_whole = size.trained == size.total  # adapters leave experts, embedding and head as they are
-    blocks = size.total - size.outside - experts
-    same = s.group * s.split // s.experts  # processes that hold the same experts
-    found = [
-        _traffic(blocks, blocks if is_whole else size.trained, s.split * s.stages, s.group, s),
-        _traffic(size.outside, size.outside if is_whole else 0, s.outside_split, s.group, s),
-        _traffic(experts, experts if is_whole else 0, s.experts, same, s),
-    ]
+    found = [part.traffic(sharding) for part in exchanged(size, sharding)]
     return sum(per_micro_step for per_micro_step, _ in found), sum(per_step for _, per_step in found)
 
 
-def _traffic(total: int, trained: int, split: int, group: int, s: Sharding) -> tuple[float, float]:
-    """Of parameters whose ``split``-th part is exchanged within ``group`` processes."""
-    total, trained = total // split, trained // split
-    per_micro_step = sent_bytes(total, s.gathered_bytes, group, s.gathers_per_micro_step)
-    per_micro_step += sent_bytes(trained, FP32, group, s.reduces_per_micro_step)
-    per_step = sent_bytes(trained, s.weight_bytes, group, s.gathers_per_step)
-    return per_micro_step, per_step + sent_bytes(trained, FP32, group, s.reduces_per_step)
+def exchanged(size: ModelSize, s: Sharding) -> list[Exchanged]:
+    """The parameters of a model: matrices of blocks, what blocks have besides, what is outside of them, experts."""
+    is_whole = size.trained == size.total  # adapters leave experts, embedding and head as they are
+    experts = size.experts if s.experts > 1 else (0,) * len(size.blocks)
+    cast = size.cast if s.casts_matrices else (0,) * len(size.blocks)
+    rest = [block - own - matrices for block, own, matrices in zip(size.blocks, experts, cast, strict=True)]
+    outside, split = size.outside / s.outside_split, s.split * s.stages
+    if s.casts_matrices and sum(rest) <= SMALL * sum(size.blocks):
+        outside, rest = outside + sum(rest) / split, [0] * len(rest)
+
+    def of_blocks(numels: Sequence[int], split: int, trained: float, gathered_bytes: int, group: int) -> Exchanged:
+        # A stage has its share of the blocks, and each has a last one.
+        last = numels[-1] * s.stages if numels and s.keeps_last_block else 0
+        return Exchanged(sum(numels) / split, trained / split, last / split, gathered_bytes, group)
+
+    same = s.group * s.split // s.experts  # processes that hold the same experts
+    return [
+        of_blocks(cast, split, sum(cast) if is_whole else 0, BF16, s.group),
+        of_blocks(rest, split, sum(rest) if is_whole else size.trained, s.gathered_bytes, s.group),
+        Exchanged(outside, outside if is_whole else 0, outside * s.keeps_outside, s.gathered_bytes, s.group),
+        of_blocks(experts, s.experts, sum(experts) if is_whole else 0, s.gathered_bytes, same),
+    ]
 
 
 def sampling_flops(shape: ModelShape, samples: float, prompts: float, lengths: Lengths) -> float:

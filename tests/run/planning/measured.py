@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
@@ -61,6 +61,9 @@ CASES = (
     Case("fsdp", {"sharding": "grad_op"}),
     Case("fsdp2"),
     Case("fsdp2", {"reshard_after_forward": False}),
+    Case("fsdp2", {"keep_weights": True}),
+    Case("fsdp2", precision="bf16-mixed"),
+    Case("fsdp2", {"keep_weights": True}, precision="bf16-mixed"),
     Case("fsdp2", {"tp_size": 2}),
     Case("fsdp2", {"sp_size": 2}),
     Case("fsdp2", checkpointing="full"),
@@ -125,8 +128,9 @@ def predict(case: Case, size: str) -> tuple[int, StepMemory]:
     cls = STRATEGIES.lookup("language_model", case.backend, device="cpu")
     config = cls.config_class(**case.options)
     layout: Layout = cls.layout_of(config, case.ranks)
-    trained = ModelMemory(size_of(hf_config), cls.sharding_of(config, layout), is_trained=True, state_bytes=8)
-    dtype = PRECISIONS[model.precision]
+    dtype, sharding = PRECISIONS[model.precision], cls.sharding_of(config, layout)
+    sharding = replace(sharding, casts_matrices=sharding.casts_matrices and dtype is not None)
+    trained = ModelMemory(size_of(hf_config), sharding, is_trained=True, state_bytes=8)
     memory = MemoryModel(
         trained,
         (),
