@@ -73,6 +73,7 @@ LAYOUTS: Sequence[ParityLayout] = (
     ParityLayout("megatron_tp2", "megatron dp1 x tp2", "megatron", 2, {"tp_size": 2}),
     ParityLayout("megatron_pp2", "megatron dp1 x pp2", "megatron", 2, {"pp_size": 2}),
     ParityLayout("megatron_2_pp2", "megatron dp2 x pp2", "megatron", 4, {"pp_size": 2}),
+    ParityLayout("megatron_2_shared", "megatron 2, moments shared", "megatron", 2, {"distributed_optimizer": True}),
     ParityLayout("megatron_tp2_pp2", "megatron dp1 x tp2 x pp2", "megatron", 4, {"tp_size": 2, "pp_size": 2}),
     ParityLayout("deepspeed_1", "deepspeed 2, stage 1", "deepspeed", 2, {"stage": 1}),
     ParityLayout("deepspeed_2", "deepspeed 2, stage 2", "deepspeed", 2, {"stage": 2}),

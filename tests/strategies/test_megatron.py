@@ -67,12 +67,40 @@ LAYOUTS = [
     (4, {"tp_size": 2, "pp_size": 2}),
     (4, {**SPLIT, "pp_size": 2}),
     (4, {"tp_size": 2, "offload_params": True, "offload_optimizer": True}),
+    (2, {"distributed_optimizer": True}),
+    (2, {"sp_size": 2, "distributed_optimizer": True}),
+    (4, {**SPLIT, "distributed_optimizer": True}),
+    (4, {"pp_size": 2, "distributed_optimizer": True}),
+    (4, {"tp_size": 2, "offload_params": True, "offload_optimizer": True, "distributed_optimizer": True}),
 ]
 
 
 @pytest.mark.parametrize(("world", "options"), LAYOUTS, ids=label)
 def test_it_trains_as_one_process_does(expected, world, options):
     check_equal(expected, trained(RUN, world, **options))
+
+
+def moments_of(trainer: Any, module: Any) -> int:
+    (optimizer,) = trainer.strategy.optimizers
+    return sum(state["exp_avg"].numel() for state in optimizer.state.values())
+
+
+def test_data_ranks_share_the_moments_where_they_are_asked_to():
+    """Each has an equal part of the buffer; together they have one of every weight."""
+    run = replace(RUN, timer=moments_of)
+    whole = trained(run, 2)[0].extra
+    parts = [outcome.extra for outcome in trained(run, 2, distributed_optimizer=True)]
+    assert sum(parts) == whole
+    assert max(parts) < 0.52 * whole
+
+
+def test_a_step_that_is_not_finite_is_skipped_by_ranks_that_share_moments():
+    run = replace(RUN, poison=1)
+    expected = alone(run)
+    assert not np.isfinite(expected.norms[1])
+    for outcome in trained(run, 2, distributed_optimizer=True):
+        assert outcome.norms[2] == pytest.approx(expected.norms[2], rel=1e-5)
+        assert relative_difference(expected, outcome) < 1e-5
 
 
 FAMILIES = {
@@ -199,6 +227,7 @@ def test_what_its_layers_cannot_do_is_refused(reason):
         ({"sequence_parallel": True}, "sequence_parallel"),
         ({"tp_size": 2, "sp_size": 2, "sequence_parallel": True}, "sequence_parallel"),
         ({"transformer_engine": True}, "strategy.transformer_engine"),
+        ({"tp_size": 4, "distributed_optimizer": True}, "strategy.distributed_optimizer"),
         ({"tp_size": 3}, "strategy.tp_size"),
     ],
     ids=label,
@@ -214,15 +243,22 @@ def test_settings_that_mean_nothing_here_are_refused(options, key):
 
 TRAINED = replace(RUN, epochs=2)
 HALVES = {"tp_size": 2, "pp_size": 2}
+SHARED = {"tp_size": 2, "distributed_optimizer": True}
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Outcome]]:
     """A run of two epochs with a checkpoint after each, by one process, by fsdp2 and by megatron."""
     made = {}
-    for name, world, options in (("single", 1, {}), ("fsdp2", 2, {}), ("megatron", 4, HALVES)):
-        root = tmp_path_factory.mktemp(name)
-        made[name] = (root, fit(TRAINED.with_options(name, **options), world, root))
+    layouts = {
+        "single": ("single", 1, {}),
+        "fsdp2": ("fsdp2", 2, {}),
+        "megatron": ("megatron", 4, HALVES),
+        "megatron, moments shared": ("megatron", 4, SHARED),
+    }
+    for name, (backend, world, options) in layouts.items():
+        root = tmp_path_factory.mktemp(backend)
+        made[name] = (root, fit(TRAINED.with_options(backend, **options), world, root))
     return made
 
 
@@ -231,8 +267,9 @@ def resumed(written: dict[str, tuple[Path, Outcome]], writer: str, reader: str, 
     return fit(replace(TRAINED.with_options(reader, **options), seed=99), world, resume=root), undisturbed
 
 
-def test_it_goes_on_from_its_own_checkpoint_bit_for_bit(written):
-    got, undisturbed = resumed(written, "megatron", "megatron", 4, **HALVES)
+@pytest.mark.parametrize(("writer", "options"), [("megatron", HALVES), ("megatron, moments shared", SHARED)], ids=label)
+def test_it_goes_on_from_its_own_checkpoint_bit_for_bit(written, writer, options):
+    got, undisturbed = resumed(written, writer, "megatron", 4, **options)
     assert got.norms == undisturbed.norms[STEPS:]
     assert all(np.array_equal(got.weights[name], tensor) for name, tensor in undisturbed.weights.items())
 
@@ -245,6 +282,9 @@ def test_it_goes_on_from_its_own_checkpoint_bit_for_bit(written):
         ("single", "megatron", 2, {"tp_size": 2}),
         ("fsdp2", "megatron", 2, {"pp_size": 2}),
         ("megatron", "megatron", 2, {}),
+        ("megatron, moments shared", "single", 1, {}),
+        ("megatron, moments shared", "megatron", 2, {}),
+        ("single", "megatron", 4, {"pp_size": 2, "distributed_optimizer": True}),
     ],
     ids=label,
 )
@@ -254,10 +294,9 @@ def test_another_strategy_or_layout_goes_on_within_rounding(written, writer, rea
     assert relative_difference(undisturbed, got) < 1e-5
 
 
-def test_a_checkpoint_holds_what_one_process_writes(written):
-    whole, cut = (
-        read_whole(folder_of(written[name][0] / "checkpoints", 1) / "shards") for name in ("single", "megatron")
-    )
+@pytest.mark.parametrize("writer", ["megatron", "megatron, moments shared"])
+def test_a_checkpoint_holds_what_one_process_writes(written, writer):
+    whole, cut = (read_whole(folder_of(written[name][0] / "checkpoints", 1) / "shards") for name in ("single", writer))
     assert cut.keys() == whole.keys(), "weights and moments by the names of the transformers model"
     for key, tensor in whole.items():
         assert torch.allclose(cut[key], tensor, rtol=1e-4, atol=1e-6), key
