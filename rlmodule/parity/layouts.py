@@ -69,6 +69,7 @@ LAYOUTS: Sequence[ParityLayout] = (
     ParityLayout("fsdp2_2_ep2", "fsdp2 dp2, experts over 2", "fsdp2", 2, {"ep_size": 2}),
     ParityLayout("fsdp2_4_ep2", "fsdp2 dp4, experts over 2", "fsdp2", 4, {"ep_size": 2}),
     ParityLayout("fsdp2_2_tp2_ep2", "fsdp2 dp2 x tp2, experts over 2", "fsdp2", 4, {"tp_size": 2, "ep_size": 2}),
+    ParityLayout("fsdp2_2_pp2_ep2", "fsdp2 dp2 x pp2, experts over 2", "fsdp2", 4, {"pp_size": 2, "ep_size": 2}),
     ParityLayout("megatron_2", "megatron 2", "megatron", 2),
     ParityLayout("megatron_tp2", "megatron dp1 x tp2", "megatron", 2, {"tp_size": 2}),
     ParityLayout("megatron_pp2", "megatron dp1 x pp2", "megatron", 2, {"pp_size": 2}),

@@ -26,6 +26,7 @@ from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import architecture, tiny_policy
 from tests.strategies.fixed_runs import ADAMW, ARCHITECTURE, FixedRun, Outcome, check_equal, relative_difference
 from tests.strategies.test_checkpoint_portable import STEPS, fit
+from tests.strategies.test_communication import CountCollectives
 from tests.strategies.test_critic import KINDS, assert_same, on_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install rlmodule[megatron]")
@@ -138,6 +139,55 @@ def test_recomputed_blocks_give_the_same_numbers(expected):
         architecture={**ARCHITECTURE, **RUN.architecture}, tokenizer="byte", activation_checkpointing="full"
     )
     check_equal(expected, trained(replace(RUN, model=model), 2, tp_size=2))
+
+
+# ---- exchanges
+
+LAYERS = ARCHITECTURE["num_hidden_layers"]
+ONCE = {"c10d::allgather_": 1, "c10d::broadcast_": 1}  # metrics; and Lightning's own between two steps
+# For m micro-steps. A layer sums what its ranks have of attention and of the feed-forward part, and of the gradients at
+# the two places where they begin. A micro-batch once more for its embedding, and at the head for the largest logit, the
+# sums that log-probabilities and entropies are made of, and the gradient of what the head is given.
+OF_TENSOR_RANKS = 4 * LAYERS + 1
+AT_THE_HEAD = 4
+EXCHANGES = {
+    "dp2": (2, {}, lambda m: {**ONCE, "c10d::allreduce_": 1 + 1}),
+    "dp2, moments shared": (
+        2,
+        {"distributed_optimizer": True},
+        lambda m: {
+            **ONCE,
+            "c10d::allreduce_": 1,
+            "c10d::reduce_scatter_tensor_coalesced_": 1,
+            "c10d::allgather_into_tensor_coalesced_": 1,
+        },
+    ),
+    "tp2": (
+        2,
+        {"tp_size": 2},
+        lambda m: {"c10d::broadcast_": 1, "c10d::allreduce_": (OF_TENSOR_RANKS + AT_THE_HEAD) * m + 1 + 1},
+    ),
+    "pp2": (
+        2,
+        {"pp_size": 2},
+        lambda m: {"c10d::send": m + 1, "c10d::recv_": m + 1, "c10d::allreduce_": 1, "c10d::broadcast_": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", EXCHANGES)
+def test_a_step_exchanges_what_is_cut_one_gradient_of_each_weight_and_one_norm(layout):
+    world, options, expected = EXCHANGES[layout]
+
+    def of_rank(rank: int) -> tuple[list[int], list[dict[str, int]]]:
+        count = CountCollectives()
+        replace(RUN, backend="megatron", options=options, callbacks=(count,), budget=32, epochs=2).fit(world, rank)
+        return count.micro_steps, count.steps
+
+    for micro_steps, steps in run_on_ranks(world, of_rank):
+        for m, step in list(zip(micro_steps, steps, strict=True))[3:5]:
+            assert m >= 2
+            assert step == expected(m)
 
 
 # ---- weights: read, named, refused

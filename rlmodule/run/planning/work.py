@@ -84,7 +84,7 @@ def traffic(size: ModelSize, sharding: Sharding) -> tuple[float, float]:
     found = [
         _traffic(blocks, blocks if is_whole else size.trained, s.split * s.stages, s.group, s),
         _traffic(size.outside, size.outside if is_whole else 0, s.outside_split, s.group, s),
-        _traffic(experts, experts if is_whole else 0, s.experts, same, s),
+        _traffic(experts, experts if is_whole else 0, s.experts * s.stages, same, s),
     ]
     return sum(per_micro_step for per_micro_step, _ in found), sum(per_step for _, per_step in found)
 
