@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from rlmodule.core.config import at_least, one_of
-from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
 from rlmodule.core.sharding import Sharding, waiting_on_host
 from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, fp32_parts, is_small, lm_of, matrices_cast
@@ -53,13 +52,6 @@ class FSDP2Config(OffloadParallelConfig):
         at_least("dp_replicate", self.dp_replicate, 1)
         one_of("param_dtype", self.param_dtype, DTYPES)
         check_offload_once(self.cpu_offload, self)
-        if self.ep_size > 1 and self.pp_size > 1:
-            raise ConfigError(
-                key="ep_size",
-                got=self.ep_size,
-                because=f"experts are shared over all processes, and pp_size={self.pp_size} gives them other blocks",
-                fix="Use strategy.pp_size=1 or strategy.ep_size=1",
-            )
 
     @property
     def grid(self) -> dict[str, int]:
@@ -95,7 +87,8 @@ class FSDP2Strategy(PipelinedStrategy):
     def __init__(self, config: FSDP2Config, **place: Any) -> None:
         super().__init__(config, **place)
         world_size = place["num_processes"] * place["num_nodes"]
-        check_expert_degree(world_size, config.ep_size, tp_size=config.tp_size, replicas=config.dp_replicate)
+        processes = world_size // (config.dp_replicate * config.pp_size)
+        check_expert_degree(processes, config.ep_size, tp_size=config.tp_size)
 
     @classmethod
     def layout_of(cls, config: FSDP2Config, world_size: int) -> Layout:  # type: ignore[override]

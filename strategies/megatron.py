@@ -2,7 +2,8 @@
 
 Every data rank holds the same parameters; their gradients are averaged once per step. Parameters are Megatron's own,
 fused ones; weights come and go under Hugging Face names, piece by piece. Sampling and export use the transformers
-model. Leaves out the layers (``parts/megatron_trunk.py``) and the names (``parts/megatron_names.py``).
+model. Leaves out the layers (``parts/megatron_trunk.py``), the names (``parts/megatron_names.py``), and moments that
+data ranks share (``parts/megatron_optimizer.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
@@ -42,6 +44,7 @@ from strategies.parts.megatron_names import (
     shares_of_ranks,
     stage_of,
 )
+from strategies.parts.megatron_optimizer import Moments, SharedMoments
 from strategies.parts.megatron_trunk import MegatronTrunk, TrunkPlan
 from strategies.parts.pieces import Piece, Pieces, fill
 from strategies.parts.pipeline import Pipeline
@@ -61,6 +64,7 @@ class MegatronConfig(OffloadParallelConfig):
     tp_size: int = 1  # processes that share every matrix and the vocabulary
     pp_size: int = 1  # stages that share the layers of a model (pipeline parallelism)
     sequence_parallel: bool = False  # tensor ranks share the positions of a row wherever they share no matrix
+    distributed_optimizer: bool = False  # data ranks share the moments, each has those of its part of the weights
     transformer_engine: bool = False  # layers of Transformer Engine, which need CUDA
 
     def __post_init__(self) -> None:
@@ -101,11 +105,20 @@ class MegatronStrategy(PipelinedStrategy):
                 key="strategy.transformer_engine",
                 got=True,
                 because="Transformer Engine is not installed" if device == "cuda" else f"it has no layers for {device}",
-                fix="Use strategy.transformer_engine=false",
+                fix="Use strategy.transformer_engine=false"
+                + (", or pip install 'transformer_engine[pytorch]'" if device == "cuda" else ""),
             )
         super().__init__(config, device=device, num_processes=num_processes, num_nodes=num_nodes)
+        if config.distributed_optimizer and self.layout_of(config, num_processes * num_nodes).dp_sp_size == 1:
+            raise ConfigError(
+                key="strategy.distributed_optimizer",
+                got=True,
+                because="there are no data ranks that could share moments",
+                fix="Use strategy.distributed_optimizer=false, or more processes",
+            )
         self.device_name = device
-        self._copies: dict[nn.Parameter, int] = {}  # processes that hold the same part of each parameter
+        self._copies: dict[Tensor, int] = {}  # processes that hold the same part of each parameter
+        self._shared_moments: dict[str, SharedMoments] = {}  # of models that train with the distributed optimizer
 
     @classmethod
     def sharding_of(cls, config: MegatronConfig, layout: Layout) -> Sharding:
@@ -113,7 +126,7 @@ class MegatronStrategy(PipelinedStrategy):
         return Sharding(
             weights=layout.tp_size,
             gradients=layout.tp_size,
-            moments=layout.tp_size,
+            moments=layout.tp_size * (layout.dp_sp_size if config.distributed_optimizer else 1),
             on_host=waiting_on_host(weights=False, gradients=False, moments=config.offload_optimizer),
             copies_to_sample=True,
             group=layout.dp_sp_size,
@@ -170,7 +183,30 @@ class MegatronStrategy(PipelinedStrategy):
             self._join_pipeline(name, model, trunk, self.mesh.pipeline_group)
         model.to(self.root_device)
         self._copies |= self._count_copies(name)
+        if self.config.distributed_optimizer and next(trunk.parameters()).requires_grad:
+            self._shared_moments[name] = self._lay_flat(name, model, trunk)
         return model
+
+    def _lay_flat(self, name: str, model: nn.Module, trunk: MegatronTrunk) -> SharedMoments:
+        return SharedMoments(
+            model,
+            trunk.layer_config,
+            self.mesh.token_group,
+            self.root_device,
+            self.exchange_device,
+            next(iter(self._shared(name)), None) if name in self._stages else None,
+        )
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Data ranks get their parts of the weights in the place of weights, where they share moments."""
+        super().setup_optimizers(trainer)
+        for name, optimizer in self.models_and_optimizers():
+            if name in self._shared_moments:
+                shared = self._shared_moments[name]
+                with self.parameters_on_device(name):
+                    shared.attach(optimizer)
+                ranks = self.layout.dp_sp_size
+                self._copies |= {part: self._copies[p] // ranks for p, part in shared.parts.items()}
 
     def _plan(self, num_layers: int) -> TrunkPlan:
         stage, stages = self.layout.pp_rank, self.layout.pp_size
@@ -283,22 +319,40 @@ class MegatronStrategy(PipelinedStrategy):
     def reduce_gradients(self, name: str) -> None:
         """Add up what tensor ranks have a share of, then average over the ranks that train on tokens of their own."""
         parameters = [p for p, _ in self.pieces(name) if p.requires_grad]
+        flat = self._shared_moments.get(name)
+        if flat is not None:
+            flat.show_gradients()
         fill_missing(parameters)
         if self.mesh.tensor is not None:
             shares = [p.grad for p in shares_of_ranks(self._trunk(name)) if p.grad is not None]
             sum_over(shares, self.mesh.tensor.get_group(), self.exchange_device)
         ranks = self.layout.dp_sp_size
-        if ranks > 1:
+        if flat is not None:
+            flat.scatter_gradients()
+        elif ranks > 1:
             gradients = [p.grad for p in parameters if p.grad is not None]
             sum_over(gradients, self.mesh.token_group, self.exchange_device, factor=1 / ranks)
+
+    def clip_and_step(self, optimizer: Optimizer | LightningOptimizer, max_norm: float) -> float:
+        """As any other optimizer's, of this rank's parts; then ranks bring together what they have updated."""
+        made = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        name = next(name for name, known in self.models_and_optimizers() if known is made)
+        flat = self._shared_moments.get(name)
+        if flat is None:
+            return super().clip_and_step(optimizer, max_norm)
+        flat.give_gradients()
+        norm = super().clip_and_step(optimizer, max_norm)
+        flat.gather_parameters()
+        flat.clear()
+        return norm
 
     def copies_of(self, parameter: nn.Parameter) -> int:
         """Ranks that train on tokens of their own, tensor ranks where it is not cut, both ends where they share it."""
         return self._copies[parameter]
 
-    def _count_copies(self, name: str) -> dict[nn.Parameter, int]:
+    def _count_copies(self, name: str) -> dict[Tensor, int]:
         shared = self._stages[name].shared if name in self._stages else None
-        copies = {}
+        copies: dict[Tensor, int] = {}
         for parameter, pieces in self.pieces(name):
             over_tensor = self.layout.tp_size if pieces[0].dim is None else 1
             ends = 2 if pieces[0].names[0] == shared else 1
@@ -309,23 +363,38 @@ class MegatronStrategy(PipelinedStrategy):
 
     def state_dict_to_save(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
         """Pieces of weights and moments; those of a fused parameter are copies."""
-        parts = self._weights(name)
-        for parameter, pieces in self.pieces(name):
-            for moment, tensor in optimizer.state.get(parameter, {}).items():
-                for piece in pieces:
-                    key = f"{name}.{piece.names[0]}{MOMENT}{moment}"
-                    parts[key] = self._part(piece, tensor) if tensor.ndim else tensor.clone()
-        return parts
+        shared = self._shared_moments.get(name)
+        moments: Any = optimizer.state if shared is None else dict(shared.collected())
+        return self._weights(name) | self._moment_parts(name, moments)
+
+    def state_dict_to_load(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
+        """As ``state_dict_to_save``; whole moments on every data rank, also where they share them."""
+        shared = self._shared_moments.get(name)
+        if shared is None:
+            return super().state_dict_to_load(name, optimizer)
+        return self._weights(name) | self._moment_parts(name, shared.empty())
 
     def load_state_dict(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
         """Write pieces of weights and moments to where they belong."""
         self.load_weights(name, parts)
+        shared = self._shared_moments.get(name)
+        moments: Any = optimizer.state if shared is None else shared.empty()
         for parameter, pieces in self.pieces(name):
-            for moment, tensor in optimizer.state.get(parameter, {}).items():
+            for moment, tensor in moments.get(parameter, {}).items():
                 for piece in pieces:
                     with suppress(KeyError):  # it was saved before the first step
                         part = local(parts[f"{name}.{piece.names[0]}{MOMENT}{moment}"])
                         piece.put(tensor, part) if tensor.ndim else tensor.copy_(part)
+        if shared is not None:
+            shared.put(moments)
+
+    def _moment_parts(self, name: str, moments: Moments) -> dict[str, Tensor]:
+        return {
+            f"{name}.{piece.names[0]}{MOMENT}{moment}": self._part(piece, tensor) if tensor.ndim else tensor.clone()
+            for parameter, pieces in self.pieces(name)
+            for moment, tensor in moments.get(parameter, {}).items()
+            for piece in pieces
+        }
 
     def weights_to_load(self, name: str) -> dict[str, Tensor]:
         """This process's pieces of a model's weights, to be filled and then given to ``load_weights``."""

@@ -68,9 +68,9 @@ class ExpertMesh:
                 because=f"strategy.ep_size={layout.ep_size} deals out experts, and their adapters cannot go with them",
                 fix="List layers of the attention (q_proj, k_proj, v_proj, o_proj), or use strategy.ep_size=1",
             )
-        plan: dict[str, str] = lm._expand_parallel_plan(dict(lm.ep_plan))
-        if DISPATCHED not in plan.values():
+        if DISPATCHED not in lm.ep_plan.values():
             raise _refused(layout, f"{type(lm).__name__} has no experts, or brings no plan to spread them")
+        plan: dict[str, str] = lm._expand_parallel_plan(dict(lm.ep_plan))  # empty in a stage without experts
         return plan
 
     def cut(self, lm: Any, plan: Mapping[str, str]) -> list[nn.Module]:
@@ -117,18 +117,22 @@ def _refused(layout: Layout, because: str) -> ConfigError:
     return ConfigError(key="strategy.ep_size", got=layout.ep_size, because=because, fix="Use strategy.ep_size=1")
 
 
-def check_expert_degree(world_size: int, ep_size: int, *, tp_size: int = 1, replicas: int = 1) -> None:
+def check_expert_degree(processes: int, ep_size: int, *, tp_size: int = 1) -> None:
     """Check, before any process is started, that ``ep_size`` neighbours can share experts.
 
+    Args:
+        processes: of one stage of one copy of the model.
+        ep_size: neighbours that share experts.
+        tp_size: neighbours that have the same tokens.
+
     Raises:
-        ConfigError: it is no multiple of the tensor ranks, or does not divide the processes of one copy of the model.
+        ConfigError: it is no multiple of the tensor ranks, or does not divide the processes.
     """
-    processes = world_size // replicas
     if ep_size > 1 and (ep_size % tp_size or processes % ep_size):
         raise ConfigError(
             key="strategy.ep_size",
             got=ep_size,
             because=f"it must be a multiple of tp_size={tp_size} and divide the {processes} processes of one copy of "
-            "the model",
+            "the model, or of a stage of it",
             fix=f"Use one of {[n for n in range(tp_size, processes + 1, tp_size) if processes % n == 0]}, or 1",
         )

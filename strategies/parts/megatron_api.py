@@ -21,11 +21,14 @@ require_release("megatron-core", "0.16.1", strategy="megatron")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # it says at every import which optional packages it does without
     from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import (
         HAVE_TE,
         get_gpt_layer_local_spec,
         get_gpt_layer_with_transformer_engine_spec,
     )
+    from megatron.core.optimizer import DistributedOptimizer, OptimizerConfig
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import VocabParallelEmbedding
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
     from megatron.core.transformer import ModuleSpec, TransformerConfig
@@ -33,10 +36,17 @@ with warnings.catch_warnings():
 
 # Of graphs that are not used, and of an environment variable that matters on CUDA alone (docs/strategies.md).
 warnings.filterwarnings("ignore", message="full scope is deprecated|When using async grad allreduce")
+# It calls torch's collectives by names that torch 2.13 has deprecated.
+warnings.filterwarnings("ignore", category=FutureWarning, message=r".torch\.distributed\.\w+. is deprecated")
 
 __all__ = [
     "HAVE_TE",
+    "DistributedDataParallel",
+    "DistributedDataParallelConfig",
+    "DistributedOptimizer",
     "ModuleSpec",
+    "OptimizerConfig",
+    "ProcessGroupCollection",
     "TransformerConfig",
     "VocabParallelEmbedding",
     "build_module",
@@ -46,6 +56,7 @@ __all__ = [
     "join_groups",
     "on_device",
     "parallel_state",
+    "types_of_cuda",
 ]
 
 
@@ -80,6 +91,20 @@ class _CudaMeans(TorchFunctionMode):
         if "cuda" in str(given.get("device", "")):
             given["device"] = self.device
         return func(*args, **given)
+
+
+class _TypesOfCuda(TorchFunctionMode):
+    """The type of a tensor has the name that it would have on CUDA, which is the only one that it is compared with."""
+
+    def __torch_function__(self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        asked = func is torch.Tensor.type and isinstance(found, str)
+        return f"torch.cuda.{found.rpartition('.')[2]}" if asked else found
+
+
+def types_of_cuda() -> TorchFunctionMode:
+    """Inside, tensors say that they are of CUDA's types, wherever they are."""
+    return _TypesOfCuda()
 
 
 @contextmanager

@@ -167,6 +167,7 @@ class MegatronTrunk(nn.Module):
         whole: the transformers model without weights, which writes folders of whole weights.
 
     Attributes:
+        layer_config: Megatron's configuration of the layers.
         arrived: [1, T, H] (T/tp with sequence parallelism) hidden states from the stage before, set for each call.
     """
 
@@ -185,7 +186,7 @@ class MegatronTrunk(nn.Module):
         self.recompute = _recompute_of(lm)
         self.padding_idx: int | None = lm.model.embed_tokens.padding_idx
         self.arrived: Tensor | None = None
-        made = transformer_config(hf, plan)
+        made = self.layer_config = transformer_config(hf, plan)
         spec = layer_spec(hf, plan, lm.model.rotary_emb.attention_scaling)
         with on_device(plan.device):
             self.embedding = _embedding(hf, made, plan) if plan.is_first else None

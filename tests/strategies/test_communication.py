@@ -255,20 +255,34 @@ def test_weights_that_waited_for_a_backward_pass_are_shards_again_after_scoring(
     assert run_on_ranks(2, of_rank) == [[{"DTensor"}, {"DTensor"}]] * 2
 
 
+OF_A_STAGE = 2  # units of one of two stages: its block, and embedding or head
+
+
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")
-def test_a_step_in_two_stages_sends_each_micro_batch_on_and_back_once():
-    """On top, both ends exchange the gradient of the weight they share, and the last one tells its metrics (two calls)."""
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_a_step_in_two_stages_sends_each_micro_batch_on_and_back_once(dp_size):
+    """On top, both ends exchange the gradient of the weight they share, and the last one tells its metrics (two calls).
+
+    With data ranks each stage gathers and reduces its own units among its own ranks, and these merge their metrics.
+    """
 
     def of_rank(rank):
         count = CountCollectives()
-        FixedRun(backend="fsdp2", options={"pp_size": 2}, callbacks=(count,), budget=32, epochs=2).fit(2, rank)
+        run = FixedRun(backend="fsdp2", options={"pp_size": 2}, callbacks=(count,), budget=32, epochs=2)
+        run.fit(2 * dp_size, rank)
         return count.micro_steps, count.steps
 
-    for micro_steps, steps in run_on_ranks(2, of_rank):
+    for micro_steps, steps in run_on_ranks(2 * dp_size, of_rank):
         for m, step in list(zip(micro_steps, steps, strict=True))[3:5]:
             assert m > 2
-            assert step == {"c10d::send": m + 1, "c10d::recv_": m + 1, **NORM, "c10d::broadcast_": 1 + 2}
+            of_stage = {"c10d::send": m + 1, "c10d::recv_": m + 1, **NORM, "c10d::broadcast_": 1 + 2}
+            sharded = {
+                "c10d::_allgather_base_": (2 * OF_A_STAGE - 1) * m,
+                "c10d::_reduce_scatter_base_": OF_A_STAGE * m,
+                **METRICS,
+            }
+            assert step == {**of_stage, **(sharded if dp_size > 1 else {})}
 
 
 def plan_of_many(rank):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,9 @@ def reference() -> Outcome:
 
 
 def held(trainer: Any, module: Any) -> tuple[int, ...]:
-    """What a rank keeps of the first layer's experts."""
-    parameters = dict(trainer.strategy.named_parameters("policy"))
-    return tuple(parameters["lm.model.layers.0.mlp.experts.gate_up_proj"].to_local().shape)
+    """What a rank keeps of the experts of its first layer."""
+    parameters = trainer.strategy.named_parameters("policy")
+    return next(tuple(p.to_local().shape) for name, p in parameters if name.endswith("mlp.experts.gate_up_proj"))
 
 
 LAYOUTS = [
@@ -57,6 +56,8 @@ LAYOUTS = [
     (4, {"ep_size": 4, "tp_size": 2}, (1, 48, 32)),
     (4, {"ep_size": 2, "dp_replicate": 2}, (2, 48, 32)),
     (4, {"ep_size": 2, "sp_size": 2, "reduce_every_micro_batch": False}, (1, 48, 32)),
+    (4, {"ep_size": 2, "pp_size": 2}, (2, 48, 32)),
+    (8, {"ep_size": 2, "pp_size": 2, "tp_size": 2}, (1, 48, 32)),
 ]
 
 
@@ -69,9 +70,11 @@ def test_experts_on_other_ranks_train_as_on_one_process(reference, world, option
     assert {outcome.extra for outcome in outcomes} == {share}
 
 
-def test_another_family_shares_the_experts_of_its_later_layers():
-    run = FixedRun("fsdp2", {"ep_size": 2}, model=LATENT)
-    check_equal(alone(LATENT), run_on_ranks(2, lambda rank: run.fit(2, rank)))
+@pytest.mark.parametrize(("world", "stages"), [(2, 1), (4, 2)])
+def test_another_family_shares_the_experts_of_its_later_layers(world, stages):
+    """Its first layer has none, and of two stages neither has the first one."""
+    run = FixedRun("fsdp2", {"ep_size": 2, "pp_size": stages}, model=LATENT)
+    check_equal(alone(LATENT), run_on_ranks(world, lambda rank: run.fit(world, rank)))
 
 
 def test_adapters_of_the_attention_train_and_recomputed_blocks_send_their_tokens_again():
@@ -141,6 +144,7 @@ WRITERS = {
     "single": (1, "single", {}),
     "two": (2, "fsdp2", {"ep_size": 2}),
     "four": (4, "fsdp2", {"ep_size": 2}),
+    "stages": (4, "fsdp2", {"ep_size": 2, "pp_size": 2}),
 }
 
 
@@ -154,7 +158,18 @@ def written(tmp_path_factory: Any) -> dict[str, tuple[Path, Outcome]]:
     return made
 
 
-@pytest.mark.parametrize(("writer", "reader"), [("two", "two"), ("four", "two"), ("two", "single"), ("single", "four")])
+MOVES = [
+    ("two", "two"),
+    ("four", "two"),
+    ("two", "single"),
+    ("single", "four"),
+    ("stages", "stages"),
+    ("stages", "two"),
+    ("single", "stages"),
+]
+
+
+@pytest.mark.parametrize(("writer", "reader"), MOVES)
 def test_a_checkpoint_moves_between_layouts_with_and_without_shared_experts(written, writer, reader):
     from rlmodule.checkpoint.state import STATE_FILE, folder_of
 
@@ -199,33 +214,37 @@ def test_the_whole_copy_samples_and_its_export_reloads_with_equal_logits(tmp_pat
 LAYERS = 2
 
 
-def test_a_step_sends_tokens_to_experts_and_back_and_gathers_no_expert():
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_step_sends_tokens_to_experts_and_back_and_gathers_no_expert(stages):
     """Per layer and micro-step: how many tokens come, tokens there and back, and their gradients the same way.
 
     Two ranks hold different experts, so nobody shares the same ones: experts are neither gathered nor reduced, and the
-    blocks around them are, as without.
+    blocks around them are, as without. In stages each does so for its own layers, and hands its states on.
     """
-    units = LAYERS + 1
+    layers, world = LAYERS // stages, 2 * stages
+    units = layers + 1
     count = CountCollectives()
-    run = FixedRun("fsdp2", {"ep_size": 2}, model=MODEL, callbacks=(count,), budget=32)
+    options = {"ep_size": 2, "pp_size": stages}
+    run = FixedRun("fsdp2", options, model=MODEL, callbacks=(count,), budget=32)
 
     def of_rank(rank: int) -> tuple[list[int], list[dict[str, int]]]:
-        run.fit(2, rank)
+        run.fit(world, rank)
         return count.micro_steps, count.steps
 
-    for micro_steps, steps in run_on_ranks(2, of_rank):
+    for micro_steps, steps in run_on_ranks(world, of_rank):
         assert max(micro_steps) >= 2
-        for m, step in list(zip(micro_steps, steps, strict=True))[1:]:
+        for m, step in list(zip(micro_steps, steps, strict=True))[1:2]:
+            handed_on = {"c10d::send": m, "c10d::recv_": m} if stages > 1 else {}
             expected = {
-                "c10d::alltoall_base_": 5 * LAYERS * m,
+                "c10d::alltoall_base_": 5 * layers * m,
                 "c10d::_allgather_base_": (2 * units - 1) * m,
                 "c10d::_reduce_scatter_base_": units * m,
                 "c10d::allreduce_": 1,
                 "c10d::allgather_": 1,
-                "c10d::broadcast_": 1,  # Lightning's own between two steps; none after the last
+                "c10d::broadcast_": 1 + (2 if stages > 1 else 0),  # Lightning's own between two steps; metrics
+                **handed_on,
             }
-            step.setdefault("c10d::broadcast_", 1)
-            assert step == dict(Counter(expected))
+            assert step == expected
 
 
 # ---- refusals
@@ -260,6 +279,7 @@ def test_models_whose_experts_cannot_be_shared_are_refused(model, message):
         (3, {"ep_size": 2}, r"strategy.ep_size=2: .*divide the 3 processes .*Use one of \[1, 3\]"),
         (4, {"ep_size": 2, "tp_size": 4}, r"strategy.ep_size=2: it must be a multiple of tp_size=4"),
         (4, {"ep_size": 4, "dp_replicate": 2}, "divide the 2 processes of one copy"),
+        (4, {"ep_size": 4, "pp_size": 2}, "divide the 2 processes .* or of a stage"),
     ],
 )
 def test_degrees_that_do_not_tile_are_refused_before_a_process_starts(world, options, message):

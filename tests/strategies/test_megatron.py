@@ -26,6 +26,7 @@ from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import architecture, tiny_policy
 from tests.strategies.fixed_runs import ADAMW, ARCHITECTURE, FixedRun, Outcome, check_equal, relative_difference
 from tests.strategies.test_checkpoint_portable import STEPS, fit
+from tests.strategies.test_communication import CountCollectives
 from tests.strategies.test_critic import KINDS, assert_same, on_ranks
 
 pytest.importorskip("megatron.core", reason="needs megatron-core: pip install rlmodule[megatron]")
@@ -67,12 +68,40 @@ LAYOUTS = [
     (4, {"tp_size": 2, "pp_size": 2}),
     (4, {**SPLIT, "pp_size": 2}),
     (4, {"tp_size": 2, "offload_params": True, "offload_optimizer": True}),
+    (2, {"distributed_optimizer": True}),
+    (2, {"sp_size": 2, "distributed_optimizer": True}),
+    (4, {**SPLIT, "distributed_optimizer": True}),
+    (4, {"pp_size": 2, "distributed_optimizer": True}),
+    (4, {"tp_size": 2, "offload_params": True, "offload_optimizer": True, "distributed_optimizer": True}),
 ]
 
 
 @pytest.mark.parametrize(("world", "options"), LAYOUTS, ids=label)
 def test_it_trains_as_one_process_does(expected, world, options):
     check_equal(expected, trained(RUN, world, **options))
+
+
+def moments_of(trainer: Any, module: Any) -> int:
+    (optimizer,) = trainer.strategy.optimizers
+    return sum(state["exp_avg"].numel() for state in optimizer.state.values())
+
+
+def test_data_ranks_share_the_moments_where_they_are_asked_to():
+    """Each has an equal part of the buffer; together they have one of every weight."""
+    run = replace(RUN, timer=moments_of)
+    whole = trained(run, 2)[0].extra
+    parts = [outcome.extra for outcome in trained(run, 2, distributed_optimizer=True)]
+    assert sum(parts) == whole
+    assert max(parts) < 0.52 * whole
+
+
+def test_a_step_that_is_not_finite_is_skipped_by_ranks_that_share_moments():
+    run = replace(RUN, poison=1)
+    expected = alone(run)
+    assert not np.isfinite(expected.norms[1])
+    for outcome in trained(run, 2, distributed_optimizer=True):
+        assert outcome.norms[2] == pytest.approx(expected.norms[2], rel=1e-5)
+        assert relative_difference(expected, outcome) < 1e-5
 
 
 FAMILIES = {
@@ -110,6 +139,55 @@ def test_recomputed_blocks_give_the_same_numbers(expected):
         architecture={**ARCHITECTURE, **RUN.architecture}, tokenizer="byte", activation_checkpointing="full"
     )
     check_equal(expected, trained(replace(RUN, model=model), 2, tp_size=2))
+
+
+# ---- exchanges
+
+LAYERS = ARCHITECTURE["num_hidden_layers"]
+ONCE = {"c10d::allgather_": 1, "c10d::broadcast_": 1}  # metrics; and Lightning's own between two steps
+# For m micro-steps. A layer sums what its ranks have of attention and of the feed-forward part, and of the gradients at
+# the two places where they begin. A micro-batch once more for its embedding, and at the head for the largest logit, the
+# sums that log-probabilities and entropies are made of, and the gradient of what the head is given.
+OF_TENSOR_RANKS = 4 * LAYERS + 1
+AT_THE_HEAD = 4
+EXCHANGES = {
+    "dp2": (2, {}, lambda m: {**ONCE, "c10d::allreduce_": 1 + 1}),
+    "dp2, moments shared": (
+        2,
+        {"distributed_optimizer": True},
+        lambda m: {
+            **ONCE,
+            "c10d::allreduce_": 1,
+            "c10d::reduce_scatter_tensor_coalesced_": 1,
+            "c10d::allgather_into_tensor_coalesced_": 1,
+        },
+    ),
+    "tp2": (
+        2,
+        {"tp_size": 2},
+        lambda m: {"c10d::broadcast_": 1, "c10d::allreduce_": (OF_TENSOR_RANKS + AT_THE_HEAD) * m + 1 + 1},
+    ),
+    "pp2": (
+        2,
+        {"pp_size": 2},
+        lambda m: {"c10d::send": m + 1, "c10d::recv_": m + 1, "c10d::allreduce_": 1, "c10d::broadcast_": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", EXCHANGES)
+def test_a_step_exchanges_what_is_cut_one_gradient_of_each_weight_and_one_norm(layout):
+    world, options, expected = EXCHANGES[layout]
+
+    def of_rank(rank: int) -> tuple[list[int], list[dict[str, int]]]:
+        count = CountCollectives()
+        replace(RUN, backend="megatron", options=options, callbacks=(count,), budget=32, epochs=2).fit(world, rank)
+        return count.micro_steps, count.steps
+
+    for micro_steps, steps in run_on_ranks(world, of_rank):
+        for m, step in list(zip(micro_steps, steps, strict=True))[3:5]:
+            assert m >= 2
+            assert step == expected(m)
 
 
 # ---- weights: read, named, refused
@@ -199,6 +277,7 @@ def test_what_its_layers_cannot_do_is_refused(reason):
         ({"sequence_parallel": True}, "sequence_parallel"),
         ({"tp_size": 2, "sp_size": 2, "sequence_parallel": True}, "sequence_parallel"),
         ({"transformer_engine": True}, "strategy.transformer_engine"),
+        ({"tp_size": 4, "distributed_optimizer": True}, "strategy.distributed_optimizer"),
         ({"tp_size": 3}, "strategy.tp_size"),
     ],
     ids=label,
@@ -214,15 +293,22 @@ def test_settings_that_mean_nothing_here_are_refused(options, key):
 
 TRAINED = replace(RUN, epochs=2)
 HALVES = {"tp_size": 2, "pp_size": 2}
+SHARED = {"tp_size": 2, "distributed_optimizer": True}
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Outcome]]:
     """A run of two epochs with a checkpoint after each, by one process, by fsdp2 and by megatron."""
     made = {}
-    for name, world, options in (("single", 1, {}), ("fsdp2", 2, {}), ("megatron", 4, HALVES)):
-        root = tmp_path_factory.mktemp(name)
-        made[name] = (root, fit(TRAINED.with_options(name, **options), world, root))
+    layouts = {
+        "single": ("single", 1, {}),
+        "fsdp2": ("fsdp2", 2, {}),
+        "megatron": ("megatron", 4, HALVES),
+        "megatron, moments shared": ("megatron", 4, SHARED),
+    }
+    for name, (backend, world, options) in layouts.items():
+        root = tmp_path_factory.mktemp(backend)
+        made[name] = (root, fit(TRAINED.with_options(backend, **options), world, root))
     return made
 
 
@@ -231,8 +317,9 @@ def resumed(written: dict[str, tuple[Path, Outcome]], writer: str, reader: str, 
     return fit(replace(TRAINED.with_options(reader, **options), seed=99), world, resume=root), undisturbed
 
 
-def test_it_goes_on_from_its_own_checkpoint_bit_for_bit(written):
-    got, undisturbed = resumed(written, "megatron", "megatron", 4, **HALVES)
+@pytest.mark.parametrize(("writer", "options"), [("megatron", HALVES), ("megatron, moments shared", SHARED)], ids=label)
+def test_it_goes_on_from_its_own_checkpoint_bit_for_bit(written, writer, options):
+    got, undisturbed = resumed(written, writer, "megatron", 4, **options)
     assert got.norms == undisturbed.norms[STEPS:]
     assert all(np.array_equal(got.weights[name], tensor) for name, tensor in undisturbed.weights.items())
 
@@ -245,6 +332,9 @@ def test_it_goes_on_from_its_own_checkpoint_bit_for_bit(written):
         ("single", "megatron", 2, {"tp_size": 2}),
         ("fsdp2", "megatron", 2, {"pp_size": 2}),
         ("megatron", "megatron", 2, {}),
+        ("megatron, moments shared", "single", 1, {}),
+        ("megatron, moments shared", "megatron", 2, {}),
+        ("single", "megatron", 4, {"pp_size": 2, "distributed_optimizer": True}),
     ],
     ids=label,
 )
@@ -254,10 +344,9 @@ def test_another_strategy_or_layout_goes_on_within_rounding(written, writer, rea
     assert relative_difference(undisturbed, got) < 1e-5
 
 
-def test_a_checkpoint_holds_what_one_process_writes(written):
-    whole, cut = (
-        read_whole(folder_of(written[name][0] / "checkpoints", 1) / "shards") for name in ("single", "megatron")
-    )
+@pytest.mark.parametrize("writer", ["megatron", "megatron, moments shared"])
+def test_a_checkpoint_holds_what_one_process_writes(written, writer):
+    whole, cut = (read_whole(folder_of(written[name][0] / "checkpoints", 1) / "shards") for name in ("single", writer))
     assert cut.keys() == whole.keys(), "weights and moments by the names of the transformers model"
     for key, tensor in whole.items():
         assert torch.allclose(cut[key], tensor, rtol=1e-4, atol=1e-6), key

@@ -6,8 +6,8 @@ Leaves out reading KEY=VALUE, which is Hydra's (``cli.py``).
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 
 from rlmodule.core.errors import ConfigError, did_you_mean
 
@@ -68,8 +68,8 @@ def with_open_mappings(arguments: Sequence[str]) -> list[str]:
 
 
 def _is_bare(word: str) -> bool:
-    """Whether a word is no option and no setting; a path may hold an equals sign."""
-    return not word.startswith(("-", "~", "+")) and ("=" not in word or Path(word).exists())
+    """Whether a word is no option and no setting; a path may hold an equals sign, and a setting be too long for one."""
+    return not word.startswith(("-", "~", "+")) and ("=" not in word or os.path.exists(word))
 
 
 def _as_setting(command: str, words: Sequence[str], keys: Collection[str]) -> str:

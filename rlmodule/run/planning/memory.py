@@ -107,7 +107,7 @@ class ModelMemory:
             return 0
         numel = self._numel(self.size.trained, s.gradients)
         if s.experts > 1 and s.gradients == s.split and self.size.trained == self.size.total:  # whole ones are kept
-            experts = sum(self.size.experts)
+            experts = self._of_stage(sum(self.size.experts))
             numel += experts // s.experts - experts // s.split
         return numel * FP32 * s.gradient_copies
 

@@ -133,7 +133,7 @@ def exchanged(size: ModelSize, s: Sharding) -> list[Exchanged]:
         of_blocks(cast, split, sum(cast) if is_whole else 0, BF16, s.group),
         of_blocks(rest, split, sum(rest) if is_whole else size.trained, s.gathered_bytes, s.group),
         Exchanged(outside, outside if is_whole else 0, outside * s.keeps_outside, s.gathered_bytes, s.group),
-        of_blocks(experts, s.experts, sum(experts) if is_whole else 0, s.gathered_bytes, same),
+        of_blocks(experts, s.experts * s.stages, sum(experts) if is_whole else 0, s.gathered_bytes, same),
     ]
 
 

@@ -9,6 +9,7 @@ import pytest
 from rlmodule.commands.parts.arguments import with_command, with_open_mappings
 from rlmodule.core.errors import ConfigError
 
+LONG = f"{{text:{'a' * 300}}}"  # a setting longer than any name of a file
 COMMANDS = {"parity": {"name", "steps"}, "train": {"name"}, "compare": {"name", "runs"}, "chat": {"name", "run"}}
 
 
@@ -33,6 +34,7 @@ COMMANDS = {"parity": {"name", "steps"}, "train": {"name"}, "compare": {"name", 
         ),
         (["chat", "a", "model.path=m"], ["command=chat", "model.path=m", 'command.run="a"']),
         (["train", "model.path=m"], ["command=train", "model.path=m"]),
+        (["train", f"reward.arguments={LONG}"], ["command=train", f"reward.arguments={LONG}"]),
     ],
 )
 def test_the_first_word_can_name_the_command(line: list[str], read: list[str]) -> None:

@@ -186,6 +186,13 @@ def test_shared_experts_are_held_as_before_and_gathered_by_those_who_hold_the_sa
     assert saved == 2 * 4 * (128 - 128 // 8) * EXPERT, "of two blocks"
 
 
+def test_a_stage_gathers_its_half_of_the_experts():
+    plan = plan_of(*MOE, "strategy.ep_size=2", "strategy.pp_size=2")
+    blocks, experts = (sum(plan.size.blocks), sum(plan.size.experts))
+    sent = (blocks - experts) / 2 * 3 / 4 + plan.size.outside * 3 / 4 + experts / 4 / 2  # two ranks have the same ones
+    assert plan.step.bytes_per_micro_step == pytest.approx(3 * 4 * sent)
+
+
 def test_experts_that_cannot_be_shared_are_a_problem():
     [problem] = plan_of(*SEVEN, "strategy.ep_size=2").problems
     assert str(problem).startswith("strategy.ep_size=2: qwen2 has no experts")
