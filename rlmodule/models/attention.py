@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rlmodule.core.contract import SequenceRanks
 from rlmodule.models.alone import GoingOn
+from rlmodule.models.output_head import PackedHead
 from rlmodule.models.row_states import RowStates
 from rlmodule.ops.attention import DecodeBlock, packed_attention, ragged_decode_attention
 from rlmodule.ops.segments import SegmentBuckets
@@ -195,10 +196,12 @@ class RaggedCache(Cache):
     Attributes:
         states: what state layers keep of each row, None before the prefill.
         instead: what is kept of rows by a model that does not decode with this attention; then nothing is kept here.
+        head: the head laid out for decoding, of the weights that keys and values are of; None where it is called as is.
     """
 
     states: RowStates | None = None
     instead: GoingOn | None = None
+    head: PackedHead | None = None
 
     def __init__(self, lengths: Tensor, capacity: int) -> None:
         self.capacity = capacity
