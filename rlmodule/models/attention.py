@@ -137,11 +137,14 @@ class RaggedLayer(CacheLayerMixin):
         self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
 
     def join(self, other: RaggedLayer, rows: Tensor, slots: int) -> None:
-        """Row i becomes a copy of number ``rows[i]`` of this layer's rows and, after them, those of ``other``."""
+        """Row i becomes a copy of number ``rows[i]`` of this layer's rows and, after them, those of ``other``.
+
+        The other layer gives up its own at once, so that no more than one layer is there twice.
+        """
         assert self.keys is not None and self.values is not None
         assert other.keys is not None and other.values is not None
-        self.keys = _joined(self.keys, other.keys, rows, slots)
-        self.values = _joined(self.values, other.values, rows, slots)
+        self.keys, other.keys = _joined(self.keys, other.keys, rows, slots), None
+        self.values, other.values = _joined(self.values, other.values, rows, slots), None
 
     def move(self, target: Tensor, source: Tensor, count: int) -> None:
         """Copy rows ``source`` over rows ``target``, then drop all rows from ``count`` on."""
