@@ -49,6 +49,11 @@ class AttentionShape:
         assert min(sizes) >= 1, f"sizes must be positive, got {self}"
         assert self.window is None or self.window >= 1, f"a window includes the token itself, got {self}"
 
+    @property
+    def cached(self) -> int:
+        """Numbers in the key and the value of one token in one layer."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
     def macs(self, length: Floats) -> Floats:
         """[B] tokens -> [B] multiply-adds of the forward pass: scores and weighted values of every attended pair."""
         per_pair = float(self.num_layers * self.num_heads * (self.key_dim + self.value_dim))
@@ -72,6 +77,18 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         assert min(self.macs_per_token, self.macs_per_loss_token) > 0, f"a model multiplies, got {self}"
+
+    @property
+    def cached_per_token(self) -> int:
+        """Numbers in the keys and values of one token, all layers together."""
+        return sum(kind.num_layers * kind.cached for kind in self.attention)
+
+    def cache_bytes(self, length: int, itemsize: int) -> int:
+        """Bytes that a row of ``length`` tokens needs for keys and values while responses are drawn.
+
+        A layer's are copied when rows come in or need more room, so a row counts as if it had one layer more.
+        """
+        return (self.cached_per_token + max((kind.cached for kind in self.attention), default=0)) * length * itemsize
 
     def flops(self, lengths: Numbers, response_lengths: Numbers) -> Floats:
         """FLOPs of forward and backward of each sample.

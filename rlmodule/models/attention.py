@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from rlmodule.core.contract import SequenceRanks
 from rlmodule.models.alone import GoingOn
+from rlmodule.models.output_head import PackedHead
 from rlmodule.models.row_states import RowStates
 from rlmodule.ops.attention import DecodeBlock, packed_attention, ragged_decode_attention
 from rlmodule.ops.segments import SegmentBuckets
@@ -136,11 +137,14 @@ class RaggedLayer(CacheLayerMixin):
         self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
 
     def join(self, other: RaggedLayer, rows: Tensor, slots: int) -> None:
-        """Row i becomes a copy of number ``rows[i]`` of this layer's rows and, after them, those of ``other``."""
+        """Row i becomes a copy of number ``rows[i]`` of this layer's rows and, after them, those of ``other``.
+
+        The other layer gives up its own at once, so that no more than one layer is there twice.
+        """
         assert self.keys is not None and self.values is not None
         assert other.keys is not None and other.values is not None
-        self.keys = _joined(self.keys, other.keys, rows, slots)
-        self.values = _joined(self.values, other.values, rows, slots)
+        self.keys, other.keys = _joined(self.keys, other.keys, rows, slots), None
+        self.values, other.values = _joined(self.values, other.values, rows, slots), None
 
     def move(self, target: Tensor, source: Tensor, count: int) -> None:
         """Copy rows ``source`` over rows ``target``, then drop all rows from ``count`` on."""
@@ -195,10 +199,12 @@ class RaggedCache(Cache):
     Attributes:
         states: what state layers keep of each row, None before the prefill.
         instead: what is kept of rows by a model that does not decode with this attention; then nothing is kept here.
+        head: the head laid out for decoding, of the weights that keys and values are of; None where it is called as is.
     """
 
     states: RowStates | None = None
     instead: GoingOn | None = None
+    head: PackedHead | None = None
 
     def __init__(self, lengths: Tensor, capacity: int) -> None:
         self.capacity = capacity

@@ -80,6 +80,61 @@ class OutputHead:
         return found
 
 
+WORTH_PACKING = 1 << 20  # numbers in a head's weight; a smaller one stays in the caches of a CPU as it is
+
+
+@dataclass(frozen=True, eq=False)
+class PackedHead:
+    """The linear layer of the head with its weight laid out once for many products with few rows, on CPUs.
+
+    A product of 32 rows spends as long on laying out a large weight as on multiplying with it; oneDNN keeps the layout.
+    It is another copy of the weight, of one moment, so it is kept no longer than keys and values are.
+
+    Args:
+        weight: [V, H'] that was laid out.
+        version: how often it had been written to by then.
+        bias: [V] or None.
+        packed: the same weight as oneDNN wants it.
+    """
+
+    weight: Tensor
+    version: int
+    bias: Tensor | None
+    packed: Tensor
+
+    @classmethod
+    def of(cls, head: Any, num_rows: int) -> PackedHead | None:
+        """The head laid out for products with ``num_rows`` rows; None where that is not possible or not worth it."""
+        if not _can_be_packed(head):
+            return None
+        packed = torch.ops.mkldnn._reorder_linear_weight(head.weight.detach(), num_rows)
+        return cls(head.weight, head.weight._version, head.bias, packed)
+
+    def is_of(self, head: Any) -> bool:
+        """Whether the weight of ``head`` is the one that was laid out, and has not been written to since."""
+        return getattr(head, "weight", None) is self.weight and self.weight._version == self.version
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """[B, H'] -> [B, V]."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, "none", [], "")
+        return product
+
+
+def _can_be_packed(head: Any) -> bool:
+    """Whether it is a plain large linear layer in float32 on a CPU, whose call does nothing else."""
+    return (
+        type(head) is nn.Linear
+        and type(head.weight) in (Tensor, nn.Parameter)
+        and head.weight.device.type == "cpu"
+        and head.weight.dtype == torch.float32
+        and head.weight.numel() >= WORTH_PACKING
+        and not (head._forward_hooks or head._forward_pre_hooks)
+        and not (head.weight.is_inference() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
+
+
 def head_weight(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
     """([V, H'] weight, [V] bias or None) of the linear layer that makes the logits, an adapter on it included."""
     head: Any = lm.get_output_embeddings()

@@ -22,7 +22,7 @@ from rlmodule.models.attention import RaggedCache, Rows
 from rlmodule.models.description import rotary_limit
 from rlmodule.models.fp32 import head_is_fp32
 from rlmodule.models.lora import LoraConfig, adapted_weights, without_adapter
-from rlmodule.models.output_head import OutputHead, head_weight
+from rlmodule.models.output_head import OutputHead, PackedHead, head_weight
 from rlmodule.models.row_states import RowStates, new_cache
 from rlmodule.models.state_layers import keep_states_apart, state_classes
 from rlmodule.models.weights import StoredWeights
@@ -220,7 +220,10 @@ class PolicyModel(nn.Module):
                 use_cache=True,
             )[:, 0]
         cache.advance()
-        return self._logits(hidden)
+        head = self.lm.get_output_embeddings()
+        if cache.head is None or not cache.head.is_of(head):
+            cache.head = PackedHead.of(head, len(hidden))
+        return self._logits(hidden, cache.head)
 
     def _read(self, input_ids: Tensor, segments: SegmentBuckets) -> Tensor:
         """[T] ids of rows laid end to end -> [T, H] last hidden states."""
@@ -229,9 +232,10 @@ class PolicyModel(nn.Module):
         position_ids = torch.cat([torch.arange(n, device=input_ids.device) for n in segments.length.tolist()])
         return hidden_states(self.lm, input_ids[None], position_ids[None], segments=segments)[0]
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    def _logits(self, hidden: Tensor, packed: PackedHead | None = None) -> Tensor:
         """[B, H] -> [B, V] fp32 logits, temperature applied."""
-        logits = self.lm.get_output_embeddings()(self.head.input(self.lm, hidden)).float()
+        head = packed or self.lm.get_output_embeddings()
+        logits = head(self.head.input(self.lm, hidden)).float()
         logits = self.head.cap(logits)
         return logits if self.temperature == 1.0 else logits / self.temperature
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from functools import partial
-from itertools import islice, takewhile
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -18,11 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
-from rlmodule.core.config import at_least
+from rlmodule.core.config import at_least, more_than
 from rlmodule.core.episodes import LENGTH, STOP, Completion, GenerationRequest
+from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import POLICY
 from rlmodule.models.attention import RaggedCache
-from rlmodule.models.policy import DecodeBatch, PrefillBatch
+from rlmodule.models.policy import DecodeBatch, PolicyModel, PrefillBatch
+from rlmodule.models.shape import shape_of
 from rlmodule.ops.random import uniform_of_token
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.parts.engine import EngineContext
@@ -31,6 +32,7 @@ from rlmodule.rollout.parts.sampling import Distribution, Truncation
 if TYPE_CHECKING:  # types alone
     from rlmodule.data.end_tokens import EndTokens
 
+GB = 1e9
 REFILL_AT = 8  # new requests come in once an eighth of the places is free
 RETURN_AT = 8  # responses are handed back once an eighth of those at work has ended
 
@@ -40,12 +42,21 @@ RETURN_AT = 8  # responses are handed back once an eighth of those at work has e
 class HFRolloutConfig:
     """Settings of the in-process engine."""
 
-    max_batch_size: int = 1024  # responses decoded side by side; bounds the key-value cache
+    max_batch_size: int = 1024  # responses decoded side by side
+    cache_gb: float | None = None  # gigabytes of keys and values at most, on each process; null: of all those responses
 
     in_process: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         at_least("max_batch_size", self.max_batch_size, 1)
+        if self.cache_gb is not None:
+            more_than("cache_gb", self.cache_gb, 0)
+
+    def places(self, row_bytes: int) -> int:
+        """Responses decoded side by side at most, each with so many bytes of keys and values; 0 where none fits."""
+        if self.cache_gb is None:
+            return self.max_batch_size
+        return min(self.max_batch_size, int(self.cache_gb * GB // max(row_bytes, 1)))
 
     def connect(self, context: EngineContext) -> HFEngine:
         """The engine for the policy of a run."""
@@ -59,7 +70,26 @@ class HFRolloutConfig:
             self.max_batch_size,
             temperature=context.sampling.temperature,
             compute_dtype=context.policy.compute_dtype,
+            places=None if self.cache_gb is None else self._places_of(context.policy),
         )
+
+    def _places_of(self, policy: PolicyModel) -> Callable[[int], int]:
+        """How many rows of so many tokens have room; it raises ConfigError where one has none."""
+        shape, itemsize = shape_of(policy.lm.config), (policy.compute_dtype or policy.lm.dtype).itemsize
+
+        def places(length: int) -> int:
+            row_bytes = shape.cache_bytes(length, itemsize)
+            if found := self.places(row_bytes):
+                return found
+            raise ConfigError(
+                key="rollout.cache_gb",
+                got=self.cache_gb,
+                because=f"a response and its prompt have up to {length} tokens, whose keys and values need "
+                f"{row_bytes / GB:.2g} GB",
+                fix=f"Use rollout.cache_gb={row_bytes / GB:.2g} or more, or a smaller rollout.max_response_length",
+            )
+
+        return places
 
 
 @dataclass(eq=False)
@@ -77,6 +107,7 @@ class HFEngine:
         version: iterations that the policy has been trained.
         temperature: that the policy divides its logits by.
         compute_dtype: of the policy's products under autocast; None for the type of its weights.
+        places: how many rows of so many tokens have room, prompt and response; None where ``max_batch_size`` alone counts.
     """
 
     takes_weights: ClassVar[bool] = False
@@ -91,6 +122,7 @@ class HFEngine:
     version: int = 0
     temperature: float = 1.0
     compute_dtype: torch.dtype | None = None
+    places: Callable[[int], int] | None = None
 
     def start(self) -> None:
         """The module is there already."""
@@ -105,7 +137,7 @@ class HFEngine:
     @torch.no_grad()
     def generate(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
         """One completion per request, soon after it ends; new requests take the places of responses that have ended."""
-        waiting = iter(requests)
+        waiting = Waiting(iter(requests))
         with self.generation_mode():
             running: Running | None = None
             while True:
@@ -129,21 +161,31 @@ class HFEngine:
                     return
                 running.logits = self.policy()(DecodeBatch(running.batch.last, running.cache))
 
-    def _refill(self, running: Running | None, waiting: Iterator[GenerationRequest | None]) -> Running | None:
+    def _refill(self, running: Running | None, waiting: Waiting) -> Running | None:
         """Let as many requests in as there is room for; None where there is nothing to do.
 
         Reading prompts copies the cache, so it waits until a share of the places is free.
         """
-        room = self.max_batch_size - (len(running.batch.live) if running else 0)
-        if running is not None and (not running.can_grow or room < max(1, self.max_batch_size // REFILL_AT)):
+        count, length = (len(running.batch.live), running.cache.capacity) if running else (0, 0)
+        places = self._places(length)
+        if running is not None and (not running.can_grow or places - count < max(1, places // REFILL_AT)):
             return running
-        there = takewhile(lambda request: request is not None, waiting)
-        fresh = [request for request in islice(there, room) if request is not None]
+        fresh: list[GenerationRequest] = []
+        while count + len(fresh) < self._places(length) and (request := waiting.next()) is not None:
+            needed = max(length, len(request.prompt_ids) + request.max_tokens)
+            if count + len(fresh) >= self._places(needed):
+                waiting.put_back(request)
+                break
+            fresh, length = [*fresh, request], needed
         assert all(request.version <= self.version for request in fresh), "a request wants newer weights than these"
         if not fresh:
             return running
         started = self._prefill(fresh)
         return started if running is None else running.join(started)
+
+    def _places(self, length: int) -> int:
+        """Rows of ``length`` tokens that may be drawn side by side."""
+        return self.max_batch_size if self.places is None or not length else self.places(length)
 
     def _go_on(self, running: Running) -> list[int]:
         """Draw tokens until a share of the responses has ended; returns the rows of those.
@@ -200,6 +242,23 @@ class HFEngine:
         sample_id, token_ids, logprobs, finish_reason = batch.rows.response(row)
         text = str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
         return Completion(sample_id, token_ids, logprobs, finish_reason, self.version, text)
+
+
+@dataclass(eq=False)
+class Waiting:
+    """Requests that are to come; None among them says that there is none yet."""
+
+    requests: Iterator[GenerationRequest | None]
+    held: GenerationRequest | None = None
+
+    def next(self) -> GenerationRequest | None:
+        """The next one, None where there is none, or none yet."""
+        held, self.held = self.held, None
+        return next(self.requests, None) if held is None else held
+
+    def put_back(self, request: GenerationRequest) -> None:
+        """It comes next again."""
+        self.held = request
 
 
 @dataclass(eq=False)

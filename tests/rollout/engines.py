@@ -43,6 +43,7 @@ def engine_of(
     strategy: Any = None,
     run_dir: Path = Path(),
     max_batch_size: int = 1024,
+    cache_gb: float | None = None,
     **sampling: Any,
 ) -> HFEngine:
     """The engine of a run of this policy, on one process unless another strategy is given."""
@@ -55,7 +56,7 @@ def engine_of(
         policy,
         run_dir,
     )
-    return HFRolloutConfig(max_batch_size=max_batch_size).connect(context)
+    return HFRolloutConfig(max_batch_size=max_batch_size, cache_gb=cache_gb).connect(context)
 
 
 def ask(prompt: Prompt, sample_id: int, *, max_tokens: int = LIMIT, group: int | None = None, **keys: Any) -> Any:

@@ -1,6 +1,7 @@
 """The in-process engine draws what the model says, whoever draws it and beside whom, and records how likely it was."""
 
 import itertools
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ from rlmodule.core.episodes import Drawing
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import Prompt, StepTotals, TrainingSample
 from rlmodule.data.end_tokens import EndTokens
+from rlmodule.models import attention, output_head
+from rlmodule.models.shape import shape_of
 from rlmodule.rollout.hf import HFEngine, HFRolloutConfig
 from rlmodule.rollout.parts.sampling import Truncation
 from tests.helpers.tiny import FAMILIES, single, stock, tiny_policy, tokens
@@ -358,3 +361,61 @@ def test_a_request_may_be_drawn_in_another_way_than_the_run_s_rollouts():
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=0)
     assert ids_of(found) != ids_of(generate(engine_of(tiny_policy()), REQUESTS)), "otherwise little is shown"
+
+
+def largest_cache(policy, requests, monkeypatch, **keys):
+    """(completions, bytes of keys and values at most), those that are being copied counted with their copies."""
+    engine, largest, caches = engine_of(policy, **keys), [0], []
+    made, joined = attention.RaggedCache.__init__, attention._joined
+
+    def noting(cache, *args):
+        made(cache, *args)
+        caches.append(weakref.ref(cache))
+
+    def joining(first, second, *args):
+        found = joined(first, second, *args)
+        layers = [layer for ref in caches if (cache := ref()) for layer in cache._ragged]
+        held = sum(x.nbytes for layer in layers for x in (layer.keys, layer.values) if x is not None)
+        largest[0] = max(largest[0], held + found.nbytes)
+        return found
+
+    monkeypatch.setattr(attention.RaggedCache, "__init__", noting)
+    monkeypatch.setattr(attention, "_joined", joining)
+    return ids_of(generate(engine, requests)), largest[0]
+
+
+def test_keys_and_values_need_no_more_memory_than_they_may(monkeypatch):
+    """And the same tokens come; without a bound the same requests need more."""
+    policy = tiny_policy()
+    requests = [ask(PROMPTS[i % 4], i, max_tokens=4 + 9 * (i % 3), seed=2) for i in range(24)]
+    allowed = 12 * shape_of(policy.lm.config).cache_bytes(30, 4)
+    with monkeypatch.context() as watched:
+        expected, free = largest_cache(policy, requests, watched, max_batch_size=20)
+    with monkeypatch.context() as watched:
+        found, bounded = largest_cache(policy, requests, watched, max_batch_size=20, cache_gb=allowed / 1e9)
+    assert found == expected
+    assert 0 < bounded <= allowed < free
+
+
+def test_a_bound_on_keys_and_values_that_one_response_breaks_is_refused():
+    with pytest.raises(ConfigError, match="up to 17 tokens, whose keys and values need") as error:
+        generate(engine_of(tiny_policy(), cache_gb=1e-6), [ask(PROMPTS[1], 0)])
+    assert error.value.key == "rollout.cache_gb"
+
+
+def test_a_large_head_is_laid_out_once_and_draws_the_same_tokens(monkeypatch):
+    """And again after its weight was written to."""
+    policy, made = tiny_policy(), []
+    expected = generate(engine_of(policy), REQUESTS)
+    monkeypatch.setattr(output_head, "WORTH_PACKING", 1)
+    packed = output_head.PackedHead.of
+    monkeypatch.setattr(output_head.PackedHead, "of", lambda *args: made.append(packed(*args)) or made[-1])
+    found = generate(engine_of(policy), REQUESTS)
+    assert [type(head) for head in made] == [output_head.PackedHead]
+    assert ids_of(found) == ids_of(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+    head = policy.lm.get_output_embeddings()
+    with torch.no_grad():
+        head.weight.mul_(2)
+    assert not made[0].is_of(head), "of the old weight"

@@ -48,5 +48,8 @@ class EngineConfig(Protocol):
 
     in_process: ClassVar[bool]
 
+    def places(self, row_bytes: int) -> int | None:
+        """Responses drawn side by side at most, each with so many bytes of keys and values; None without a limit."""
+
     def connect(self, context: EngineContext) -> RolloutEngine:
         """The engine of a run, not started yet."""

@@ -102,11 +102,11 @@ class Distribution:
         """The softmax of [B, V] logits, which are overwritten."""
         weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).exp_()
         whole = weights.shape[-1] // BLOCK * BLOCK
-        sums = weights[:, :whole].unflatten(-1, (-1, BLOCK)).sum(dim=-1, dtype=torch.float64)
+        # A block is summed in the type of its weights: a sum in float64 would copy the whole vocabulary first.
+        sums = weights[:, :whole].unflatten(-1, (-1, BLOCK)).sum(dim=-1)
         if whole < weights.shape[-1]:
-            rest = weights[:, whole:].sum(dim=-1, dtype=torch.float64, keepdim=True)
-            sums = torch.cat([sums, rest], dim=-1)
-        return cls(weights, sums.cumsum(dim=-1))
+            sums = torch.cat([sums, weights[:, whole:].sum(dim=-1, keepdim=True)], dim=-1)
+        return cls(weights, sums.double().cumsum(dim=-1))
 
     def tokens_at(self, uniform: Tensor) -> Tensor:
         """[B] numbers in [0, 1) -> [B] int64 tokens by inverting the cumulative distribution.

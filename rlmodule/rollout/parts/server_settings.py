@@ -46,6 +46,10 @@ class ServerSettings:
         given = self.url if isinstance(self.url, list | tuple) else [] if self.url is None else [self.url]
         return tuple(str(address).rstrip("/").removesuffix("/v1") for address in given)
 
+    def places(self, row_bytes: int) -> int | None:
+        """No limit: servers see to their own memory."""
+        return None
+
     def promised_dtype(self, trainer: torch.dtype | None) -> torch.dtype:
         """What servers compute in; ``trainer`` is its compute type, None for that of float32 weights."""
         return DTYPES[self.dtype] if self.dtype != AUTO else trainer or torch.float32

@@ -256,12 +256,14 @@ class SamplingMemory:
         copied: the whole copy that a sharded model samples with, its matrices in the type of products.
         cache: keys and values.
         logits: of one step of decoding.
+        rows: responses decoded side by side at most.
     """
 
     resident: int
     copied: int
     cache: int
     logits: int
+    rows: int
 
     @property
     def total(self) -> int:

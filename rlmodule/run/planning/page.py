@@ -107,8 +107,8 @@ def _does_not_fit(plan: Plan, assumed: Assumed) -> list[str]:
         )
     if plan.sampling is not None and plan.sampling.total > assumed.memory:
         found.append(
-            f"sampling needs {_size(plan.sampling.total)} of {_size(assumed.memory)}: lower rollout.max_batch_size, or "
-            "use a smaller model"
+            f"sampling needs {_size(plan.sampling.total)} of {_size(assumed.memory)}: set rollout.cache_gb (keys "
+            f"and values need {_size(plan.sampling.cache)}), or use a smaller model"
         )
     return found
 
@@ -229,8 +229,8 @@ def _memory_rows(data: Mapping[str, Any]) -> dict[str, str]:
     if sampling is not None:
         rows["peak of sampling"] = (
             f"{_size(sampling['total'])}: weights and optimizer {_size(sampling['resident'])}, a whole copy "
-            f"{_size(sampling['copied'])}, keys and values {_size(sampling['cache'])}, "
-            f"logits {_size(sampling['logits'])}"
+            f"{_size(sampling['copied'])}, keys and values {_size(sampling['cache'])} of "
+            f"{sampling['rows']:,} responses side by side, logits {_size(sampling['logits'])}"
         )
     if saved["every_n_iterations"] is not None:
         rows["checkpoint"] = (

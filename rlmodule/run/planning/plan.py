@@ -193,16 +193,17 @@ class Plan:
             return None
         everything = (self.policy_memory, *self.other_models)
         samples = math.ceil(config.algorithm.train_batch_size * config.group_size / self.layout.dp_size)
-        rows = min(samples, int(getattr(config.rollout, "max_batch_size", samples)))
         itemsize = FP32 if (dtype := PRECISIONS[config.model.precision]) is None else dtype.itemsize
+        places = config.rollout.places(self.shape.cache_bytes(config.longest_sample, itemsize))
+        rows = samples if places is None else min(samples, max(places, 1))
         copied = self.size.total * FP32 - self.size.matrices * (FP32 - itemsize)
-        per_token = sum(a.num_layers * a.num_kv_heads * (a.key_dim + a.value_dim) for a in self.shape.attention)
         vocabulary = int(self.model.config.get_text_config().vocab_size)
         return SamplingMemory(
             resident=sum(m.weights + m.moments for m in everything),
             copied=copied if self.sharding.copies_to_sample else 0,
-            cache=rows * config.longest_sample * per_token * itemsize,
+            cache=rows * config.longest_sample * self.shape.cached_per_token * itemsize,
             logits=rows * vocabulary * 2 * FP32,
+            rows=rows,
         )
 
     @property
