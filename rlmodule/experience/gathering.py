@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from rlmodule.core.contract import Collectives
@@ -46,8 +45,7 @@ def gather_sample_info(
     for rank, (_, reason, _) in enumerate(everyone):
         if reason is not None:
             raise TrainingError(f"rank {rank} could not collect its responses: {reason}")
-    table = SampleTable.joined([part for part, _, _ in everyone])
-    return [s.sample for s in scored], table.take(np.argsort(table.metas.sample_id, kind="stable"))
+    return [s.sample for s in scored], SampleTable.joined([part for part, _, _ in everyone]).by_sample_id()
 
 
 def _info_of(scored: ScoredSample) -> SampleInfo:

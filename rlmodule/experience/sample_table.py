@@ -112,6 +112,11 @@ class SampleTable(Sequence[SampleInfo]):
             failures=self.failures,
         )
 
+    def by_sample_id(self) -> SampleTable:
+        """The samples in the order of their ids; itself where they stand in it."""
+        ids = self.metas.sample_id
+        return self if (ids[1:] >= ids[:-1]).all() else self.take(np.argsort(ids, kind="stable"))
+
     def where(self, chosen: Bools) -> SampleTable:
         """The samples that are chosen, [n] bool; itself where all are."""
         return self if chosen.all() else self.take(np.flatnonzero(chosen))
