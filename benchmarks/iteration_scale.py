@@ -152,7 +152,8 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         parts = ", ".join(f"{name} {spent:.3f}" for name, spent in row["cpu_s"].items())
         print(
             f"{row['samples']:9,} samples, {row['ranks']:5,} ranks, {row['steps']} steps: "
-            f"{sum(row['cpu_s'].values()):.2f} CPU s ({parts}), {row['peak_mb']:.0f} MB, lock-step {row['lockstep']:.4f}",
+            f"{sum(row['cpu_s'].values()):.2f} CPU s ({parts}), "
+            f"{row['peak_mb']:.0f} MB, lock-step {row['lockstep']:.4f}",
             flush=True,
         )
 
@@ -170,11 +171,8 @@ def main() -> None:
     report: dict[str, Any] = {"iterations": rows}
     if args.ranks:
         report["gathered"] = on_processes(args.ranks, points[-1][0])
-        print(
-            "gathered by {ranks} gloo processes: {samples:,} samples, {cpu_s:.3f} CPU s each".format(
-                **report["gathered"]
-            )
-        )
+        words = "gathered by {ranks} gloo processes: {samples:,} samples, {cpu_s:.3f} CPU s each"
+        print(words.format(**report["gathered"]))
     if args.json:
         record.write(args.json, report)
 
