@@ -21,7 +21,7 @@ from rlmodule.experience.iteration_state import SavedIteration, iteration_state
 from rlmodule.experience.live_engine import LiveEngine
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.replay import ReplayMemory
-from rlmodule.experience.sample_info import SampleInfo
+from rlmodule.experience.sample_table import SampleTable
 from rlmodule.experience.sources import Source
 from rlmodule.experience.timer import Timer
 
@@ -117,9 +117,9 @@ class RLDataModule(L.LightningDataModule):
 
     def _warn_if_cut(self, iteration: Iteration, number: int) -> None:
         """Say once that hardly any response ends by itself: with the wrong end tokens a run learns nothing."""
-        counted = without_padding(iteration.sample_info) if self.source.is_fresh else []
-        cut = sum(info.truncated for info in counted)
-        if self._warned_of_cuts or not counted or cut < NEARLY_ALL * len(counted):
+        counted = without_padding(iteration.sample_info)
+        cut = int(counted.truncated.sum())
+        if self._warned_of_cuts or not self.source.is_fresh or not counted or cut < NEARLY_ALL * len(counted):
             return
         self._warned_of_cuts = True
         if self.trainer is None or self.trainer.is_global_zero:
@@ -142,7 +142,7 @@ class RLDataModule(L.LightningDataModule):
         if self.engine is not None:
             self.engine.close()
 
-    def _warn_of_failures(self, sample_info: Sequence[SampleInfo]) -> None:
+    def _warn_of_failures(self, sample_info: SampleTable) -> None:
         """Say once in a run that the reward function fails on some samples, with the first error."""
         failed = num_failed(sample_info)
         if failed and not self._warned_of_failures:

@@ -19,7 +19,6 @@ from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.iteration_metrics import (
     RunTotals,
-    is_scored,
     iteration_metrics,
     scored_advantages,
     without_padding,
@@ -135,8 +134,8 @@ def distributions(iteration: Iteration) -> dict[str, list[float]]:
     """Rewards, response lengths and advantages of one iteration, for histograms; what has no value is left out."""
     sample_info = without_padding(iteration.sample_info)
     values = {
-        "distribution/reward": [f.reward for f in sample_info if is_scored(f) and f.reward is not None],
-        "distribution/response_length": [float(f.meta.response_len) for f in sample_info],
+        "distribution/reward": sample_info.reward[sample_info.is_scored].tolist(),
+        "distribution/response_length": sample_info.metas.response_len.astype(float).tolist(),
         "distribution/advantage": scored_advantages(iteration),
     }
     return {name: numbers for name, numbers in values.items() if numbers}

@@ -40,13 +40,10 @@ class SampleMetas(Sequence[SampleMeta]):
         """The columns of a sequence; itself where it has columns already."""
         if isinstance(metas, SampleMetas):
             return metas
-        rows = [
-            (m.sample_id, m.group_id, m.prompt_len, m.response_len, m.loss_tokens)
-            + (m.is_padding, m.is_skipped, m.has_gradient)
-            for m in metas
-        ]
-        columns = np.array(rows, np.int64).reshape(-1, len(fields(cls))).T.copy()
-        return cls(*columns[:5], *(column.astype(bool) for column in columns[5:]))
+        rows = [(m.sample_id, m.group_id, m.prompt_len, m.response_len, m.loss_tokens) for m in metas]
+        marks = [(m.is_padding, m.is_skipped, m.has_gradient) for m in metas]
+        numbers = np.array(rows, np.int64).reshape(-1, 5).T.copy()
+        return cls(*numbers, *np.array(marks, bool).reshape(-1, 3).T.copy())
 
     @property
     def length(self) -> Ints:

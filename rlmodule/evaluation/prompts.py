@@ -15,7 +15,7 @@ from rlmodule.evaluation.answers import answer_metrics
 from rlmodule.evaluation.config import ValConfig
 from rlmodule.experience.episodes import EpisodeRequest, EpisodeRunner
 from rlmodule.experience.failures import check_not_all_failed
-from rlmodule.experience.sample_info import gather_sample_info
+from rlmodule.experience.gathering import gather_sample_info
 from rlmodule.experience.sources import share_of_rank, with_rewards
 
 

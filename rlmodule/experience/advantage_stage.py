@@ -9,7 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from rlmodule.algorithm.shaping import KLController, overlong_penalty
 from rlmodule.core.contract import Advantage, Collectives, ValueAdvantage
 from rlmodule.core.types import AdvantageInputs, Sample, TrainingSample
 from rlmodule.experience.redistribute import all_gather_dict
-from rlmodule.experience.sample_info import SampleInfo, rewards_of, to_float64
+from rlmodule.experience.sample_table import SampleTable
 from rlmodule.experience.token_values import ResponseTokens, gather_loss_tokens, gather_tokens, value_metrics
 from rlmodule.ops.kl import kl_per_token
 
@@ -55,13 +57,13 @@ class AdvantageStage:
         return isinstance(self.advantage, ValueAdvantage) and self.advantage.bootstrap_truncated
 
     def inputs(
-        self, sample_info: Sequence[SampleInfo], rows: Mapping[int, TrainingSample], metrics: dict[str, float]
+        self, sample_info: SampleTable, rows: Mapping[int, TrainingSample], metrics: dict[str, float]
     ) -> AdvantageInputs | None:
         """What advantages are made of; None where the loss needs none. Adds to ``metrics``."""
         if not self.objective.needs("advantage"):
             return None
         assert self.advantage is not None, "this loss needs an advantage estimator"
-        loss_tokens = [f.meta.loss_tokens for f in sample_info]
+        loss_tokens = sample_info.metas.loss_tokens.tolist()
         reward, kl_coef = self._shaped_rewards(sample_info, metrics), 0.0
         if self.kl_controller is not None:
             kl_coef = self.kl_controller.coef
@@ -74,13 +76,14 @@ class AdvantageStage:
             tokens = gather_tokens(mine, loss_tokens, self.collectives)
         return AdvantageInputs(
             reward=reward,
-            group=torch.tensor([f.meta.group_id for f in sample_info]),
-            loss_tokens=torch.tensor(loss_tokens),
+            group=torch.from_numpy(sample_info.metas.group_id),
+            loss_tokens=torch.from_numpy(sample_info.metas.loss_tokens),
             parts={
-                name: to_float64([f.parts.get(name) for f in sample_info])
-                for name in sorted({name for f in sample_info for name in f.parts})
+                name: torch.from_numpy(np.where(column.present, column.values, np.nan))
+                for name, column in sorted(sample_info.parts.items())
+                if column.present.any()
             },
-            baseline=to_float64([f.baseline for f in sample_info]) if "baseline" in self.advantage.needs else None,
+            baseline=torch.from_numpy(sample_info.baseline) if "baseline" in self.advantage.needs else None,
             tokens=tokens,
             energy=self._of_loss_tokens("energy", rows, loss_tokens) if self.needs_energy else None,
             rollout_weight=self._of_loss_tokens("rollout_weight", rows, loss_tokens)
@@ -97,12 +100,12 @@ class AdvantageStage:
             mine[position] = values[row.sample.loss_mask].double()
         return gather_loss_tokens(mine, loss_tokens, self.collectives)
 
-    def _shaped_rewards(self, sample_info: Sequence[SampleInfo], metrics: dict[str, float]) -> Tensor:
+    def _shaped_rewards(self, sample_info: SampleTable, metrics: dict[str, float]) -> Tensor:
         """[B] float64: verdicts minus the charge for length."""
         config = self.objective.config
-        reward = rewards_of(sample_info)
+        reward = torch.from_numpy(sample_info.reward)
         if config.overlong_buffer.enable:
-            penalty = overlong_penalty(torch.tensor([f.meta.response_len for f in sample_info]), config.overlong_buffer)
+            penalty = overlong_penalty(torch.from_numpy(sample_info.metas.response_len), config.overlong_buffer)
             metrics["reward/overlong_penalty"] = _mean_over(penalty, torch.isfinite(reward))
             reward = reward - penalty
         return reward
@@ -138,14 +141,13 @@ class AdvantageStage:
         penalty = kl_coef * self._kl(row) if self.kl_controller is not None else torch.zeros_like(value)
         return ResponseTokens(value, penalty, row.next_value)
 
-    def advantages(self, inputs: AdvantageInputs | None) -> list[Tensor] | None:
-        """Of each response: [1], or one per loss token; None where there is nothing to make them of."""
+    def advantages(self, inputs: AdvantageInputs | None) -> PerResponse | None:
+        """Of each response: one, or one per loss token; None where there is nothing to make them of."""
         if inputs is None:
             return None
         assert self.advantage is not None, "inputs are made for an estimator"
-        count = len(inputs.reward)
-        sizes = inputs.loss_tokens.tolist() if self.advantage.per_token else [1] * count
-        return list(self.advantage(inputs).split(sizes))
+        sizes = inputs.loss_tokens if self.advantage.per_token else torch.ones_like(inputs.loss_tokens)
+        return PerResponse(self.advantage(inputs), sizes)
 
     def with_returns(
         self, rows: dict[int, TrainingSample], inputs: AdvantageInputs | None, metrics: dict[str, float]
@@ -160,20 +162,52 @@ class AdvantageStage:
         return {p: replace(row, returns=broadcast_to_tokens(row.sample, by_response[p])) for p, row in rows.items()}
 
 
-def with_advantages(
-    rows: dict[int, TrainingSample], per_response: Sequence[Tensor] | None
-) -> dict[int, TrainingSample]:
+@dataclass(frozen=True, eq=False)
+class PerResponse:
+    """Numbers of each of B responses, end to end.
+
+    Args:
+        values: [N] float.
+        sizes: [B] int64, how many each response has.
+    """
+
+    values: Tensor
+    sizes: Tensor
+
+    def __post_init__(self) -> None:
+        assert len(self.values) == int(self.sizes.sum()), f"{len(self.values)} numbers for {int(self.sizes.sum())}"
+
+    @cached_property
+    def ends(self) -> Tensor:
+        """[B] int64, where the numbers of each response end."""
+        return self.sizes.cumsum(0)
+
+    def __getitem__(self, position: int) -> Tensor:
+        """Those of one response."""
+        end = int(self.ends[position])
+        return self.values[end - int(self.sizes[position]) : end]
+
+    @property
+    def is_zero(self) -> Tensor:
+        """[B] bool, whether all of a response's are 0 as float32, in which the loss sees them."""
+        response = torch.arange(len(self.sizes)).repeat_interleave(self.sizes)
+        others = torch.bincount(response[self.values.float() != 0], minlength=len(self.sizes))
+        return others == 0
+
+    @property
+    def means(self) -> Tensor:
+        """[B] float64, the mean over the numbers of each response; 0 for one without any."""
+        if bool((self.sizes == 1).all()):
+            return self.values
+        parts = self.values.split(self.sizes.tolist())
+        return torch.stack([part.mean() if len(part) else part.new_zeros(()) for part in parts])
+
+
+def with_advantages(rows: dict[int, TrainingSample], per_response: PerResponse | None) -> dict[int, TrainingSample]:
     """Rows with what their response is worth, where the loss reads it."""
     if per_response is None:
         return rows
     return {p: replace(row, advantage=broadcast_to_tokens(row.sample, per_response[p])) for p, row in rows.items()}
-
-
-def means(per_response: Sequence[Tensor] | None) -> Tensor | None:
-    """[B] float64, the mean over the tokens of each response; 0 for one without any."""
-    if per_response is None:
-        return None
-    return torch.cat([a.mean()[None] if len(a) else a.new_zeros(1) for a in per_response] or [to_float64([])])
 
 
 def _mean_over(values: Tensor, mask: Tensor) -> float:

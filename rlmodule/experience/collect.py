@@ -6,8 +6,9 @@ Leaves out where they come from (``experience/sources.py``) and what is told of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from rlmodule.algorithm.objective import Objective
@@ -16,12 +17,13 @@ from rlmodule.core.contract import Collectives
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import Sample, ScoredSample
 from rlmodule.experience.failures import check_not_all_failed, reward_counts
-from rlmodule.experience.sample_info import SampleInfo, gather_sample_info, rewards_of
+from rlmodule.experience.gathering import gather_sample_info
+from rlmodule.experience.sample_table import SampleTable
 
 
 def collect_groups(
     collect: Callable[[], list[ScoredSample]], objective: Objective, collectives: Collectives
-) -> tuple[list[Sample], list[SampleInfo], dict[str, float]]:
+) -> tuple[list[Sample], SampleTable, dict[str, float]]:
     """(this rank's samples, facts of all, metrics); asks for more where flat groups are to be replaced.
 
     Which groups stay follows from the facts, which every rank has: the first ones that tell anything, in the order
@@ -30,7 +32,7 @@ def collect_groups(
     """
     config = objective.config
 
-    def more() -> tuple[list[Sample], list[SampleInfo]]:
+    def more() -> tuple[list[Sample], SampleTable]:
         return gather_sample_info(
             lambda: check_logprobs(collect(), objective), collectives, mask_truncated=config.mask_truncated
         )
@@ -39,34 +41,34 @@ def collect_groups(
     if not config.filter_groups.enable:
         check_not_all_failed(sample_info, "the iteration")
         return mine, sample_info, reward_counts(sample_info)
-    num_groups = len({f.meta.group_id for f in sample_info})
+    num_groups = len(np.unique(sample_info.metas.group_id))
     rounds = 1
     kept = _groups_with_variance(sample_info, num_groups)
     while len(kept) < num_groups and rounds < config.filter_groups.max_num_gen_batches:
         last_mine, last_info = more()
-        mine, sample_info, rounds = mine + last_mine, sample_info + last_info, rounds + 1
+        mine, sample_info, rounds = mine + last_mine, SampleTable.joined([sample_info, last_info]), rounds + 1
         kept = _groups_with_variance(sample_info, num_groups)
     check_not_all_failed(sample_info, "the iteration")
-    rewards = [f.reward for f in sample_info if f.reward is not None and math.isfinite(f.reward)]
+    rewards = sample_info.reward[sample_info.is_scored].tolist()
     metrics = {
         **reward_counts(sample_info),
         "filter_groups/gen_batches": float(rounds),
-        "filter_groups/kept": len(kept) / max(len({f.meta.group_id for f in sample_info}), 1),
+        "filter_groups/kept": len(kept) / max(len(np.unique(sample_info.metas.group_id)), 1),
         "filter_groups/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
     }
     if not kept:
         return last_mine, last_info, metrics
     return (
         [s for s in mine if s.group_id in kept],
-        [f for f in sample_info if f.meta.group_id in kept],
+        sample_info.where(np.isin(sample_info.metas.group_id, list(kept))),
         metrics,
     )
 
 
-def _groups_with_variance(sample_info: Sequence[SampleInfo], count: int) -> set[int]:
-    group = [f.meta.group_id for f in sample_info]
-    tells = has_reward_variance(rewards_of(sample_info), torch.tensor(group)).tolist() if sample_info else []
-    return first_groups(group, tells, count)
+def _groups_with_variance(sample_info: SampleTable, count: int) -> set[int]:
+    reward, group = torch.from_numpy(sample_info.reward), torch.from_numpy(sample_info.metas.group_id)
+    tells = has_reward_variance(reward, group).tolist() if sample_info else []
+    return first_groups(group.tolist(), tells, count)
 
 
 def check_logprobs(scored: list[ScoredSample], objective: Objective) -> list[ScoredSample]:

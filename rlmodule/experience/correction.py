@@ -5,9 +5,10 @@ The maths is in ``algorithm/rollout_{correction,rejection,mismatch}.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from rlmodule.core.contract import Collectives
 from rlmodule.core.metrics import merge_rows, to_rows
 from rlmodule.core.types import SampleMeta, TrainingSample
 from rlmodule.experience.redistribute import all_gather_dict
-from rlmodule.experience.sample_info import SampleInfo
+from rlmodule.experience.sample_table import SampleTable
 
 
 def compared(
@@ -55,12 +56,13 @@ def _weighted(row: TrainingSample, weight: Tensor) -> TrainingSample:
 
 
 def without_rejected_rewards(
-    sample_info: Sequence[SampleInfo], kept: Mapping[int, Tensor], collectives: Collectives
-) -> list[SampleInfo]:
+    sample_info: SampleTable, kept: Mapping[int, Tensor], collectives: Collectives
+) -> SampleTable:
     """Facts for the advantages: a response that is rejected as a whole leaves its group, as if it had no reward."""
     left = all_gather_dict({p: int(mask.sum()) for p, mask in kept.items()}, collectives)
-    is_rejected = [f.meta.loss_tokens > 0 and left.get(p) == 0 for p, f in enumerate(sample_info)]
-    return [replace(f, reward=None) if gone else f for f, gone in zip(sample_info, is_rejected, strict=True)]
+    gone = np.array([p for p, tokens in left.items() if tokens == 0], np.int64)
+    is_rejected = np.isin(np.arange(len(sample_info)), gone) & (sample_info.metas.loss_tokens > 0)
+    return replace(sample_info, reward=np.where(is_rejected, np.nan, sample_info.reward))
 
 
 def without_rejected(rows: Mapping[int, TrainingSample], kept: Mapping[int, Tensor]) -> dict[int, TrainingSample]:
@@ -74,7 +76,7 @@ def without_rejected(rows: Mapping[int, TrainingSample], kept: Mapping[int, Tens
 
 
 def recounted(
-    sample_info: Sequence[SampleInfo], rows: Mapping[int, TrainingSample], *, needs_advantage: bool
+    sample_info: SampleTable, rows: Mapping[int, TrainingSample], *, needs_advantage: bool
 ) -> dict[int, SampleMeta]:
     """Position -> metas of these rows, by the loss masks that they have now.
 
@@ -89,5 +91,5 @@ def recounted(
         is_zero = needs_advantage and advantage is not None and not bool((advantage[mask] != 0).any())
         tokens = int(mask.sum())
         has_gradient = tokens > 0 and not is_zero
-        metas[position] = replace(sample_info[position].meta, loss_tokens=tokens, has_gradient=has_gradient)
+        metas[position] = replace(sample_info.metas[position], loss_tokens=tokens, has_gradient=has_gradient)
     return metas

@@ -4,14 +4,14 @@ nothing else. Leaves out what a failure is (``rewards/``).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from rlmodule.core.errors import TrainingError
 from rlmodule.experience.sample_info import SampleInfo
+from rlmodule.experience.sample_table import SampleTable
 
 
-def check_not_all_failed(sample_info: Sequence[SampleInfo], of_what: str) -> None:
+def check_not_all_failed(sample_info: SampleTable, of_what: str) -> None:
     """End the run when the reward function failed on every sample, whichever rank scored them.
 
     Args:
@@ -26,21 +26,26 @@ def check_not_all_failed(sample_info: Sequence[SampleInfo], of_what: str) -> Non
         raise TrainingError(f"the reward failed on all {failed} responses of {of_what}. {first_failure(sample_info)}")
 
 
-def reward_counts(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
+def reward_counts(sample_info: SampleTable) -> dict[str, float]:
     """``reward/NAME`` for what rewards count, such as ``failed``, over all samples of the newest policy."""
-    newest = max((info.version for info in sample_info), default=0)
-    counts: Counter[str] = Counter()
-    for info in sample_info:
-        counts.update(info.counts if info.version == newest else {})
-    return {f"reward/{name}": float(value) for name, value in sorted(counts.items())}
+    newest = drawn_last(sample_info)
+    listed = {name: column.listed for name, column in sorted(newest.counts.items())}
+    return {f"reward/{name}": float(sum(values)) for name, values in listed.items() if values}
 
 
-def num_failed(sample_info: Sequence[SampleInfo]) -> int:
+def num_failed(sample_info: SampleTable) -> int:
     """Samples on which the reward function failed."""
-    return sum(info.failure is not None for info in sample_info)
+    return int(sample_info.failed.sum())
 
 
-def first_failure(sample_info: Sequence[SampleInfo]) -> str:
+def first_failure(sample_info: SampleTable) -> str:
     """What went wrong with the first sample that failed, by sample id."""
-    texts = (info.failure for info in sorted(sample_info, key=lambda info: info.meta.sample_id))
-    return next((f"The first is {text}" for text in texts if text), "")
+    here = set(sample_info.metas.sample_id[sample_info.failed].tolist())
+    first = min(here.intersection(sample_info.failures), default=None)
+    return "" if first is None else f"The first is {sample_info.failures[first]}"
+
+
+def drawn_last(sample_info: Sequence[SampleInfo]) -> SampleTable:
+    """The samples of the newest policy; all of them where none is trained on again."""
+    table = SampleTable.of(sample_info)
+    return table.where(table.version == table.version.max(initial=0))

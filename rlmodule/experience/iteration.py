@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from rlmodule.batching.collate import padding_sample
 from rlmodule.batching.sampler import BalancedSampler, RankShare
 from rlmodule.core.types import TrainingSample
-from rlmodule.experience.sample_info import SampleInfo
+from rlmodule.experience.sample_table import SampleTable
 
 
 class Experience(Dataset[TrainingSample]):
@@ -51,7 +51,7 @@ class Iteration:
         metrics: facts of the iteration to log, the same on every rank.
     """
 
-    sample_info: Sequence[SampleInfo]
+    sample_info: SampleTable
     advantages: Tensor | None
     experience: Experience
     sampler: BalancedSampler

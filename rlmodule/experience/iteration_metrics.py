@@ -7,13 +7,17 @@ where it goes (``callbacks/``), and what the whole run came to (``records/summar
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from rlmodule.core.metrics import mean
+from rlmodule.core.sample_metas import Ints
+from rlmodule.experience.failures import drawn_last
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.sample_info import SampleInfo
+from rlmodule.experience.sample_table import Floats, Numbers, SampleTable
 from rlmodule.records.metrics_log import Elapsed
 from rlmodule.records.summary import standard_deviation
 
@@ -31,7 +35,7 @@ class RunTotals:
     def after(self, iteration: int, sample_info: Sequence[SampleInfo]) -> RunTotals:
         """The same once ``iteration`` has brought ``sample_info``."""
         counted = drawn_last(without_padding(sample_info))
-        return RunTotals(iteration, self.samples + len(counted), self.tokens + sum(f.meta.length for f in counted))
+        return RunTotals(iteration, self.samples + len(counted), self.tokens + int(counted.metas.length.sum()))
 
 
 def iteration_metrics(
@@ -45,7 +49,7 @@ def iteration_metrics(
         elapsed: the clock of the iteration: ``collect``, ``update`` and perhaps ``validate``.
         totals_so_far: the run with this iteration counted in.
     """
-    tokens = sum(f.meta.length for f in without_padding(iteration.sample_info))
+    tokens = int(without_padding(iteration.sample_info).metas.length.sum())
     drawn = drawn_last(iteration.sample_info)
     return {
         **reward_metrics(drawn),
@@ -68,28 +72,42 @@ def reward_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
     of the reward that has the name of one of these, or of what the reward counts, is logged as ``reward/<name>_part``.
     """
     counted = without_padding(sample_info)
-    scored = [f for f in counted if is_scored(f)]
-    groups: dict[int, list[float]] = defaultdict(list)
-    for info in scored:
-        groups[info.meta.group_id].append(_reward(info))
-    rewards = [_reward(f) for f in scored]
+    scored = counted.where(counted.is_scored)
+    rewards = scored.reward.tolist()
     metrics = {
         "reward/mean": mean(rewards),
         "reward/std": standard_deviation(rewards),
         "reward/min": min(rewards, default=math.nan),
         "reward/max": max(rewards, default=math.nan),
         "reward/unscored": float(len(counted) - len(scored)),
-        "reward/zero_std_groups": mean([float(min(group) == max(group)) for group in groups.values()]),
+        "reward/zero_std_groups": mean(_all_equal(scored.reward, scored.metas.group_id)),
     }
-    parts: dict[str, list[float]] = defaultdict(list)
-    for info in scored:
-        for name, value in {**info.diagnostics, **info.parts}.items():
-            parts[name].append(value)
-    taken = {*metrics, *(f"reward/{name}" for info in counted for name in info.counts)}
-    for name in sorted(parts):
+    taken = {*metrics, *(f"reward/{name}" for name, column in counted.counts.items() if column.present.any())}
+    for name in sorted({*scored.diagnostics, *scored.parts}):
+        values = _first_of(scored.parts.get(name), scored.diagnostics.get(name))
         key = f"reward/{name}" if f"reward/{name}" not in taken else f"reward/{name}_part"
-        metrics[key] = mean(parts[name])
+        metrics |= {key: mean(values)} if values else {}
     return metrics
+
+
+def _all_equal(reward: Floats, group: Ints) -> list[float]:
+    """[n] rewards and their groups -> for each group whether its rewards are all equal, 1 or 0."""
+    if not len(reward):
+        return []
+    by_group = np.argsort(group, kind="stable")
+    reward, group = reward[by_group], group[by_group]
+    starts = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
+    is_equal: list[float] = (np.minimum.reduceat(reward, starts) == np.maximum.reduceat(reward, starts)).tolist()
+    return [float(equal) for equal in is_equal]
+
+
+def _first_of(first: Numbers | None, second: Numbers | None) -> list[float]:
+    """The numbers of ``first``, and of ``second`` for the samples that have none there."""
+    if first is None or second is None:
+        found = first or second
+        return [] if found is None else found.listed
+    both = Numbers(np.where(first.present, first.values, second.values), first.present | second.present)
+    return both.listed
 
 
 def length_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
@@ -97,19 +115,19 @@ def length_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
 
     A sample that failed has no say in it: how far it got depends on when it failed.
     """
-    counted = [f for f in without_padding(sample_info) if f.failure is None]
+    counted = without_padding(sample_info)
+    counted = counted.where(~counted.failed)
     return {
-        **min_mean_max("response_length", [float(f.meta.response_len) for f in counted]),
-        "response_length/clip_ratio": mean([float(f.truncated) for f in counted]),
-        **min_mean_max("prompt_length", [float(f.meta.prompt_len) for f in counted]),
+        **min_mean_max("response_length", counted.metas.response_len.astype(float).tolist()),
+        "response_length/clip_ratio": mean(counted.truncated.astype(float).tolist()),
+        **min_mean_max("prompt_length", counted.metas.prompt_len.astype(float).tolist()),
     }
 
 
 def staleness_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
     """``rollout/staleness/*``, in iterations since a response was drawn; nothing where all were drawn by one policy."""
     counted = without_padding(sample_info)
-    newest = max((f.version for f in counted), default=0)
-    ages = [float(newest - f.version) for f in counted]
+    ages = (counted.version.max(initial=0) - counted.version).astype(float).tolist()
     if not any(ages):
         return {}
     replayed = mean([float(age > 0) for age in ages])
@@ -129,8 +147,9 @@ def scored_advantages(iteration: Iteration) -> list[float]:
     """Advantage of every scored response, by sample id; empty where the loss needs none."""
     if iteration.advantages is None:
         return []
-    pairs = zip(iteration.sample_info, iteration.advantages.tolist(), strict=True)
-    return [advantage for info, advantage in pairs if is_scored(info) and not info.meta.is_padding]
+    info = SampleTable.of(iteration.sample_info)
+    scored: list[float] = iteration.advantages.numpy()[info.is_scored & ~info.metas.is_padding].tolist()
+    return scored
 
 
 def time_metrics(seconds: Mapping[str, float], elapsed: Mapping[str, Elapsed], tokens: int) -> dict[str, float]:
@@ -146,25 +165,10 @@ def time_metrics(seconds: Mapping[str, float], elapsed: Mapping[str, Elapsed], t
     }
 
 
-def is_scored(info: SampleInfo) -> bool:
-    """Whether the reward says anything about this response."""
-    return info.reward is not None and math.isfinite(info.reward)
-
-
-def drawn_last(sample_info: Sequence[SampleInfo]) -> list[SampleInfo]:
-    """The samples of the newest policy; all of them where none is trained on again."""
-    newest = max((f.version for f in sample_info), default=0)
-    return [f for f in sample_info if f.version == newest]
-
-
-def without_padding(sample_info: Sequence[SampleInfo]) -> list[SampleInfo]:
+def without_padding(sample_info: Sequence[SampleInfo]) -> SampleTable:
     """The samples that count."""
-    return [f for f in sample_info if not f.meta.is_padding]
-
-
-def _reward(info: SampleInfo) -> float:
-    assert info.reward is not None, "only scored samples have a reward"
-    return float(info.reward)
+    table = SampleTable.of(sample_info)
+    return table.where(~table.metas.is_padding)
 
 
 def min_mean_max(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from rlmodule.checkpoint.samples import PlainState, fields_of, training_samples_
 from rlmodule.core.types import SampleMeta, TrainingSample
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.sample_info import SampleInfo
+from rlmodule.experience.sample_table import SampleTable
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class SavedIteration:
         sampler: state of the sampler: the mini-batches that were trained on.
     """
 
-    sample_info: Sequence[SampleInfo]
+    sample_info: SampleTable
     rows: Mapping[int, TrainingSample]
     advantages: Tensor | None
     metrics: Mapping[str, float]
@@ -37,7 +38,7 @@ class SavedIteration:
         """Inverse of ``iteration_state``, given the parts of all ranks that saved it."""
         rows = {position: row for rank in ranks for position, row in training_samples_from(rank).items()}
         info = [SampleInfo(**{**one, "meta": SampleMeta(**one["meta"])}) for one in shared["sample_info"]]
-        return cls(info, rows, shared["advantages"], shared["metrics"], shared["sampler"])
+        return cls(SampleTable.of(info), rows, shared["advantages"], shared["metrics"], shared["sampler"])
 
 
 def iteration_state(iteration: Iteration) -> tuple[PlainState, PlainState]:

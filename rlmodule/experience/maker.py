@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from rlmodule.batching.sampler import BalancedSampler, RankShare
+from rlmodule.core.sample_metas import SampleMetas
 from rlmodule.core.types import MiniBatch, SampleMeta, ScoredSample, TrainingSample
-from rlmodule.experience.advantage_stage import AdvantageStage, means, with_advantages
+from rlmodule.experience.advantage_stage import AdvantageStage, PerResponse, with_advantages
 from rlmodule.experience.collect import collect_groups
 from rlmodule.experience.correction import compared, recounted, without_rejected, without_rejected_rewards
 from rlmodule.experience.iteration import Experience, Iteration
 from rlmodule.experience.iteration_state import SavedIteration
 from rlmodule.experience.redistribute import all_gather_dict, redistribute
-from rlmodule.experience.sample_info import SampleInfo
+from rlmodule.experience.sample_table import SampleTable
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.timer import Timer
 
@@ -45,9 +46,8 @@ class ExperienceMaker:
         advantages = advantage_stage.advantages(inputs)
         with timer.phase("plan"):
             sampler = self.make_sampler(self._metas(sample_info, advantages))
-        position = {f.meta.sample_id: i for i, f in enumerate(sample_info)}
         with timer.phase("exchange"):
-            here = {position[s.sample_id]: s for s in mine}
+            here = dict(zip(sample_info.positions_of(s.sample_id for s in mine), mine, strict=True))
             held = redistribute(here, sampler.owners(sampler.first_pass, here), layout, collectives)
         rows = scorer(
             held,
@@ -69,7 +69,13 @@ class ExperienceMaker:
         if len(sampler.plans) > len(sampler.first_pass):
             with timer.phase("exchange"):
                 rows = redistribute(rows, sampler.owners(sampler.plans, rows), layout, collectives)
-        return Iteration(sample_info, means(advantages), scorer.experience(rows, len(sample_info)), sampler, metrics)
+        return Iteration(
+            sample_info,
+            None if advantages is None else advantages.means,
+            scorer.experience(rows, len(sample_info)),
+            sampler,
+            metrics,
+        )
 
     @property
     def _rejects(self) -> bool:
@@ -80,34 +86,34 @@ class ExperienceMaker:
         """Whether models are asked before there are advantages; then no sample is left out of the plan for its own."""
         return self.scorer.value_model is not None or self.advantage_stage.needs_scores or self._rejects
 
-    def _recounted(self, info: Sequence[SampleInfo], rows: Mapping[int, TrainingSample]) -> dict[int, SampleMeta]:
+    def _recounted(self, info: SampleTable, rows: Mapping[int, TrainingSample]) -> dict[int, SampleMeta]:
         return recounted(info, rows, needs_advantage=self.scorer.objective.no_gradient_at_zero_advantage)
 
-    def _recount(
-        self, sampler: BalancedSampler, sample_info: Sequence[SampleInfo], metas: Mapping[int, SampleMeta]
-    ) -> None:
+    def _recount(self, sampler: BalancedSampler, sample_info: SampleTable, metas: Mapping[int, SampleMeta]) -> None:
         """Take the totals of every mini-batch from the loss tokens that are left."""
-        sampler.recount([metas.get(p, replace(f.meta, has_gradient=False)) for p, f in enumerate(sample_info)])
+        sampler.recount([metas.get(p, replace(meta, has_gradient=False)) for p, meta in enumerate(sample_info.metas)])
 
-    def _metas(self, sample_info: Sequence[SampleInfo], advantages: Sequence[Tensor] | None) -> list[SampleMeta]:
+    def _metas(self, sample_info: SampleTable, advantages: PerResponse | None) -> SampleMetas:
         """What is planned: samples without a gradient are marked, and left out where the config says so."""
-        objective, metas = self.scorer.objective, []
-        for number, meta in enumerate(f.meta for f in sample_info):
-            # As float32, in which the loss sees advantages.
-            is_zero = advantages is not None and not bool((advantages[number].float() != 0).any())
-            has_gradient = meta.loss_tokens > 0 and not (is_zero and objective.no_gradient_at_zero_advantage)
-            is_skipped = meta.loss_tokens == 0 or (is_zero and objective.ignores_zero_advantage)
-            metas.append(replace(meta, is_skipped=is_skipped, has_gradient=has_gradient))
-        return metas
+        objective, metas = self.scorer.objective, sample_info.metas
+        is_zero = np.zeros(len(metas), bool) if advantages is None else advantages.is_zero.numpy()
+        has_loss = metas.loss_tokens > 0
+        return replace(
+            metas,
+            is_skipped=~has_loss | (is_zero & objective.ignores_zero_advantage),
+            has_gradient=has_loss & ~(is_zero & objective.no_gradient_at_zero_advantage),
+        )
 
     def resumed(self, saved: SavedIteration) -> Iteration:
         """An iteration that a checkpoint interrupted, from the rows of all its ranks; nothing is scored anew."""
         info = saved.sample_info
         # Advantages that needed a plan first had no say in it, and have none now.
-        known = None if self._needs_scores or saved.advantages is None else list(saved.advantages[:, None])
+        is_known = saved.advantages is not None and not self._needs_scores
+        known = PerResponse(saved.advantages, torch.ones(len(info), dtype=torch.int64)) if is_known else None
         metas = self._metas(info, known)
         # What no rank holds was left out of the plan, and is again.
-        sampler = self.make_sampler([replace(meta, is_skipped=p not in saved.rows) for p, meta in enumerate(metas)])
+        is_held = np.isin(np.arange(len(info)), list(saved.rows))
+        sampler = self.make_sampler(replace(metas, is_skipped=~is_held))
         if self._rejects:
             self._recount(sampler, info, self._recounted(info, saved.rows))
         sampler.load_state_dict(saved.sampler)

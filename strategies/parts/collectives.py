@@ -73,7 +73,7 @@ class GroupCollectives:
     def _gather(self, mine: Tensor) -> Tensor:
         """[n] of each rank -> [ranks * n] on the CPU; one all-gather."""
         everyone = torch.empty(self.size * len(mine), dtype=mine.dtype, device=self.device)
-        dist.all_gather_into_tensor(everyone, mine.to(self.device), group=self.group)
+        dist.all_gather(list(everyone.split(len(mine))), mine.to(self.device), group=self.group)
         return everyone.cpu()
 
     def exchange(self, outgoing: Sequence[Item]) -> list[Item]:

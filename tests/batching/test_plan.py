@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlmodule.batching.joint import MANY_CELLS
 from rlmodule.batching.plan import PLANNERS, MiniBatchPlan, plan_batch
 from rlmodule.batching.workload import AttentionShape, ModelShape, Workload
 from rlmodule.core.errors import ConfigError
@@ -299,3 +300,14 @@ def test_a_plan_with_unequal_micro_steps_is_refused():
     totals = StepTotals(tokens=3, sequences=3)
     with pytest.raises(AssertionError, match=r"same number of micro-steps, got \[1, 2\]"):
         MiniBatchPlan((((0,), (1,)), ((2,),)), totals, ((1.0, 1.0), (1.0,)), (2, 1), (2, 1), 0)
+
+
+def test_very_many_micro_batches_keep_the_budget_and_come_near_the_bound():
+    """More than ``joint.MANY_CELLS`` of them are packed a batch of samples at a time."""
+    length = np.random.default_rng(0).lognormal(6.0, 0.8, 80_000).clip(16, 4096).astype(int)
+    metas = [SampleMeta(i, i, 1, int(n), int(n)) for i, n in enumerate(length)]
+    [plan] = plan_batch(metas, mini_batch_size=len(metas), dp_size=2048, token_budget=4200)
+    assert plan.num_micro_steps * 2048 > MANY_CELLS
+    assert sorted(plan.positions) == list(range(len(metas)))
+    assert plan.longest_row <= 4200
+    assert plan.lockstep_efficiency > 0.995

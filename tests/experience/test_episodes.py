@@ -23,8 +23,8 @@ from rlmodule.environments.parts.single_turn import SingleTurnEpisode
 from rlmodule.evaluation.prompts import PromptEvaluator
 from rlmodule.experience.episodes import EpisodeRequest, EpisodeRunner, EpisodesConfig
 from rlmodule.experience.failures import reward_counts
+from rlmodule.experience.gathering import gather_sample_info
 from rlmodule.experience.iteration_metrics import length_metrics, reward_metrics
-from rlmodule.experience.sample_info import gather_sample_info, rewards_of
 from rlmodule.experience.sources import RolloutSource, RowSampler
 from rlmodule.experience.timer import Timer
 from rlmodule.models.byte_tokenizer import byte_tokenizer
@@ -491,7 +491,7 @@ def test_failed_episodes_leave_every_other_number_of_an_iteration():
         _, info = gather_sample_info(collect, single({"policy": policy()}).collectives)
         assert sum(i.failure is not None for i in info) == 2
         found = reward_metrics(info) | length_metrics(info) | reward_counts(info)
-        numbers.append((found, [i.meta.loss_tokens for i in info], rewards_of(info)))
+        numbers.append((found, [i.meta.loss_tokens for i in info], torch.from_numpy(info.reward)))
     for other in numbers[1:]:
         assert other[:2] == numbers[0][:2]
         torch.testing.assert_close(other[2], numbers[0][2], equal_nan=True)

@@ -19,8 +19,8 @@ from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.core.errors import RLModuleError, TrainingError
 from rlmodule.core.types import RewardResult, ScoredSample
 from rlmodule.experience.advantage_stage import AdvantageStage
+from rlmodule.experience.gathering import gather_sample_info
 from rlmodule.experience.maker import ExperienceMaker
-from rlmodule.experience.sample_info import gather_sample_info
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.timer import Timer
 from rlmodule.losses.gspo import GSPO

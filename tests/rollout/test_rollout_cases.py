@@ -22,9 +22,9 @@ from rlmodule.data.config import DataConfig
 from rlmodule.data.end_tokens import EndTokens
 from rlmodule.data.rollouts import load_rollouts
 from rlmodule.experience.advantage_stage import AdvantageStage
+from rlmodule.experience.gathering import gather_sample_info
 from rlmodule.experience.iteration_metrics import length_metrics
 from rlmodule.experience.maker import ExperienceMaker
-from rlmodule.experience.sample_info import gather_sample_info
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.timer import Timer
 from rlmodule.losses.ppo_clip import PPOClip

@@ -1,0 +1,52 @@
+"""What is known of samples as columns: nothing is lost on the way to them, to other ranks, and back."""
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from rlmodule.core.types import SampleMeta
+from rlmodule.experience.advantage_stage import PerResponse
+from rlmodule.experience.iteration_metrics import reward_metrics
+from rlmodule.experience.sample_info import SampleInfo
+from rlmodule.experience.sample_table import SampleTable
+
+SAMPLES = [
+    SampleInfo(SampleMeta(7, 3, 2, 5, 5), 1.0, {"format": 0.5}, truncated=True, counts={"failed": 1.0}),
+    SampleInfo(SampleMeta(2, 1, 4, 1, 0, is_padding=True), None, {}, truncated=False, version=2),
+    SampleInfo(SampleMeta(5, 3, 2, 9, 8, has_gradient=False), -0.25, {}, truncated=False, baseline=0.5, failure=""),
+    SampleInfo(SampleMeta(9, 4, 1, 1, 1), 0.5, {"format": 1.0}, truncated=False, diagnostics={"x": 2.0}, failure="no"),
+]
+
+
+def test_columns_give_the_samples_back():
+    table = SampleTable.of(SAMPLES)
+    assert list(table) == SAMPLES
+    assert list(pickle.loads(pickle.dumps(table, protocol=5))) == SAMPLES
+    assert list(table[1:3]) == SAMPLES[1:3]
+    assert SampleTable.of(table) is table
+    assert len(SampleTable.of([])) == 0
+
+
+@pytest.mark.parametrize("cut", [0, 1, 3])
+def test_tables_joined_are_the_table_of_all_in_the_order_of_their_ids(cut):
+    joined = SampleTable.joined([SampleTable.of(SAMPLES[:cut]), SampleTable.of(SAMPLES[cut:])])
+    assert list(joined) == SAMPLES
+    assert [info.meta.sample_id for info in joined.by_sample_id()] == [2, 5, 7, 9]
+    assert joined.positions_of([9, 7]) == [3, 0]
+
+
+def test_a_number_that_is_not_one_stays_in_the_means_of_those_who_have_it():
+    """A sample without a component of the reward is not one whose component is NaN."""
+    told = [replace(SAMPLES[0], parts={"format": np.nan}), SAMPLES[2]]
+    assert np.isnan(reward_metrics(told)["reward/format"])
+    assert reward_metrics([SAMPLES[0], SAMPLES[2]])["reward/format"] == 0.5
+
+
+def test_numbers_of_responses_end_to_end():
+    values = PerResponse(torch.tensor([0.0, 1.0, 3.0, 0.0, 1e-60], dtype=torch.float64), torch.tensor([1, 2, 0, 2]))
+    assert [values[i].tolist() for i in range(4)] == [[0.0], [1.0, 3.0], [], [0.0, 1e-60]]
+    assert values.is_zero.tolist() == [True, False, True, True], "as float32"
+    assert values.means.tolist() == [0.0, 2.0, 0.0, 5e-61]
