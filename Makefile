@@ -42,7 +42,7 @@ test-ranks: setup ## only the tests that start several processes
 test-slow: setup ## further layouts and families, which make test leaves out for time
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m slow $(ARGS)
 
-test-backends: $(BACKENDS)/.ready ## the strategies around other projects, in an environment of its own (1.1 GB of packages more)
+test-backends: $(BACKENDS)/.ready ## the strategies around other projects, in an environment of its own (1.3 GB of packages more)
 	$(BACKENDS)/bin/python -m pytest -m backends $(ARGS)
 	$(BACKENDS)/bin/python train.py parity
 

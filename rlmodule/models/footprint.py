@@ -5,6 +5,10 @@ MLPs, autocast and recomputed blocks need no rule of their own. Attention stands
 queries, keys, values, outputs and one number per token and head; families with sinks or capped products run theirs. Of
 experts, every token's rows go through one. Adapters are left out: they keep ``r`` numbers per token and adapted matrix.
 
+All blocks are counted, also where stages of a pipeline share them: the first of p stages has a p-th of the blocks, and
+p micro-batches in flight (arXiv:2104.04473), so about as much as one process with all blocks and one micro-batch. Later
+stages have fewer in flight, and keep less.
+
 Leaves out weights, gradients, moments and the language-model head (``run/planning/memory.py``).
 """
 

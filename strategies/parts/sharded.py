@@ -71,7 +71,7 @@ class ShardedStrategy(DistributedStrategy):
         copied = self._meta_copies[name]
         if self._depth[name] == 0:
             with self.parameters_on_device(name):
-                dtype: torch.dtype | None = getattr(copied, "compute_dtype", None)
+                dtype: torch.dtype | None = copied.compute_dtype  # type: ignore[assignment]  # a policy or a value model
                 matrices = linear_weights(copied)
                 for names, tensor in self.full_parameters(name):
                     held = dtype if matrices.issuperset(names) else None

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
+from rlmodule.checkpoint.state import newest_whole, verify
 from rlmodule.records.metrics_log import read_records
-from tests.end_to_end.commands import Command, forked, typed
+from rlmodule.run.launchers.parts.supervision import PREEMPTED
+from tests.end_to_end.commands import ENVIRONMENT, PATIENCE, SCRIPT, Command, forked, typed
 from tests.helpers.runs import MADE_OF_THE_LAYOUT, MADE_OF_TIME, SMALL, numbers, rollouts, run_small
 
 pytestmark = pytest.mark.ranks
@@ -88,11 +95,45 @@ def test_half_of_a_cluster_s_variables_is_refused_before_anything_is_written(tmp
     assert not (tmp_path / "run").exists()
 
 
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'rlmodule[ray]'")
+
+
 @pytest.mark.backends
-@pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed: pip install 'rlmodule[ray]'")
+@pytest.mark.timeout(900)  # seconds; a cluster of processes starts before the run does
+@needs_ray
 def test_ranks_on_two_machines_of_a_ray_cluster_are_one_run(one_process, tmp_path):
     """Both machines are this one; they meet at an address and a port, as others would."""
     done = typed(*SMALL, "launcher=ray", "trainer.num_nodes=2", f"run_dir={tmp_path / 'run'}", cwd=tmp_path)
     assert done.code == 0, done.text
     assert "ddp on 2 cpu processes" in done.text, "rank 0 is heard"
     assert_same_run(tmp_path / "run", one_process)
+
+
+@pytest.mark.backends
+@pytest.mark.timeout(900)  # seconds; a cluster of processes starts before the run does
+@needs_ray
+def test_a_signal_to_who_started_a_run_on_ray_saves_its_state_and_ends_with_75(tmp_path):
+    """It is sent after the first of many steps, to the process that was typed, which is none of the ranks."""
+    run_dir = tmp_path / "run"
+    settings = (*SMALL, "launcher=ray", "trainer.devices=2", "trainer.max_epochs=500", f"run_dir={run_dir}")
+    with (tmp_path / "output.txt").open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, SCRIPT, *settings], env={**os.environ, **ENVIRONMENT}, stdout=out, stderr=out
+        )
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while (
+            not (run_dir / "metrics.jsonl").exists() or '"kind": "step"' not in (run_dir / "metrics.jsonl").read_text()
+        ):
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "output.txt").read_text()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == PREEMPTED
+    finally:
+        process.kill()
+        process.wait()
+    said = (tmp_path / "output.txt").read_text()
+    assert "asked to stop" in said
+    folder, passed_over = newest_whole(run_dir / "checkpoints")
+    assert folder is not None and not passed_over, said
+    assert verify(folder).entries["step"] >= 1
