@@ -10,10 +10,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, TypeVar
 
 import torch
@@ -225,8 +226,7 @@ class ServerEngine:
 
         def ask() -> tuple[list[Probe], list[dict[int, float]]]:
             self._wake_all()
-            apis = self._running.in_use
-            return [probe for api in apis for probe in self._probes_of(api)], self._likeliest(apis[0])
+            return self._asked_for_probes(self._running.in_use)
 
         found, self._said = self._from_first(ask)
         return found
@@ -243,20 +243,32 @@ class ServerEngine:
         names = ", ".join(dict.fromkeys(same[:6]))
         return f"unchanged since before the update, by the server's own digests: {names}" if same else ""
 
-    def _probes_of(self, api: ServerApi) -> Iterator[Probe]:
+    def _asked_for_probes(self, apis: Sequence[ServerApi]) -> tuple[list[Probe], list[dict[int, float]]]:
+        """Probes of every server, and the likeliest tokens of the first; all servers answer side by side."""
         temperature = self.context.sampling.temperature
-        # Drawn first: asking for the prompt's own log-probabilities would fill a prefix cache that may be old.
-        for seed, prompt in enumerate(self._prompts):
-            drawn = api.draw(Draw(prompt, DRAWN, temperature, seed=seed))
-            ids, logprobs = torch.tensor(drawn.token_ids), torch.tensor(drawn.logprobs)
-            yield Probe(f"{api.url}, tokens that it drew", prompt, ids, logprobs)
-        for prompt in self._prompts if temperature == 1.0 else ():  # these have no temperature
+        asked = [(api, number, prompt) for api in apis for number, prompt in enumerate(self._prompts)]
+
+        def drawn(api: ServerApi, number: int, prompt: tuple[int, ...]) -> Probe:
+            found = api.draw(Draw(prompt, DRAWN, temperature, seed=number))
+            ids, logprobs = torch.tensor(found.token_ids), torch.tensor(found.logprobs)
+            return Probe(f"{api.url}, tokens that it drew", prompt, ids, logprobs)
+
+        def given(api: ServerApi, number: int, prompt: tuple[int, ...]) -> Probe:
             scores = torch.tensor(api.score(prompt))
-            yield Probe(f"{api.url}, tokens that it was given", prompt[:1], torch.tensor(prompt[1:]), scores)
+            return Probe(f"{api.url}, tokens that it was given", prompt[:1], torch.tensor(prompt[1:]), scores)
+
+        with ThreadPoolExecutor(min(len(asked), self.settings.num_requests)) as threads:
+            # Drawn first: asking for the prompt's own log-probabilities would fill a prefix cache that may be old.
+            found = list(threads.map(lambda one: drawn(*one), asked))
+            if temperature == 1.0:  # given tokens are scored at no other
+                found += threads.map(lambda one: given(*one), asked)
+            return found, list(threads.map(partial(self._likeliest_after, apis[0]), self._prompts))
 
     def _likeliest(self, api: ServerApi) -> list[dict[int, float]]:
-        temperature = self.context.sampling.temperature
-        return [dict(api.likeliest(Draw(prompt, 1, temperature), TOP)) for prompt in self._prompts]
+        return [self._likeliest_after(api, prompt) for prompt in self._prompts]
+
+    def _likeliest_after(self, api: ServerApi, prompt: tuple[int, ...]) -> dict[int, float]:
+        return dict(api.likeliest(Draw(prompt, 1, self.context.sampling.temperature), TOP))
 
     @property
     def _prompts(self) -> list[tuple[int, ...]]:
