@@ -37,7 +37,10 @@ class Chat(PolicySource, Command):
         loaded = place.load()
         print(f"policy       {place.described}")
         print(f"{RESET} begins a new conversation, {QUIT} or the end of input ends this one, Ctrl-C stops an answer")
-        Conversation.begin(loaded, greedy=self.greedy).talk(lines())
+        conversation = Conversation.begin(loaded, greedy=self.greedy)
+        if conversation.tools is not None:
+            print(f"tools        {', '.join(tool.name for tool in conversation.tools.toolbox.tools)}")
+        conversation.talk(lines())
         return 0
 
 

@@ -64,7 +64,7 @@ class Canary:
             TrainingError: on every rank, when a copy is not the policy.
         """
         probes = engine.probe()
-        found = _agreements(probes, self.score(probes))
+        found = _agreements(probes, self._scores(probes))
         most, mean = ROUNDING[engine.promised_dtype]
         for source, agreement in found.items():
             before = self.at_start.get(source)
@@ -76,6 +76,13 @@ class Canary:
                 self.say(f"proven: {source} agree with the trainer: {agreement} (nats)")
         self.at_start = found | self.at_start
         return found
+
+    def _scores(self, probes: Sequence[Probe]) -> list[Tensor]:
+        """[R] of the policy for each probe; what several servers were asked alike is scored once."""
+        keys = [(probe.prompt_ids, tuple(probe.token_ids.tolist())) for probe in probes]
+        different = dict(zip(keys, probes, strict=True))
+        scores = dict(zip(different, self.score(list(different.values())), strict=True))
+        return [scores[key] for key in keys]
 
     def _words(
         self,

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
 
 from rlmodule.core.parameters import Cast, fp32_names
@@ -57,7 +57,8 @@ def write_model(
     shutil.rmtree(folder, ignore_errors=True)  # there is often no room for two
     with in_place_of(folder) as aside:
         aside.mkdir(parents=True)
-        _write_files(aside, policy.lm, weights, Cast(dtype, fp32_names(policy)), file_bytes or FILE_BYTES)
+        host = torch.device("cpu")
+        _write_files(aside, chunks_of(policy, weights, dtype, device=host, num_bytes=file_bytes or FILE_BYTES))
         config = copy.deepcopy(policy.lm.config)
         config.tie_word_embeddings = False
         config.dtype = dtype
@@ -74,26 +75,41 @@ def write_adapter(folder: Path, policy: PolicyModel, stream: Weights) -> None:
         save_adapter(aside, policy.lm, weights)
 
 
-def _write_files(folder: Path, lm: PreTrainedModel, weights: Weights, cast: Cast, file_bytes: int) -> None:
-    """``model-00001.safetensors`` and so on, and the index that names them."""
-    places: dict[str, str] = {}
-    waiting: dict[str, Tensor] = {}
-    total = 0
+def chunks_of(
+    policy: PolicyModel, weights: Weights, dtype: torch.dtype, *, device: torch.device, num_bytes: int
+) -> Iterator[dict[str, Tensor]]:
+    """The weights of the plain model as its files name them, cast to ``dtype``, some at a time.
 
-    def write() -> None:
-        name = f"model-{len(set(places.values())) + 1:05d}.safetensors"
-        stored = {key: tensor.contiguous() for key, tensor in revert_weight_conversion(lm, waiting).items()}
-        save_file(stored, folder / name, {"format": "pt"})
-        places.update(dict.fromkeys(stored, name))
+    Args:
+        policy: whose weights they are; what its family keeps in float32 stays so.
+        weights: of the plain model.
+        dtype: of the rest.
+        device: that they come to.
+        num_bytes: of one chunk at most, unless one tensor has more.
+    """
+    cast, waiting = Cast(dtype, fp32_names(policy)), dict[str, Tensor]()
+
+    def chunk() -> dict[str, Tensor]:
+        found = {key: tensor.contiguous() for key, tensor in revert_weight_conversion(policy.lm, waiting).items()}
         waiting.clear()
+        return found
 
     for key, tensor in weights:
-        held = sum(t.nbytes for t in waiting.values())
-        kept = cast(key, tensor.detach()).cpu().clone()  # tied tensors share memory, which a file may not
-        if waiting and held + kept.nbytes > file_bytes:
-            write()
+        kept = cast(key, tensor.detach()).to(device).clone()  # tied tensors share memory, which a file may not
+        if waiting and sum(t.nbytes for t in waiting.values()) + kept.nbytes > num_bytes:
+            yield chunk()
         waiting[key] = kept
-        total += kept.nbytes
-    write()
+    yield chunk()
+
+
+def _write_files(folder: Path, chunks: Iterable[dict[str, Tensor]]) -> None:
+    """``model-00001.safetensors`` and so on, and the index that names them."""
+    places: dict[str, str] = {}
+    total = 0
+    for number, stored in enumerate(chunks, start=1):
+        name = f"model-{number:05d}.safetensors"
+        save_file(stored, folder / name, {"format": "pt"})
+        places.update(dict.fromkeys(stored, name))
+        total += sum(tensor.nbytes for tensor in stored.values())
     index = {"metadata": {"total_size": total}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")

@@ -6,19 +6,37 @@ alone where only an adapter trains. Written for vLLM 0.32.
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+
+import torch
 
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
+from rlmodule.models.served import chunks_of, merged_weights
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.rollout.parts.own_server import OwnServer, OwnServers, free_port
 from rlmodule.rollout.parts.server_engine import ServerEngine
 from rlmodule.rollout.parts.server_settings import ServerSettings
 from rlmodule.rollout.parts.vllm_api import VLLMApi
+from rlmodule.rollout.parts.vllm_transfer import (
+    CHUNK_BYTES,
+    DISK,
+    IPC,
+    NCCL,
+    TRANSFERS,
+    IPCLink,
+    Link,
+    NCCLLink,
+    VLLMTransfer,
+    address_for,
+)
 from rlmodule.rollout.parts.weight_folder import WeightFolder, choose_root
 
 POLICY_NAME = "policy"  # that the server knows the model by
@@ -47,12 +65,14 @@ class VLLMRolloutConfig(ServerSettings):
     host: str = "127.0.0.1"  # address that own servers listen at
     restarts: int = 3  # times in a run that an own server which ended is started again
     adapter: str = ALONE  # what servers get of a model with adapters: the adapter alone, or all weights merged
+    weight_transfer: str = DISK  # how new weights come to servers: disk (a folder), nccl, or ipc (one and the same GPU)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("servers", self.servers, 1)
         at_least("restarts", self.restarts, 0)
         one_of("adapter", self.adapter, ADAPTERS)
+        one_of("weight_transfer", self.weight_transfer, TRANSFERS)
         if self.devices and len(self.devices) != self.servers:
             raise ConfigError(
                 key="devices",
@@ -85,7 +105,41 @@ class VLLMRolloutConfig(ServerSettings):
         folder = WeightFolder(root, context.policy, context.tokenizer, dtype, as_adapter)
         name = POLICY_NAME if is_ours else ""
         own = OwnServers(self._own(context, folder), self.restarts) if is_ours and layout.is_rank_zero else OwnServers()
-        return ServerEngine(self, context, lambda client: VLLMApi(client, name), folder, own)
+        return ServerEngine(
+            self, context, lambda client: VLLMApi(client, name), folder, own, self._transfer(context, folder)
+        )
+
+    def _transfer(self, context: EngineContext, folder: WeightFolder) -> VLLMTransfer | None:
+        """What sends weights from device to device; None where the folder does.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if self.weight_transfer == DISK:
+            return None
+        device = context.device
+        refused = partial(ConfigError, key="rollout.weight_transfer", got=self.weight_transfer)
+        if device.type != "cuda":
+            because = f"the trainer computes on {device.type}, and {self.weight_transfer} sends from CUDA devices"
+            raise refused(because=because, fix="Use rollout.weight_transfer=disk")
+        if folder.as_adapter:
+            because = "servers take an adapter alone from a folder"
+            raise refused(because=because, fix="Use rollout.weight_transfer=disk, or rollout.adapter=merged")
+        if self.weight_transfer == NCCL and find_spec("vllm") is None:
+            because = "the trainer joins the servers' group by vLLM's own code, and vllm is not installed here"
+            raise refused(because=because, fix="Install vllm beside the trainer, or use rollout.weight_transfer=disk")
+        if self.weight_transfer == IPC and (self.servers > 1 or len(self.urls) > 1):
+            because = "it shares memory with one server, which runs on the trainer's first device"
+            raise refused(because=because, fix="Use rollout.weight_transfer=nccl")
+        chunks = partial(chunks_of, folder.policy, dtype=folder.dtype, device=device, num_bytes=CHUNK_BYTES)
+        return VLLMTransfer(
+            self._link(device), lambda weights: chunks(weights=merged_weights(folder.policy, weights))
+        )
+
+    def _link(self, device: torch.device) -> Callable[[VLLMApi], Link]:
+        if self.weight_transfer == IPC:
+            return lambda api: IPCLink.join(api, device)
+        return lambda api: NCCLLink.join(api, address_for(api.url) if self.urls else self.host)
 
     def _own(self, context: EngineContext, folder: WeightFolder) -> tuple[OwnServer, ...]:
         log = context.run_dir / "rollout"
@@ -119,10 +173,14 @@ class VLLMRolloutConfig(ServerSettings):
         if folder.as_adapter and lora is not None:
             rank = next((size for size in LORA_RANKS if size >= lora.r), lora.r)
             command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
+        if self.weight_transfer != DISK:
+            command += ["--weight-transfer-config", json.dumps({"backend": self.weight_transfer})]
         return [*command, *(["--enable-sleep-mode"] if self.sleep else []), *self.arguments]
 
     def environment(self, number: int = 0) -> dict[str, str]:
         """Variables of the server with this number."""
         own = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "HF_HUB_OFFLINE": "1"}
+        if self.weight_transfer == IPC:  # handles of memory are pickled by the trainer, which starts this server
+            own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         devices = {"CUDA_VISIBLE_DEVICES": self.devices[number]} if self.devices else {}
         return dict.fromkeys(OF_THE_TRAINER, "") | own | devices

@@ -10,6 +10,7 @@ import copy
 import json
 import math
 import os
+import queue
 import sys
 import threading
 import time
@@ -67,6 +68,13 @@ class Model:
 
     def reload(self, folder: Path) -> None:
         new = {} if "no_reload" in self.faults or "other_model" in self.faults else self._read(Path(folder))
+        if "stale_head" in self.faults:
+            new.pop("lm_head.weight", None)
+        self.base |= new
+        self.forget()
+
+    def take(self, new: dict[str, torch.Tensor]) -> None:
+        """Weights that came by a transfer."""
         if "stale_head" in self.faults:
             new.pop("lm_head.weight", None)
         self.base |= new
@@ -162,6 +170,11 @@ class Server:
         assert set(faults) <= set(FAULTS), faults
         self.model, self.seconds, self.served, self.in_flight, self.most = Model(folder, set(faults)), seconds, 0, 0, 0
         self.requests: list[dict[str, Any]] = []
+        # Of a transfer: the tensors on their way, in the order of their names; what came; the calls so far.
+        self.wire: queue.Queue[torch.Tensor] = queue.Queue()
+        self.came: dict[str, torch.Tensor] | None = None
+        self.calls: list[str] = []
+        self.is_asleep = False
         self.http = Listener((host, port), handler_of(self))
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
         self.thread.start()
@@ -178,6 +191,7 @@ class Server:
             self.http.server_close()
 
     def draw(self, ask: dict[str, Any]) -> dict[str, Any]:
+        assert not self.is_asleep, "it has no weights now"
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         try:
@@ -275,6 +289,51 @@ def load_adapter(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def join_transfer(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's ``/init_weight_transfer_engine``."""
+    assert set(body) == {"init_info"} and isinstance(body["init_info"], dict)
+    server.calls.append("join")
+    return {"message": ""}
+
+
+def begin_transfer(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    assert "join" in server.calls and server.came is None, "one update at a time, after the two have met"
+    server.calls.append("begin")
+    server.came = {}
+    return {"message": ""}
+
+
+def take(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's ``/update_weights``, which answers once the bytes are there."""
+    told = body["update_info"]
+    assert server.came is not None and len(told["names"]) == len(told["dtype_names"]) == len(told["shapes"])
+    for name, dtype, shape in zip(told["names"], told["dtype_names"], told["shapes"], strict=True):
+        tensor = server.wire.get(timeout=10)
+        assert (tensor.dtype, list(tensor.shape)) == (getattr(torch, dtype), shape), name
+        server.came[name] = tensor
+    server.calls.append("take")
+    return {"message": ""}
+
+
+def end_transfer(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    server.model.take(server.came or {})
+    server.came = None
+    server.calls.append("end")
+    return {"message": ""}
+
+
+def fall_asleep(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    server.is_asleep = True
+    server.calls.append("sleep")
+    return {}
+
+
+def wake_up(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    server.is_asleep = False
+    server.calls.append("wake_up")
+    return {}
+
+
 def set_version(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     server.model.version = body["new_version"]
     return {}
@@ -302,8 +361,13 @@ ROUTES = {
     "/weight_checker": lambda server, body: {"checksums": server.model.digests()},
     "/pause_generation": lambda server, body: {},
     "/continue_generation": lambda server, body: {},
-    "/sleep": lambda server, body: {},
-    "/wake_up": lambda server, body: {},
+    "/sleep": fall_asleep,
+    "/wake_up": wake_up,
+    "/get_world_size": lambda server, body: {"world_size": 1},
+    "/init_weight_transfer_engine": join_transfer,
+    "/start_weight_update": begin_transfer,
+    "/update_weights": take,
+    "/finish_weight_update": end_transfer,
     "/pid": lambda server, body: {"pid": os.getpid()},
 }
 

@@ -12,9 +12,16 @@ from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 from rlmodule.core.config import one_of
-from rlmodule.core.episodes import LENGTH, Completion, Done, Observation
+from rlmodule.core.episodes import LENGTH, Completion, Done, Message, Observation
 from rlmodule.core.types import Prompt, RewardResult
-from rlmodule.environments.parts.tool_calls import AUTO, TOOL_FORMATS, ToolFormat, format_for
+from rlmodule.environments.parts.tool_calls import (
+    AUTO,
+    TOOL_FORMATS,
+    MalformedCall,
+    ToolCall,
+    ToolFormat,
+    format_for,
+)
 from rlmodule.environments.parts.tools import Tool, Toolbox, ToolLimits
 
 OBSERVATION_ROLES = ("tool", "user")
@@ -63,6 +70,25 @@ class ToolEnvironment(ABC):
         schemas = self.toolbox.schemas
         return [{**row, "tools": schemas} for row in rows]
 
+    def results(self, calls: Sequence[ToolCall | MalformedCall], before: int = 0) -> tuple[list[Message], int]:
+        """(messages with what the calls give, in order, how many of them are errors).
+
+        Args:
+            calls: of one response.
+            before: calls of earlier responses in the episode, which the names of these are counted on from.
+        """
+        results = [self.toolbox.run(call) for call in calls]
+        messages: list[Message] = [
+            {
+                "role": self.observation_role,
+                "name": getattr(call, "name", "unknown"),
+                "tool_call_id": f"call{before + number:05d}",  # nine characters, as Mistral's templates want
+                "content": result.text,
+            }
+            for number, (call, result) in enumerate(zip(calls, results, strict=True))
+        ]
+        return messages, sum(result.is_error for result in results)
+
     @cached_property
     def toolbox(self) -> Toolbox:
         """The tools, ready to be called."""
@@ -100,18 +126,9 @@ class ToolEpisode:
             return self.cut() if calls else self._done(environment.score(self.row, completion.text))
         if not calls:
             return self._done(environment.score(self.row, completion.text))
-        results = [environment.toolbox.run(call) for call in calls]
-        messages = [
-            {
-                "role": environment.observation_role,
-                "name": getattr(call, "name", "unknown"),
-                "tool_call_id": f"call{self.num_calls + number:05d}",  # nine characters, as Mistral's templates want
-                "content": result.text,
-            }
-            for number, (call, result) in enumerate(zip(calls, results, strict=True))
-        ]
+        messages, errors = environment.results(calls, self.num_calls)
         self.num_calls += len(calls)
-        self.num_errors += sum(result.is_error for result in results)
+        self.num_errors += errors
         return Observation(messages=messages)
 
     def cut(self) -> Done:

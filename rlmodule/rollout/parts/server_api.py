@@ -5,10 +5,12 @@ Leaves out HTTP (``http_client.py``), dialects (``completions.py``, ``vllm_api.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -116,3 +118,16 @@ class ServerApi(Protocol):
 
     def close(self) -> None:
         """Close the connections to it; it runs on."""
+
+
+class WeightTransfer(Protocol):
+    """Weights from the trainer's device to those of servers, without a folder between them."""
+
+    def send(self, servers: Sequence[ServerApi], weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, str]:
+        """Have servers take the weights off a strategy's stream; address -> why, for those that did not.
+
+        A server that is lost in it is left out of the next one too, unless it can be reached anew.
+        """
+
+    def close(self) -> None:
+        """Leave what was joined for it."""

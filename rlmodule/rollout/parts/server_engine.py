@@ -10,10 +10,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, TypeVar
 
 import torch
@@ -26,10 +27,10 @@ from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.rollout.parts.http_client import HTTPClient, ServerGoneError, ServerRefusedError
 from rlmodule.rollout.parts.own_server import OwnServers
 from rlmodule.rollout.parts.routing import Place, Router, none_left
-from rlmodule.rollout.parts.server_api import Draw, ServerApi
+from rlmodule.rollout.parts.server_api import Draw, ServerApi, WeightTransfer
 from rlmodule.rollout.parts.server_checks import ServerChecks, check_response
 from rlmodule.rollout.parts.server_settings import ServerSettings
-from rlmodule.rollout.parts.weight_folder import WeightFolder
+from rlmodule.rollout.parts.weight_folder import WeightFolder, Weights
 
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ class ServerEngine:
     dialect: asks a server in its own way.
     folder: where weights wait; of this process alone where it is not the first.
     own: servers that the run starts, on the first rank.
+    transfer: sends weights without the folder, where servers take them so.
     """
 
     takes_weights: ClassVar[bool] = True
@@ -61,6 +63,7 @@ class ServerEngine:
     dialect: Callable[[HTTPClient], ServerApi]
     folder: WeightFolder
     own: OwnServers = field(default_factory=OwnServers)
+    transfer: WeightTransfer | None = None
     version: int = -1
     _router: Router | None = field(default=None, init=False)
     _apis: dict[str, ServerApi] = field(default_factory=dict, init=False)
@@ -75,6 +78,8 @@ class ServerEngine:
 
     def close(self) -> None:
         """End the servers that are ours and take the weights away."""
+        if self.transfer is not None:
+            self.transfer.close()
         self.own.close()
         for api in self._apis.values():
             api.close()
@@ -98,6 +103,8 @@ class ServerEngine:
         """
 
         def hand_over() -> tuple[dict[str, str], tuple[str, ...]]:
+            if self._is_direct:
+                return self._hand_over(version, is_new=self._router is None, weights=weights), self._urls
             with self.own.none_starts():
                 self.folder.write(weights)
             return self._hand_over(version, is_new=self._router is None), self._urls
@@ -109,13 +116,25 @@ class ServerEngine:
         self._router = Router([Place(self._api(url), why=lost.get(url)) for url in urls], self._revive, self._say)
         self.version = version
 
-    def _hand_over(self, version: int, *, is_new: bool) -> dict[str, str]:
-        """Weights to all servers at a time, started where they have to be: url -> why it could not, for those lost."""
+    @property
+    def _is_direct(self) -> bool:
+        """Whether weights go past the folder; the first ones do not where own servers start from it."""
+        return self.transfer is not None and (self._router is not None or bool(self.settings.urls))
+
+    def _hand_over(self, version: int, *, is_new: bool, weights: Weights | None = None) -> dict[str, str]:
+        """Weights to all servers at a time, started where they have to be: url -> why it could not, for those lost.
+
+        They are in the folder, unless they are given here.
+        """
         self._wake_all()
         self.own.start()
+        in_folder = None if weights is not None else version
         with ThreadPoolExecutor(len(self._urls)) as threads:
-            outcomes = list(threads.map(lambda url: self._hand_over_to(url, version), self._urls))
+            outcomes = list(threads.map(lambda url: self._hand_over_to(url, in_folder), self._urls))
         lost = {url: why for url, why in zip(self._urls, outcomes, strict=True) if why is not None}
+        if weights is not None:
+            assert self.transfer is not None, "weights go past the folder by a transfer"
+            lost |= self.transfer.send([self._api(url) for url in self._urls if url not in lost], weights, version)
         if is_new:
             if lost:
                 raise self._none_came_up(lost)
@@ -130,14 +149,15 @@ class ServerEngine:
             return ConfigError(key="rollout.url", got=url, because=why, fix="Start it, or give the address of another")
         return TrainingError(f"the run's own rollout server did not come up: {why}")
 
-    def _hand_over_to(self, url: str, version: int) -> str | None:
-        """Why one server did not take the weights; None where it did."""
+    def _hand_over_to(self, url: str, version: int | None) -> str | None:
+        """Why one server did not take the weights in the folder, or is not there to take others; None where it did."""
         api = self._api(url)
         try:
             has_time = self._router is None or not self.settings.urls
             self._wait_until_ready(url, self.settings.start_seconds if has_time else GRACE_SECONDS)
             self._keep_digests(api)
-            self._load(api, version)
+            if version is not None:
+                self._load(api, version)
         except (ServerGoneError, ServerRefusedError) as error:
             return str(error)
         return None
@@ -180,6 +200,9 @@ class ServerEngine:
             seconds = GRACE_SECONDS if self.settings.urls else self.settings.start_seconds
             self._wait_until_ready(api.url, seconds, given_up)
             if api.version() != str(self.version):
+                if self._is_direct:
+                    self._say(f"rollout server {api.url} is left out until the next update, which it is sent")
+                    return False
                 self._load(api, self.version)
             return self._agrees(api)
         except (ServerGoneError, ServerRefusedError) as error:
@@ -203,8 +226,7 @@ class ServerEngine:
 
         def ask() -> tuple[list[Probe], list[dict[int, float]]]:
             self._wake_all()
-            apis = self._running.in_use
-            return [probe for api in apis for probe in self._probes_of(api)], self._likeliest(apis[0])
+            return self._asked_for_probes(self._running.in_use)
 
         found, self._said = self._from_first(ask)
         return found
@@ -221,20 +243,32 @@ class ServerEngine:
         names = ", ".join(dict.fromkeys(same[:6]))
         return f"unchanged since before the update, by the server's own digests: {names}" if same else ""
 
-    def _probes_of(self, api: ServerApi) -> Iterator[Probe]:
+    def _asked_for_probes(self, apis: Sequence[ServerApi]) -> tuple[list[Probe], list[dict[int, float]]]:
+        """Probes of every server, and the likeliest tokens of the first; all servers answer side by side."""
         temperature = self.context.sampling.temperature
-        # Drawn first: asking for the prompt's own log-probabilities would fill a prefix cache that may be old.
-        for seed, prompt in enumerate(self._prompts):
-            drawn = api.draw(Draw(prompt, DRAWN, temperature, seed=seed))
-            ids, logprobs = torch.tensor(drawn.token_ids), torch.tensor(drawn.logprobs)
-            yield Probe(f"{api.url}, tokens that it drew", prompt, ids, logprobs)
-        for prompt in self._prompts if temperature == 1.0 else ():  # these have no temperature
+        asked = [(api, number, prompt) for api in apis for number, prompt in enumerate(self._prompts)]
+
+        def drawn(api: ServerApi, number: int, prompt: tuple[int, ...]) -> Probe:
+            found = api.draw(Draw(prompt, DRAWN, temperature, seed=number))
+            ids, logprobs = torch.tensor(found.token_ids), torch.tensor(found.logprobs)
+            return Probe(f"{api.url}, tokens that it drew", prompt, ids, logprobs)
+
+        def given(api: ServerApi, number: int, prompt: tuple[int, ...]) -> Probe:
             scores = torch.tensor(api.score(prompt))
-            yield Probe(f"{api.url}, tokens that it was given", prompt[:1], torch.tensor(prompt[1:]), scores)
+            return Probe(f"{api.url}, tokens that it was given", prompt[:1], torch.tensor(prompt[1:]), scores)
+
+        with ThreadPoolExecutor(min(len(asked), self.settings.num_requests)) as threads:
+            # Drawn first: asking for the prompt's own log-probabilities would fill a prefix cache that may be old.
+            found = list(threads.map(lambda one: drawn(*one), asked))
+            if temperature == 1.0:  # given tokens are scored at no other
+                found += threads.map(lambda one: given(*one), asked)
+            return found, list(threads.map(partial(self._likeliest_after, apis[0]), self._prompts))
 
     def _likeliest(self, api: ServerApi) -> list[dict[int, float]]:
-        temperature = self.context.sampling.temperature
-        return [dict(api.likeliest(Draw(prompt, 1, temperature), TOP)) for prompt in self._prompts]
+        return [self._likeliest_after(api, prompt) for prompt in self._prompts]
+
+    def _likeliest_after(self, api: ServerApi, prompt: tuple[int, ...]) -> dict[int, float]:
+        return dict(api.likeliest(Draw(prompt, 1, self.context.sampling.temperature), TOP))
 
     @property
     def _prompts(self) -> list[tuple[int, ...]]:

@@ -62,6 +62,37 @@ class VLLMApi(CompletionsApi):
         )
         self._begin_version(version)
 
+    def num_workers(self) -> int:
+        """Processes that hold its weights, from ``/get_world_size``."""
+        said = self._development("GET", "/get_world_size?include_dp=true")
+        if not isinstance(said, Mapping) or not isinstance(said.get("world_size"), int):
+            raise self.unreadable("its number of workers")
+        return int(said["world_size"])
+
+    def join_transfer(self, told: Mapping[str, Any]) -> None:
+        """``/init_weight_transfer_engine``; answers once both sides have met."""
+        self._transfer("/init_weight_transfer_engine", {"init_info": dict(told)})
+
+    def begin_transfer(self) -> None:
+        """``/start_weight_update``."""
+        self._transfer("/start_weight_update")
+
+    def take(self, told: Mapping[str, Any]) -> None:
+        """``/update_weights``: a chunk of them, which answers once the workers have it."""
+        self._transfer("/update_weights", {"update_info": dict(told)})
+
+    def end_transfer(self, version: int) -> None:
+        """``/finish_weight_update``, then a new prefix cache and the version."""
+        self._transfer("/finish_weight_update")
+        self._begin_version(version)
+
+    def _transfer(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        try:
+            self._development("POST", path, body)
+        except ServerRefusedError as error:
+            hint = "it has to run with --weight-transfer-config"
+            raise ServerRefusedError(f"{error}; {hint} of the same backend", error.status) from None
+
     def load_adapter(self, folder: Path, version: int) -> None:
         """Put the adapter in the place of the one before."""
         body = {"lora_name": ADAPTER_NAME, "lora_path": str(folder), "load_inplace": True}
