@@ -27,6 +27,7 @@ class Limits:
         token_budget: tokens of one micro-batch, summed over its sequence-parallel ranks.
         micro_batch_size: samples of one micro-batch; if set, ``token_budget`` does not apply.
         sp_size: sequence-parallel ranks that share a micro-batch.
+        widest: most ranks that share one where the plan says so, each with a slice of ``token_budget`` tokens.
 
     Raises:
         ConfigError: a limit below 1.
@@ -36,6 +37,7 @@ class Limits:
     token_budget: int
     micro_batch_size: int | None
     sp_size: int
+    widest: int = 1
 
     def __post_init__(self) -> None:
         at_least("batching.mini_batch_size", self.mini_batch_size, 1)
@@ -51,14 +53,16 @@ class Limits:
             ConfigError: names the longest one.
         """
         longest = max((m for m in metas if not m.is_skipped), key=lambda m: m.length, default=None)
-        if self.micro_batch_size is not None or longest is None or longest.length <= self.token_budget:
+        most, ranks = self.token_budget * self.widest, self.sp_size * self.widest
+        if self.micro_batch_size is not None or longest is None or longest.length <= most:
             return
+        shared = f"sp_size={self.sp_size}" if self.widest == 1 else f"max_sp_size={self.widest}"
         raise ConfigError(
             key="batching.max_token_len_per_gpu",
             got=self.token_budget // self.sp_size,
             because=f"sample {longest.sample_id} has {longest.length} tokens ({longest.prompt_len} prompt + "
-            f"{longest.response_len} response), one micro-batch holds {self.token_budget} (sp_size={self.sp_size})",
-            fix=f"Use {-(-longest.length // self.sp_size)} or more, raise sp_size, or shorten prompts and responses",
+            f"{longest.response_len} response), one micro-batch holds {most} ({shared})",
+            fix=f"Use {-(-longest.length // ranks)} or more, raise {shared.split('=')[0]}, or shorten prompts and responses",
         )
 
     def check_groups(self, metas: Sequence[SampleMeta], units: Units) -> None:
@@ -74,7 +78,8 @@ class Limits:
         names = {int(number): m.group_id for number, m in zip(units.unit, metas, strict=True)}
         _check_sizes(names, units.sizes, "samples", "mini_batch_size", self.mini_batch_size)
         if self.micro_batch_size is None:
-            _check_sizes(names, units.tokens, "tokens", "max_token_len_per_gpu", self.token_budget, self.sp_size)
+            most, ranks = self.token_budget * self.widest, self.sp_size * self.widest
+            _check_sizes(names, units.tokens, "tokens", "max_token_len_per_gpu", most, ranks)
         else:
             _check_sizes(names, units.sizes, "samples", "micro_batch_size_per_gpu", self.micro_batch_size)
 
