@@ -15,7 +15,7 @@ from rlmodule.experience.collect import collect_groups
 from rlmodule.experience.correction import compared, recounted, without_rejected, without_rejected_rewards
 from rlmodule.experience.iteration import Experience, Iteration
 from rlmodule.experience.iteration_state import SavedIteration
-from rlmodule.experience.redistribute import all_gather_dict, redistribute
+from rlmodule.experience.redistribute import all_gather_dict, redistribute, spoken_for
 from rlmodule.experience.sample_info import SampleInfo
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.timer import Timer
@@ -49,6 +49,7 @@ class ExperienceMaker:
         with timer.phase("exchange"):
             first = sampler.owners(sampler.first_pass)
             held = redistribute({position[s.sample_id]: s for s in mine}, first, layout, collectives)
+        speakers = sampler.speakers(sampler.first_pass)
         rows = scorer(
             held,
             sampler,
@@ -56,7 +57,7 @@ class ExperienceMaker:
             with_energy=advantage_stage.needs_energy,
             with_next_value=advantage_stage.needs_next_value,
         )
-        rows, kept = compared(rows, objective.config, collectives, metrics)
+        rows, kept = compared(rows, spoken_for(rows, speakers, layout), objective.config, collectives, metrics)
         if self._needs_scores:
             counted = without_rejected_rewards(sample_info, kept, collectives) if self._rejects else sample_info
             inputs = advantage_stage.inputs(counted, rows, metrics)
@@ -68,7 +69,8 @@ class ExperienceMaker:
             self._recount(sampler, sample_info, all_gather_dict(self._recounted(sample_info, rows), collectives))
         if len(sampler.plans) > len(sampler.first_pass):
             with timer.phase("exchange"):
-                rows = redistribute(rows, sampler.owners(sampler.plans), layout, collectives)
+                once = spoken_for(rows, speakers, layout)
+                rows = redistribute(once, sampler.owners(sampler.plans), layout, collectives)
         return Iteration(sample_info, means(advantages), scorer.experience(rows, len(sample_info)), sampler, metrics)
 
     @property

@@ -157,7 +157,7 @@ def build_maker(
         seed=s.general.seed,
         iteration=iteration,
         epochs=s.algorithm.ppo_epochs,
-        cost=Workload(shape_of(dataset.hf_config)),
+        cost=Workload(shape_of(dataset.hf_config), exchange=s.batching.exchange(layout, s.trainer.num_nodes)),
         trained_models=s.trained_models(iteration),
     )
     pad = dataset.tokenizer.pad_token_id

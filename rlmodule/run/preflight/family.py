@@ -65,7 +65,8 @@ def check_families_under(config: RunConfig, layout: Layout, *, gathers_inside_bl
     Raises:
         ConfigError: rows are cut over sequence ranks, or weights gathered inside of blocks; names the layers.
     """
-    if layout.sp_size == 1 and not gathers_inside_blocks:
+    is_cut = max(layout.sp_size, layout.max_sp_size) > 1
+    if not is_cut and not gathers_inside_blocks:
         return
     for found in compare_families(config):
         if gathers_inside_blocks and found.states:
@@ -76,14 +77,19 @@ def check_families_under(config: RunConfig, layout: Layout, *, gathers_inside_bl
                 f"{', '.join(found.states)} reads those of modules that it never calls",
                 fix="Use strategy.stage=2, or strategy=fsdp2",
             )
-        if layout.sp_size > 1 and (found.rows.is_alone or found.states):
+        if is_cut and (found.rows.is_alone or found.states):
+            key, got = "strategy.sp_size", layout.heads_size
+            if layout.cp_size > 1:
+                key, got = "strategy.cp_size", layout.cp_size
+            if layout.max_sp_size > 1:
+                key, got = "batching.max_sp_size", layout.max_sp_size
             raise ConfigError(
-                key="strategy.sp_size" if layout.cp_size == 1 else "strategy.cp_size",
-                got=layout.heads_size if layout.cp_size == 1 else layout.cp_size,
+                key=key,
+                got=got,
                 because=f"the model runs {found.note}, whole on every process"
                 if found.rows.is_alone
                 else f"the state of {', '.join(found.states)} runs along a row, which so cannot be cut over processes",
-                fix="Use strategy.sp_size=1 and strategy.cp_size=1",
+                fix=f"Use {key}=1" if layout.max_sp_size > 1 else "Use strategy.sp_size=1 and strategy.cp_size=1",
             )
 
 
@@ -93,7 +99,7 @@ def with_micro_batches_for(config: RunConfig) -> RunConfig:
     A micro-batch of several would be as many forward passes, and in a sharded model every process has to make the same
     number of them.
     """
-    if not any(one.rows.is_alone for one in compare_families(config)):
-        return config
+    if not any(one.rows.is_alone for one in compare_families(config)) or config.batching.max_sp_size > 1:
+        return config  # rows of several ranks are refused for such a model, see ``check_families_under``
     size = config.group_size if config.batching.keep_groups else 1
     return replace(config, batching=replace(config.batching, use_dynamic_bsz=False, micro_batch_size_per_gpu=size))
