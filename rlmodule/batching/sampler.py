@@ -13,10 +13,10 @@ from torch.utils.data import Sampler
 
 from rlmodule.batching.equal_counts import required_multiple, top_up
 from rlmodule.batching.plan import ORDERS, PLANNERS, MiniBatchPlan, plan_batch
-from rlmodule.batching.workload import Exchange, Workload
+from rlmodule.batching.workload import Workload
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.layout import Layout, place_of, widths_of
+from rlmodule.core.layout import Layout, place_of
 from rlmodule.core.types import POLICY, SampleMeta, StepTotals
 
 STEPS_PER_STAGE = 4  # micro-steps for each pipeline stage: it is then idle for less than a fifth of a step
@@ -37,7 +37,9 @@ class BatchingConfig:
     equal_counts: bool = False  # add padding samples until all ranks have equal counts; no sample is skipped then
     min_micro_steps: int | None = None  # of an optimizer step, where samples suffice; None: 4 per pipeline stage
     keep_groups: bool = False  # the samples of a group (responses to a prompt, a pair) share a micro-batch
-    max_sp_size: int = 1  # most neighbouring data ranks that share a row, where that levels a micro-step; a power of two
+    max_sp_size: int = (
+        1  # most neighbouring data ranks that share a row, where that levels a micro-step; a power of two
+    )
     sp_exchange_price: float = 0.03  # cost of exchanging heads over that of a shared row, see ``workload.Exchange``
     sp_exchange_price_across_nodes: float | None = None  # the same between nodes; null: rows are shared within a node
 
@@ -68,34 +70,6 @@ class BatchingConfig:
                 because="keep_groups is true, and padding samples would take the places of samples of a group",
                 fix="Use batching.equal_counts=false, or batching.keep_groups=false",
             )
-
-    def with_shared_rows(self, layout: Layout, num_nodes: int) -> Layout:
-        """The layout in which data ranks share rows as configured.
-
-        Raises:
-            ConfigError: they cannot.
-        """
-        most = self.max_sp_size
-        if most == 1:
-            return layout
-        within = layout.world_size // num_nodes if self.sp_exchange_price_across_nodes is None else layout.world_size
-        budget_rules = self.use_dynamic_bsz and self.planner != "karmarkar_karp"
-        for stands, because, fix in (
-            (layout.world_size == 1, "one process has nobody to share a row with", "strategy=ddp trainer.devices=2"),
-            (layout.dp_size < layout.world_size or layout.ep_size > 1, f"processes share more than rows: "
-            f"{layout.in_words}", "sp_size, cp_size, tp_size, pp_size and ep_size of 1"),
-            (not budget_rules, "only the planners joint and joint_free cut rows by tokens of a rank", "batching=dynamic"),
-            (most not in widths_of(within), f"rows are shared by 2, 4, 8, ... neighbours of {within} processes"
-            + (" of a node" if within < layout.world_size else ""), f"one of {widths_of(within)}"),
-        ):
-            if stands:
-                raise ConfigError(key="batching.max_sp_size", got=most, because=because, fix=f"Use {fix}, or 1")
-        return replace(layout, max_sp_size=most)
-
-    def exchange(self, layout: Layout, num_nodes: int) -> Exchange:
-        """What ranks pay that share a row."""
-        far = self.sp_exchange_price_across_nodes
-        return Exchange(self.sp_exchange_price, far or 0.0, layout.world_size // num_nodes)
 
     def fewest_micro_steps(self, layout: Layout) -> int:
         """Micro-steps that an optimizer step has at least, where there are samples for as many.

@@ -89,7 +89,7 @@ def _first_packings(problem: WideProblem, goal: float, multiple_of: int, min_ste
     while with_any < STEPS_TRIED and not any(cells.lockstep_cost <= goal for cells in found):
         packed = [
             cells
-            for widest in problem.widths[::-1][::2] + [1]
+            for widest in [*problem.widths[::-1][::2], 1]
             for slack in SLACKS
             if (cells := first_packing(problem, num_steps, widest, slack)) is not None
         ]

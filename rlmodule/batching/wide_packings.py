@@ -261,4 +261,3 @@ def _tightest(problem: WideProblem, samples: Ints, free: Ints) -> list[int] | No
         left[cell] -= tokens
         placed[sample] = cell
     return [placed[sample] for sample in samples.tolist()]
-

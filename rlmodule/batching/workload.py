@@ -94,9 +94,9 @@ class ModelShape:
 class Exchange:
     """What ranks that share a row pay for exchanging heads, on top of its work.
 
-    The default is arithmetic and not a measurement: a 7B model with 32 query and 8 key/value heads sends about 40 KB per
-    token and layer in bfloat16, beside 1.3 GFLOP and attention, which at 400 GB/s and 400 TFLOP/s is 3 percent of them.
-    At 50 GB/s, as between nodes, it is about 25 percent.
+    The default is arithmetic and not a measurement: a 7B model with 32 query and 8 key/value heads sends about 40 KB of
+    bfloat16 per token and layer, beside 1.3 GFLOP and attention, which at 400 GB/s and 400 TFLOP/s is 3 percent of
+    their time. At 50 GB/s, as between nodes, it is about 25 percent.
 
     Args:
         price: share of the row's work, within a node.

@@ -49,7 +49,9 @@ class Layout:
         assert self.sp_size % self.cp_size == 0, f"{self} does not tile: cp_size must divide sp_size"
         assert 0 <= self.rank < self.world_size, f"{self} is outside its world"
         assert self.max_sp_size == 1 or self.dp_size == self.world_size, f"{self}: only data ranks share rows by plan"
-        assert self.max_sp_size in widths_of(self.dp_size), f"{self}: max_sp_size is a power of two that divides dp_size"
+        assert self.max_sp_size in widths_of(self.dp_size), (
+            f"{self}: max_sp_size is a power of two that divides dp_size"
+        )
 
     @property
     def stage_size(self) -> int:

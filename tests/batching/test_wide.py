@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlmodule.batching.plan import MiniBatchPlan, plan_batch
+from rlmodule.batching.row_sharing import exchange_of, with_shared_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.batching.workload import Exchange, Workload
 from rlmodule.core.errors import ConfigError
@@ -50,7 +51,9 @@ def heavy_tailed_batches(draw):
         "multiple_of": draw(st.sampled_from([1, 1, 3])),
         "min_steps": draw(st.sampled_from([1, 1, 5])),
         "order": draw(st.sampled_from(["largest_first", "balanced_ends"])),
-        "cost": draw(st.sampled_from([None, FREE, Workload(step_cost=1e5), [1.0 + i % 7 for i in range(len(lengths))]])),
+        "cost": draw(
+            st.sampled_from([None, FREE, Workload(step_cost=1e5), [1.0 + i % 7 for i in range(len(lengths))]])
+        ),
     }
 
 
@@ -170,7 +173,9 @@ def test_each_rank_of_a_cell_gets_its_slice_and_the_first_one_speaks_for_it():
 
 
 def test_a_sample_that_not_even_the_widest_row_holds_is_refused():
-    with pytest.raises(ConfigError, match=r"81 tokens .* holds 80 \(max_sp_size=4\).*Use 21 or more, raise max_sp_size"):
+    with pytest.raises(
+        ConfigError, match=r"81 tokens .* holds 80 \(max_sp_size=4\).*Use 21 or more, raise max_sp_size"
+    ):
         plan_batch(metas_of([81]), mini_batch_size=1, dp_size=4, token_budget=20, widest=4)
     with pytest.raises(ConfigError, match=r"keep_groups keeps the 84 tokens of group 0.*Use 21 or more"):
         plan_batch(metas_of([21] * 4), mini_batch_size=4, dp_size=4, token_budget=20, widest=4, keep_groups=True)
@@ -193,14 +198,14 @@ def test_a_sample_that_not_even_the_widest_row_holds_is_refused():
 )
 def test_what_shared_rows_cannot_go_with_is_refused_in_words(config, layout, nodes, message):
     with pytest.raises(ConfigError, match=f"batching.max_sp_size=4: .*{message}"):
-        BatchingConfig(max_sp_size=4, **config).with_shared_rows(layout, nodes)
+        with_shared_rows(layout, BatchingConfig(max_sp_size=4, **config), nodes)
 
 
 def test_rows_are_shared_within_a_node_unless_the_exchange_between_nodes_has_a_price():
     config = BatchingConfig(max_sp_size=4)
-    assert config.with_shared_rows(Layout(8), 2).max_sp_size == 4
+    assert with_shared_rows(Layout(8), config, 2).max_sp_size == 4
     with pytest.raises(ConfigError, match="of a node"):
-        config.with_shared_rows(Layout(8), 4)
+        with_shared_rows(Layout(8), config, 4)
     far = BatchingConfig(max_sp_size=4, sp_exchange_price_across_nodes=0.25)
-    assert far.with_shared_rows(Layout(8), 4).max_sp_size == 4
-    assert far.exchange(Layout(8), 4) == Exchange(0.03, 0.25, node_size=2)
+    assert with_shared_rows(Layout(8), far, 4).max_sp_size == 4
+    assert exchange_of(Layout(8), far, 4) == Exchange(0.03, 0.25, node_size=2)

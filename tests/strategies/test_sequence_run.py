@@ -102,9 +102,15 @@ def test_a_run_in_which_the_plan_shares_rows_logs_the_same_numbers(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["batching.max_sp_size=8", "trainer.devices=8"], r"batching.max_sp_size=8: num_attention_heads=4.*of \[1, 2, 4"),
+        (
+            ["batching.max_sp_size=8", "trainer.devices=8"],
+            r"batching.max_sp_size=8: num_attention_heads=4.*of \[1, 2, 4",
+        ),
         (["batching.max_sp_size=2"], r"batching.max_sp_size=2: .*one process has nobody"),
-        (["batching.max_sp_size=2", "trainer.devices=3"], r"batching.max_sp_size=2: .*of 3 processes.*Use one of \[1\]"),
+        (
+            ["batching.max_sp_size=2", "trainer.devices=3"],
+            r"batching.max_sp_size=2: .*of 3 processes.*Use one of \[1\]",
+        ),
         (
             ["batching.max_sp_size=2", "trainer.devices=4", "strategy.sp_size=2"],
             r"batching.max_sp_size=2: .*more than rows",

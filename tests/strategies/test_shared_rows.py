@@ -12,7 +12,21 @@ from tests.strategies.fixed_runs import FixedRun, Outcome, check_equal
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
 # Of four ranks with 40 tokens each: a sample that all of them share, some that two share, and short ones.
-LENGTHS = ((9, 110), (5, 60), (4, 3), (3, 20), (2, 9), (3, 2), (2, 31), (4, 55), (3, 5), (2, 2), (5, 48), (2, 7), (3, 90))
+LENGTHS = (
+    (9, 110),
+    (5, 60),
+    (4, 3),
+    (3, 20),
+    (2, 9),
+    (3, 2),
+    (2, 31),
+    (4, 55),
+    (3, 5),
+    (2, 2),
+    (5, 48),
+    (2, 7),
+    (3, 90),
+)
 HEAVY_TAILED = FixedRun(lengths=tuple((p, r, r - r % 3) for p, r in LENGTHS), mini_batch_size=6, budget=160)
 SHARED = replace(HEAVY_TAILED, budget=40, prepare=lambda strategy: strategy.share_rows(4))
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rlmodule.batching.row_sharing import with_shared_rows
 from rlmodule.core.backends import BackendStatus
 from rlmodule.core.config import convert
 from rlmodule.core.contract import LANGUAGE_MODEL, POLICY_VALUE, VALUE_MODEL, Strategy, StrategyClass
@@ -67,7 +68,7 @@ class StrategyChoice:
             ConfigError: data ranks cannot share rows in it as configured.
         """
         layout = self._class.layout_of(self._strategy_config, self.machine.world_size)
-        return self.config.batching.with_shared_rows(layout, self.config.trainer.num_nodes)
+        return with_shared_rows(layout, self.config.batching, self.config.trainer.num_nodes)
 
     @property
     def sharding(self) -> Sharding:
