@@ -56,13 +56,13 @@ class Limits:
         most, ranks = self.token_budget * self.widest, self.sp_size * self.widest
         if self.micro_batch_size is not None or longest is None or longest.length <= most:
             return
-        shared = f"sp_size={self.sp_size}" if self.widest == 1 else f"max_sp_size={self.widest}"
+        key = "sp_size" if self.widest == 1 else "max_sp_size"
         raise ConfigError(
             key="batching.max_token_len_per_gpu",
             got=self.token_budget // self.sp_size,
             because=f"sample {longest.sample_id} has {longest.length} tokens ({longest.prompt_len} prompt + "
-            f"{longest.response_len} response), one micro-batch holds {most} ({shared})",
-            fix=f"Use {-(-longest.length // ranks)} or more, raise {shared.split('=')[0]}, or shorten prompts and responses",
+            f"{longest.response_len} response), one micro-batch holds {most} ({key}={ranks})",
+            fix=f"Use {-(-longest.length // ranks)} or more, raise {key}, or shorten prompts and responses",
         )
 
     def check_groups(self, metas: Sequence[SampleMeta], units: Units) -> None:

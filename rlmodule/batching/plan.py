@@ -55,8 +55,8 @@ class MiniBatchPlan:
         num_skipped: samples that count in the totals but are not computed.
         shared_prompt_tokens: prompt tokens saved by computing the prompt of a group once.
         has_gradient: whether any sample can have a gradient.
-        longest_row: tokens of the longest micro-batch of any rank; shared prompts may make it shorter. Of one that ranks
-            share, a slice.
+        longest_row: tokens of the longest micro-batch of any rank, or slice of a shared one; shared prompts may make it
+            shorter.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -317,7 +317,7 @@ def _assemble(
         micro_batches=tuple(zip(*micro_batches, strict=True)),
         totals=_totals([metas[position] for position in block.tolist()], packing.dp_size, sp_size),
         cost=tuple(map(tuple, heights.T.tolist())),
-        rank_tokens=tuple(int(t) for t in (packing.sums(tokens) / packing.width).sum(axis=0)),
+        rank_tokens=tuple(round(t) for t in (packing.sums(tokens) / packing.width).sum(axis=0)),
         rank_tokens_unplanned=tuple(int(part.sum()) for part in np.array_split(tokens, packing.dp_size)),
         padding_tokens=sum(m.length for m in members if m.is_padding) + DUMMY_TOKENS * num_dummies,
         num_skipped=len(block) - len(computed),

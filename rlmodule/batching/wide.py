@@ -7,8 +7,6 @@ sample that is longer than the budget of a rank has no other way.
 
 from __future__ import annotations
 
-import numpy as np
-
 from rlmodule.batching.joint import MIN_SAVING, plan_joint
 from rlmodule.batching.packing import Packing, least_steps
 from rlmodule.batching.partition import Ints, by_falling_cost
@@ -89,7 +87,7 @@ def _first_packings(problem: WideProblem, goal: float, multiple_of: int, min_ste
     while with_any < STEPS_TRIED and not any(cells.lockstep_cost <= goal for cells in found):
         packed = [
             cells
-            for widest in [*problem.widths[::-1][::2], 1]
+            for widest in dict.fromkeys([*problem.widths[::-1][::2], 1])
             for slack in SLACKS
             if (cells := first_packing(problem, num_steps, widest, slack)) is not None
         ]
