@@ -56,7 +56,7 @@ class Packing:
     @property
     def is_first(self) -> NDArray[np.bool_]:
         """[num_steps, dp_size] whether a rank is the first of those that share its cell."""
-        return self.first_ranks == np.arange(self.dp_size)
+        return np.equal(self.first_ranks, np.arange(self.dp_size))
 
     def sums(self, values: Floats | Ints) -> Floats:
         """[n] value of each sample -> [num_steps, dp_size] float64 sum over the micro-batch of each rank."""

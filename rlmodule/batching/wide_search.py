@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlmodule.batching.partition import Ints
 from rlmodule.batching.wide_packings import WideCells
@@ -73,25 +74,28 @@ class _Swaps:
             np.concatenate([cells.problem.length[taken], np.zeros(count, np.int64)]),
         )
 
-    def fits(self, cells: WideCells, highest: int, given: Ints) -> np.ndarray:
+    def fits(self, cells: WideCells, highest: int, given: Ints) -> NDArray[np.bool_]:
         """[X, Y + C] whether both cells stay within the budget if the sample ``given`` [X] goes."""
         tokens = np.bincount(cells.cell, cells.problem.length, len(cells.step))
         free = cells.problem.token_budget * cells.width - tokens
         grows = cells.problem.length[given][:, None] - self.length
-        return (grows <= free[self.other]) & (-grows <= free[highest]) & (self.other != highest)
+        keeps = (grows <= free[self.other]) & (-grows <= free[highest])
+        return np.logical_and(keeps, self.other != highest)
 
     def new_heights(self, cells: WideCells, height: Floats, highest: int, given: Ints) -> Floats:
         """[X, Y + C] height of the micro-step of ``highest``, plus what the swap adds to another micro-step."""
         share, step = cells.problem.exchange.share(cells.width), cells.step[highest]
         second, third = _others(cells, height, highest)
+        next_height = float(height[second]) if second >= 0 else 0.0
         moved = cells.problem.cost[given][:, None] - self.cost
         here = height[highest] - moved * share[highest]
         there = height[self.other] + moved * share[self.other]
         is_same = cells.step[self.other] == step
-        rest = np.where(self.other == second, third, height[second] if second >= 0 else 0.0)
+        rest = np.where(self.other == second, third, next_height)
         raised = np.maximum(there - cells.tops(height)[cells.step[self.other]], 0.0)
         within = np.maximum(np.maximum(here, there), rest)
-        return np.where(is_same, within, np.maximum(here, height[second] if second >= 0 else 0.0) + raised)
+        heights: Floats = np.where(is_same, within, np.maximum(here, next_height) + raised)
+        return heights
 
 
 def _others(cells: WideCells, height: Floats, highest: int) -> tuple[int, float]:

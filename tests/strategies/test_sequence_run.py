@@ -14,6 +14,8 @@ from rlmodule import cli
 from rlmodule.core.errors import ConfigError
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.run import Run
+from strategies.ddp import DDPConfig
+from strategies.fsdp2 import FewerKeysConfig
 from strategies.registry import STRATEGIES
 from tests.helpers.ranks import run_on_ranks
 
@@ -130,3 +132,13 @@ def test_degrees_that_cannot_work_are_refused_before_a_model_is_loaded(
     (tmp_path / "judge.py").write_text(JUDGE)
     with pytest.raises(ConfigError, match=message):
         session_in(tmp_path, "strategy=ddp", *overrides).check()
+
+
+def test_a_backend_that_was_not_run_with_shared_rows_refuses_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "judge.py").write_text(JUDGE)
+    monkeypatch.setattr(DDPConfig, "shares_rows", False)
+    with pytest.raises(ConfigError, match=r"batching.max_sp_size=2: strategy=ddp was not run with rows"):
+        session_in(tmp_path, "strategy=ddp", "trainer.devices=2", "batching.max_sp_size=2").check()
+    assert not FewerKeysConfig.shares_rows, "nor are backends on top of fsdp2"
