@@ -35,7 +35,7 @@ def with_shared_rows(layout: Layout, config: BatchingConfig, num_nodes: int) -> 
 
 def _obstacle(layout: Layout, config: BatchingConfig, num_nodes: int) -> tuple[str, str] | None:
     """(Why rows cannot be shared, what to use instead); None where they can."""
-    is_far = config.sp_exchange_price_across_nodes is not None
+    is_far = config.sp_overhead_across_nodes is not None
     within = layout.world_size if is_far else layout.world_size // num_nodes
     if layout.world_size == 1:
         return "one process has nobody to share a row with", "strategy=ddp trainer.devices=2"
@@ -51,5 +51,5 @@ def _obstacle(layout: Layout, config: BatchingConfig, num_nodes: int) -> tuple[s
 
 def exchange_of(layout: Layout, config: BatchingConfig, num_nodes: int) -> Exchange:
     """What ranks pay that share a row; the arguments are those of ``with_shared_rows``."""
-    far = config.sp_exchange_price_across_nodes
-    return Exchange(config.sp_exchange_price, far or 0.0, layout.world_size // num_nodes)
+    far = config.sp_overhead_across_nodes
+    return Exchange(config.sp_overhead, far or 0.0, layout.world_size // num_nodes)

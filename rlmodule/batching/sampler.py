@@ -40,8 +40,8 @@ class BatchingConfig:
     max_sp_size: int = (
         1  # most neighbouring data ranks that share a row, where that levels a micro-step; a power of two
     )
-    sp_exchange_price: float = 0.03  # cost of exchanging heads over that of a shared row, see ``workload.Exchange``
-    sp_exchange_price_across_nodes: float | None = None  # the same between nodes; null: rows are shared within a node
+    sp_overhead: float = 0.03  # cost of exchanging heads over that of a shared row, see ``workload.Exchange``
+    sp_overhead_across_nodes: float | None = None  # the same between nodes; null: rows are shared within a node
 
     def __post_init__(self) -> None:
         at_least("mini_batch_size", self.mini_batch_size, 1)
@@ -51,9 +51,9 @@ class BatchingConfig:
         one_of("planner", self.planner, PLANNERS)
         one_of("order", self.order, ORDERS)
         at_least("max_sp_size", self.max_sp_size, 1)
-        at_least("sp_exchange_price", self.sp_exchange_price, 0.0)
-        if self.sp_exchange_price_across_nodes is not None:
-            at_least("sp_exchange_price_across_nodes", self.sp_exchange_price_across_nodes, 0.0)
+        at_least("sp_overhead", self.sp_overhead, 0.0)
+        if self.sp_overhead_across_nodes is not None:
+            at_least("sp_overhead_across_nodes", self.sp_overhead_across_nodes, 0.0)
         if not self.use_dynamic_bsz and self.micro_batch_size_per_gpu is None:
             raise ConfigError(
                 key="micro_batch_size_per_gpu",

@@ -69,13 +69,13 @@ def _cost_of(packing: Packing, cost: Floats, step_cost: float, exchange: Exchang
 
 def _best_cells(problem: WideProblem, step_cost: float, multiple_of: int, min_steps: int) -> WideCells:
     goal = problem.ideal * (1 + GOOD)
-    price = lambda cells: cells.lockstep_cost + step_cost * cells.num_steps  # noqa: E731
+    total = lambda cells: cells.lockstep_cost + step_cost * cells.num_steps  # noqa: E731
     found = _first_packings(problem, goal, multiple_of, min_steps)
-    searched = sorted(found, key=price)[:SEARCHED]
+    searched = sorted(found, key=total)[:SEARCHED]
     for cells in searched:
         if improve(cells, goal) <= goal:
             return cells
-    return min(searched, key=price)
+    return min(searched, key=total)
 
 
 def _first_packings(problem: WideProblem, goal: float, multiple_of: int, min_steps: int) -> list[WideCells]:

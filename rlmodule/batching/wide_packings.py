@@ -147,11 +147,11 @@ def _targets(problem: WideProblem, num_steps: int, widest: int) -> Floats:
     narrow, wide = problem.exchange.share(np.array([min(widest, 2), widest]))
     per_step = problem.dp_size // widest
     opening = (problem.cost[::per_step] * wide)[:num_steps]
-    work, price = problem.ideal, narrow * min(widest, 2) - 1
+    work, overhead = problem.ideal, narrow * min(widest, 2) - 1
     for _ in range(2):  # exchange is paid for tall samples, which are known once there are heights
         target = _level(opening, work, num_steps)
         tall = float(problem.cost[problem.cost > target.min()].sum())
-        work = problem.ideal + price * tall / problem.dp_size
+        work = problem.ideal + overhead * tall / problem.dp_size
     return target
 
 

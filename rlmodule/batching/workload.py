@@ -99,23 +99,23 @@ class Exchange:
     their time. At 50 GB/s, as between nodes, it is about 25 percent.
 
     Args:
-        price: share of the row's work, within a node.
+        overhead: share of the row's work, within a node.
         across_nodes: the same for ranks of several nodes.
         node_size: ranks of a node; 0 where all are on one.
     """
 
-    price: float = 0.03
+    overhead: float = 0.03
     across_nodes: float = 0.25
     node_size: int = 0
 
     def __post_init__(self) -> None:
-        assert min(self.price, self.across_nodes, self.node_size) >= 0, f"nothing is negative, got {self}"
+        assert min(self.overhead, self.across_nodes, self.node_size) >= 0, f"nothing is negative, got {self}"
 
     def share(self, width: NDArray[np.int64]) -> Floats:
         """[...] ranks that share each row -> what the row costs each of them, over its work."""
         is_far = (width > self.node_size) & (self.node_size > 0)
-        price = np.where(width > 1, np.where(is_far, self.across_nodes, self.price), 0.0)
-        return (1.0 + price) / width
+        overhead = np.where(width > 1, np.where(is_far, self.across_nodes, self.overhead), 0.0)
+        return (1.0 + overhead) / width
 
 
 @dataclass(frozen=True)

@@ -100,11 +100,11 @@ class RunPlan:
         batching, most = self.config.batching, self.layout.max_sp_size
         if most == 1:
             return ""
-        far = batching.sp_exchange_price_across_nodes
+        far = batching.sp_overhead_across_nodes
         return (
             f"by up to {most} neighbours where that levels a micro-step, samples of up to "
-            f"{most * batching.max_token_len_per_gpu:,} tokens; exchange priced at "
-            f"{batching.sp_exchange_price:.0%}" + ("" if far is None else f", {far:.0%} between nodes")
+            f"{most * batching.max_token_len_per_gpu:,} tokens; exchange counted as "
+            f"{batching.sp_overhead:.0%}" + ("" if far is None else f", {far:.0%} between nodes")
         )
 
     def _pipeline(self) -> str:

@@ -68,7 +68,7 @@ SWITCHED = (
     Switched("batching", ("min_micro_steps",), lambda c: c.batching.use_dynamic_bsz, "batching.use_dynamic_bsz=true"),
     Switched(
         "batching",
-        ("sp_exchange_price", "sp_exchange_price_across_nodes"),
+        ("sp_overhead", "sp_overhead_across_nodes"),
         lambda c: c.batching.max_sp_size > 1,
         "batching.max_sp_size=2 or more",
     ),

@@ -18,7 +18,7 @@ from rlmodule.core.types import SampleMeta
 
 ROOT = Path(__file__).parents[2]
 CASES = {case["name"]: case for case in json.loads((ROOT / "benchmarks" / "planner_cases.json").read_text())["cases"]}
-FREE = Workload(exchange=Exchange(price=0.0))
+FREE = Workload(exchange=Exchange(overhead=0.0))
 
 
 def metas_of(lengths, group_size=4):
@@ -92,8 +92,8 @@ def test_a_plan_is_never_worse_than_without_shared_rows_and_of_the_same_samples(
     for plan, before in zip(plan_batch(metas, **choices), alone, strict=True):
         assert plan.totals == before.totals
         assert sorted(plan.positions) == sorted(before.positions)
-        price = [p.lockstep_cost + step_cost * p.num_micro_steps for p in (plan, before)]
-        assert price[0] <= price[1] * (1 + 1e-12)
+        total = [p.lockstep_cost + step_cost * p.num_micro_steps for p in (plan, before)]
+        assert total[0] <= total[1] * (1 + 1e-12)
         assert plan.lockstep_efficiency <= 1 + 1e-9
         if plan.shared_rows == 0:
             assert (plan.micro_batches, plan.cost) == (before.micro_batches, before.cost), "to the digit"
@@ -127,7 +127,7 @@ def test_a_shared_row_worked_by_hand():
         dp_size=4,
         token_budget=20,
         widest=4,
-        cost=Workload(exchange=Exchange(price=0.2)),
+        cost=Workload(exchange=Exchange(overhead=0.2)),
     )[0]
     assert [plan.micro_batches[rank][0] for rank in range(4)] == [(1,)] * 4
     assert plan.widths == ((4, 1),) * 4
@@ -143,14 +143,14 @@ def test_an_exchange_that_costs_too_much_is_not_made():
     lengths = [40, 40, 40, 40, 60, 60]
     sizes = {"mini_batch_size": 6, "dp_size": 4, "token_budget": 60, "widest": 4}
     cheap, dear = (
-        plan_batch(metas_of(lengths), **sizes, cost=Workload(exchange=Exchange(price)))[0] for price in (0.0, 9.0)
+        plan_batch(metas_of(lengths), **sizes, cost=Workload(exchange=Exchange(overhead)))[0] for overhead in (0.0, 9.0)
     )
     assert cheap.shared_rows > 0
     assert dear.shared_rows == 0
 
 
-def test_between_nodes_the_other_price_counts():
-    exchange = Exchange(price=0.1, across_nodes=0.5, node_size=4)
+def test_between_nodes_the_other_overhead_counts():
+    exchange = Exchange(overhead=0.1, across_nodes=0.5, node_size=4)
     assert exchange.share(np.array([1, 2, 4, 8])).tolist() == pytest.approx([1, 1.1 / 2, 1.1 / 4, 1.5 / 8])
     assert Exchange(0.1).share(np.array([8])).tolist() == pytest.approx([1.1 / 8])
 
@@ -201,11 +201,11 @@ def test_what_shared_rows_cannot_go_with_is_refused_in_words(config, layout, nod
         with_shared_rows(layout, BatchingConfig(max_sp_size=4, **config), nodes)
 
 
-def test_rows_are_shared_within_a_node_unless_the_exchange_between_nodes_has_a_price():
+def test_rows_are_shared_within_a_node_unless_the_overhead_between_nodes_is_given():
     config = BatchingConfig(max_sp_size=4)
     assert with_shared_rows(Layout(8), config, 2).max_sp_size == 4
     with pytest.raises(ConfigError, match="of a node"):
         with_shared_rows(Layout(8), config, 4)
-    far = BatchingConfig(max_sp_size=4, sp_exchange_price_across_nodes=0.25)
+    far = BatchingConfig(max_sp_size=4, sp_overhead_across_nodes=0.25)
     assert with_shared_rows(Layout(8), far, 4).max_sp_size == 4
     assert exchange_of(Layout(8), far, 4) == Exchange(0.03, 0.25, node_size=2)
