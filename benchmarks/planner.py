@@ -5,6 +5,9 @@ planner: the sum over micro-steps of the dearest rank's work, over the work of a
 ``bound`` is a lower limit for the mini-batches as they come; ``joint_free`` makes its own and may go below it. The last
 column of steps is that of the planner others use: equal counts by largest differencing, then every rank by itself.
 
+A second table is of ``joint`` where up to 8 or 64 neighbouring ranks share a row (``batching.max_sp_size``), at 3 % of
+its cost for the exchange, beside the most tokens that a rank has in one micro-batch.
+
 Times are medians of CPU milliseconds, planners taking turns within each round, samples already at hand as metas.
 Absolute times depend on the machine; compare within one run.
 
@@ -29,9 +32,11 @@ import record
 
 from rlmodule.batching.partition import karmarkar_karp
 from rlmodule.batching.plan import PLANNERS, MiniBatchPlan, plan_batch
+from rlmodule.batching.workload import Exchange, Workload
 from rlmodule.core.types import SampleMeta
 
 CASES = Path(__file__).with_name("planner_cases.json")
+WIDTHS, PRICE = (1, 8, 64), 0.03  # most ranks that share a row, and what the exchange costs over the row
 PARTITIONS = ((1024, 64, True), (1024, 64, False), (1024, 8, True), (8192, 64, True))  # items, parts, equal sizes
 
 
@@ -88,6 +93,26 @@ def measured_case(case: dict[str, Any], rounds: int) -> dict[str, Any]:
     return {"name": case["name"], "bound": case["joint"]["bound"], "step": step, "ms": ms}
 
 
+def measured_shared(case: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """One row: lock-step time, peak tokens of a rank, micro-steps and milliseconds, by ``WIDTHS``."""
+    metas = metas_of(case["lengths"])
+    sizes = {name: case[name] for name in ("mini_batch_size", "dp_size", "token_budget")}
+    cost = Workload(exchange=Exchange(PRICE, PRICE))
+    tasks = {
+        width: partial(plan_batch, metas, **sizes, cost=cost, widest=min(width, case["dp_size"])) for width in WIDTHS
+    }
+    plans, ms = in_turns(tasks, rounds)
+    work = float(cost.cost(case["lengths"], case["lengths"]).sum()) / case["dp_size"]
+    return {
+        "name": case["name"],
+        "step": {width: sum(plan.lockstep_cost for plan in made) / work for width, made in plans.items()},
+        "peak": {width: max(plan.longest_row for plan in made) for width, made in plans.items()},
+        "micro_steps": {width: sum(plan.num_micro_steps for plan in made) for width, made in plans.items()},
+        "shared_rows": {width: sum(plan.shared_rows for plan in made) for width, made in plans.items()},
+        "ms": ms,
+    }
+
+
 def measured_partition(num_items: int, num_parts: int, equal_size: bool, rounds: int) -> dict[str, Any]:
     """One row: milliseconds of differencing here and word by word, on the same costs."""
     costs = np.random.default_rng(0).lognormal(10.0, 1.0, num_items)
@@ -130,6 +155,22 @@ def show_cases(rows: Sequence[dict[str, Any]]) -> None:
         print(f"{row['name']:22s}{row['bound']:16.4f}{steps}{ratio:10.2f}   {times}")
 
 
+def show_shared(rows: Sequence[dict[str, Any]]) -> None:
+    """Print the table of shared rows."""
+    print(f"\nrows shared by at most {', '.join(map(str, WIDTHS))} ranks, exchange at {PRICE:.0%}")
+    print(
+        f"{'lock-step time':22s}{'ideal':>8s}" + "".join(f"{width:8d}" for width in WIDTHS) + "   of each: "
+        "most tokens of a rank | micro-steps | shared rows | ms"
+    )
+    for row in rows:
+        columns = [
+            "  ".join(f"{row[name][width]:{digits}}" for width in WIDTHS)
+            for name, digits in (("peak", "6d"), ("micro_steps", "3d"), ("shared_rows", "3d"), ("ms", "6.1f"))
+        ]
+        steps = "".join(f"{row['step'][width]:8.4f}" for width in WIDTHS)
+        print(f"{row['name']:22s}{1:8.4f}{steps}   {' | '.join(columns)}")
+
+
 def main() -> None:
     """Measure, print, and write what was measured."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -142,6 +183,8 @@ def main() -> None:
 
     rows = [measured_case(case, rounds) for case in cases]
     show_cases(rows)
+    shared = [measured_shared(case, rounds) for case in cases]
+    show_shared(shared)
     print("\nlargest differencing, ms: here / word by word / ratio")
     partitions = [measured_partition(*sizes, rounds=rounds) for sizes in PARTITIONS]
     for row in partitions:
@@ -156,7 +199,7 @@ def main() -> None:
     for row in large:
         print(f"{row['name']}: lock-step {row['step']:.4f}, {row['ms'] / 1e3:.2f} CPU s, peak {row['peak_mb']:.0f} MB")
     if args.json:
-        record.write(args.json, {"cases": rows, "partitions": partitions, "scale": large})
+        record.write(args.json, {"cases": rows, "shared_rows": shared, "partitions": partitions, "scale": large})
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ class DDPConfig(OffloadParallelConfig):
     bucket_cap_mb: int = 25  # megabytes of gradients per all-reduce
     gradient_as_bucket_view: bool = True  # gradients live in the buckets: one copy of them less
 
+    shares_rows: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("bucket_cap_mb", self.bucket_cap_mb, 1)
@@ -75,7 +77,7 @@ class DDPStrategy(DistributedStrategy):
     @property
     def exchanges_within_rows(self) -> bool:
         """Only where rows are cut over ranks; gradients are averaged during the last micro-batch, or afterwards."""
-        return self.sequence is not None
+        return bool(self.sequences)
 
     @contextmanager
     def averaged_afterwards(self, name: str) -> Iterator[None]:

@@ -55,6 +55,8 @@ class DeepSpeedConfig(ParallelConfig):
     bucket_numel: int = 50_000_000  # elements per reduction
     overlap_comm: bool = False  # reduce while backward runs
 
+    shares_rows: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("param_dtype", self.param_dtype, DTYPES)

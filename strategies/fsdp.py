@@ -53,6 +53,8 @@ class FSDPConfig(OffloadParallelConfig):
     reduce_every_micro_batch: bool = True  # false keeps whole gradients until the last micro-batch and reduces once
     cpu_offload: bool = False  # shards, gradients and optimizer live in host memory
 
+    shares_rows: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of("sharding", self.sharding, SHARDING)

@@ -44,6 +44,8 @@ class FSDP2Config(OffloadParallelConfig):
     reduce_every_micro_batch: bool = True  # false keeps whole gradients until the last micro-batch and reduces once
     cpu_offload: bool = False  # shards, gradients and optimizer live in host memory
 
+    shares_rows: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least("pp_size", self.pp_size, 1)
@@ -74,6 +76,7 @@ class FewerKeysConfig(FSDP2Config):
     keep_weights: ClassVar[bool] = False  # type: ignore[misc]
     gathers_as_multiplied: ClassVar[bool] = False
     cpu_offload: ClassVar[bool] = False  # type: ignore[misc]
+    shares_rows: ClassVar[bool] = False
 
 
 @STRATEGIES.register(model_type=MODEL_TYPES, backend="fsdp2", device=["cpu", "cuda", "npu", "xpu"])

@@ -65,8 +65,10 @@ class DynamicCollator:
     def __call__(self, fetched: tuple[RankShare, Sequence[Sequence[TrainingSample]]]) -> MiniBatch:
         """(share of this rank, its samples by micro-batch) -> MiniBatch."""
         share, rows = fetched
+        slices = share.slices or [None] * len(rows)
         micro_batches = [
-            self.pack(part, share.totals, positions) for part, positions in zip(rows, share.micro_batches, strict=True)
+            self.pack(part, share.totals, positions, shared)
+            for part, positions, shared in zip(rows, share.micro_batches, slices, strict=True)
         ]
         return MiniBatch(
             tuple(micro_batches),
@@ -77,15 +79,25 @@ class DynamicCollator:
             share.longest_row,
         )
 
-    def pack(self, rows: Sequence[TrainingSample], totals: StepTotals, positions: tuple[int, ...] = ()) -> MicroBatch:
-        """Pack ``rows`` into one micro-batch; no rows give a dummy micro-batch of two tokens without loss."""
+    def pack(
+        self,
+        rows: Sequence[TrainingSample],
+        totals: StepTotals,
+        positions: tuple[int, ...] = (),
+        shared: tuple[int, int] | None = None,
+    ) -> MicroBatch:
+        """Pack ``rows`` into one micro-batch; no rows give a dummy micro-batch of two tokens without loss.
+
+        ``shared`` are the number of ranks that share it and the slice to keep; None for those of the collator.
+        """
+        size, place = shared or (self.sp_size, self.sp_rank)
         rows = rows or [padding_sample(self.pad_token_id)]
         packed = pack_rows(rows, totals, positions, share_prompts=self.share_prompts)
         if self.num_top_tokens and not len(packed.labels):
             none = torch.zeros(0, self.num_top_tokens)
             packed = replace(packed, teacher_top_ids=none.long(), teacher_top_logprob=none)
-        packed = pad_to_multiple(packed, self.sp_size, self.pad_token_id)
-        return shard_for_rank(packed, self.sp_rank, self.sp_size, self.cp_size)
+        packed = pad_to_multiple(packed, size, self.pad_token_id)
+        return shard_for_rank(packed, place, size, self.cp_size)
 
 
 def pack_rows(
@@ -254,6 +266,8 @@ def shard_for_rank(batch: MicroBatch, sp_rank: int, sp_size: int, cp_size: int =
         labels=batch.labels[mine],
         sequence=batch.sequence[mine],
         places=mine.nonzero().squeeze(1),
+        width=sp_size,
+        place=sp_rank,
         **{name: None if value is None else value[mine] for name, value in values.items()},  # type: ignore[arg-type]
     )
 

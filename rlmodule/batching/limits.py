@@ -29,6 +29,7 @@ class Limits:
         token_budget: tokens of one micro-batch, summed over its sequence-parallel ranks.
         micro_batch_size: samples of one micro-batch; if set, ``token_budget`` does not apply.
         sp_size: sequence-parallel ranks that share a micro-batch.
+        widest: most ranks that share one where the plan says so, each with a slice of ``token_budget`` tokens.
 
     Raises:
         ConfigError: a limit below 1.
@@ -38,6 +39,7 @@ class Limits:
     token_budget: int
     micro_batch_size: int | None
     sp_size: int
+    widest: int = 1
 
     def __post_init__(self) -> None:
         at_least("batching.mini_batch_size", self.mini_batch_size, 1)
@@ -54,15 +56,17 @@ class Limits:
         """
         columns = SampleMetas.of(metas)
         length = np.where(columns.is_skipped, 0, columns.length)
-        if self.micro_batch_size is not None or length.max(initial=0) <= self.token_budget:
+        most, ranks = self.token_budget * self.widest, self.sp_size * self.widest
+        if self.micro_batch_size is not None or length.max(initial=0) <= most:
             return
         longest = columns[int(length.argmax())]
+        key = "sp_size" if self.widest == 1 else "max_sp_size"
         raise ConfigError(
             key="batching.max_token_len_per_gpu",
             got=self.token_budget // self.sp_size,
             because=f"sample {longest.sample_id} has {longest.length} tokens ({longest.prompt_len} prompt + "
-            f"{longest.response_len} response), one micro-batch holds {self.token_budget} (sp_size={self.sp_size})",
-            fix=f"Use {-(-longest.length // self.sp_size)} or more, raise sp_size, or shorten prompts and responses",
+            f"{longest.response_len} response), one micro-batch holds {most} ({key}={ranks})",
+            fix=f"Use {-(-longest.length // ranks)} or more, raise {key}, or shorten prompts and responses",
         )
 
     def check_groups(self, metas: Sequence[SampleMeta], units: Units) -> None:
@@ -78,7 +82,8 @@ class Limits:
         names = {int(number): m.group_id for number, m in zip(units.unit, metas, strict=True)}
         _check_sizes(names, units.sizes, "samples", "mini_batch_size", self.mini_batch_size)
         if self.micro_batch_size is None:
-            _check_sizes(names, units.tokens, "tokens", "max_token_len_per_gpu", self.token_budget, self.sp_size)
+            most, ranks = self.token_budget * self.widest, self.sp_size * self.widest
+            _check_sizes(names, units.tokens, "tokens", "max_token_len_per_gpu", most, ranks)
         else:
             _check_sizes(names, units.sizes, "samples", "micro_batch_size_per_gpu", self.micro_batch_size)
 

@@ -7,11 +7,12 @@ the samples is done in ``sampler.py`` and ``collate.py``.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, compress
 
 import numpy as np
 
@@ -24,8 +25,10 @@ from rlmodule.batching.packing import Packing
 from rlmodule.batching.partition import Ints
 from rlmodule.batching.shared_prompts import repeated_prompt_tokens
 from rlmodule.batching.units import Packer, Units, units_of
-from rlmodule.batching.workload import Floats, Numbers, Workload
+from rlmodule.batching.wide import plan_wide
+from rlmodule.batching.workload import Exchange, Floats, Numbers, Workload
 from rlmodule.core.config import one_of
+from rlmodule.core.layout import place_of, widths_of
 from rlmodule.core.sample_metas import SampleMetas
 from rlmodule.core.types import SampleMeta, StepTotals
 
@@ -44,13 +47,17 @@ class MiniBatchPlan:
         micro_batches: [rank][micro-step] ascending positions of samples; empty for a dummy micro-batch without loss.
         totals: counts of the whole mini-batch, without padding samples.
         cost: [rank][micro-step] FLOPs, or the unit of the given costs.
+        widths: [rank][micro-step] ranks that share the micro-batch, a power of two; empty where none is shared. Each of
+            them names its samples, in ``micro_batches``, and computes one slice: that of its place (``place_of``).
+        exchange_cost: part of ``cost`` that is paid for sharing, over all ranks.
         rank_tokens: [rank] tokens of each rank in this plan, without padding samples and dummy micro-batches.
         rank_tokens_unplanned: [rank] tokens of each rank if the mini-batch were split into equal consecutive slices.
         padding_tokens: tokens of padding samples and dummy micro-batches.
         num_skipped: samples that count in the totals but are not computed.
         shared_prompt_tokens: prompt tokens saved by computing the prompt of a group once.
         has_gradient: whether any sample can have a gradient.
-        longest_row: tokens of the longest micro-batch of any rank; shared prompts may make it shorter.
+        longest_row: tokens of the longest micro-batch of any rank, or slice of a shared one; shared prompts may make it
+            shorter.
     """
 
     micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
@@ -63,8 +70,13 @@ class MiniBatchPlan:
     shared_prompt_tokens: int = 0
     has_gradient: bool = True
     longest_row: int = 0
+    widths: tuple[tuple[int, ...], ...] = ()
+    exchange_cost: float = 0.0
 
     def __post_init__(self) -> None:
+        assert not self.widths or [len(rank) for rank in self.widths] == [len(rank) for rank in self.micro_batches], (
+            "one width per micro-batch"
+        )
         positions = self.position_array
         in_order = np.sort(positions)
         assert (in_order[1:] != in_order[:-1]).all(), (
@@ -78,23 +90,49 @@ class MiniBatchPlan:
 
     @property
     def positions(self) -> list[int]:
-        """Positions of all samples, by rank and micro-step."""
-        return [position for rank in self.micro_batches for micro_batch in rank for position in micro_batch]
+        """Positions of all samples, by rank and micro-step; of ranks that share a micro-batch, the first one counts."""
+        return self.position_array.tolist()
 
     @property
     def position_array(self) -> Ints:
         """The same as an array."""
-        micro_batches = chain.from_iterable(self.micro_batches)
-        return np.fromiter(chain.from_iterable(micro_batches), np.int64)
+        return np.fromiter(chain.from_iterable(micro_batch for _, _, micro_batch in self._cells), np.int64)
 
-    def ranks_of(self, positions: Ints) -> Ints:
-        """[n] positions -> [n] data rank that computes each; -1 for those that are not in this plan."""
-        here, sizes = self.position_array, [sum(map(len, steps)) for steps in self.micro_batches]
+    def width(self, rank: int, step: int) -> int:
+        """Ranks that share the micro-batch of a rank."""
+        return self.widths[rank][step] if self.widths else 1
+
+    @property
+    def shared_rows(self) -> int:
+        """Micro-batches that several ranks share."""
+        return sum(
+            width > 1 and place_of(rank, width) == 0 for rank, steps in enumerate(self.widths) for width in steps
+        )
+
+    @property
+    def _cells(self) -> list[tuple[int, int, tuple[int, ...]]]:
+        """(first rank, number of ranks, samples) of each micro-batch, by rank and micro-step; shared ones once."""
+        if not self.widths:
+            return [(rank, 1, micro_batch) for rank, steps in enumerate(self.micro_batches) for micro_batch in steps]
+        return [
+            (rank, width, micro_batch)
+            for rank, (steps, widths) in enumerate(zip(self.micro_batches, self.widths, strict=True))
+            for micro_batch, width in zip(steps, widths, strict=True)
+            if place_of(rank, width) == 0
+        ]
+
+    def ranks_of(self, positions: Ints) -> tuple[Ints, Ints]:
+        """[n] positions -> [n] first data rank that computes each or -1, and [n] how many do: 0 where it is not here."""
+        cells, here = self._cells, self.position_array
+        if not len(here):
+            return np.full_like(positions, -1), np.zeros_like(positions)
+        ranks = np.array([(rank, width) for rank, width, _ in cells], np.int64)
+        first, width = np.repeat(ranks, [len(micro_batch) for _, _, micro_batch in cells], axis=0).T
         by_position = np.argsort(here, kind="stable")
         place = np.searchsorted(here, positions, sorter=by_position)
-        found = by_position[np.minimum(place, len(here) - 1)] if len(here) else np.zeros_like(positions)
-        rank = np.repeat(np.arange(len(sizes)), sizes)
-        return np.where(here[found] == positions, rank[found], -1) if len(here) else found - 1
+        found = by_position[np.minimum(place, len(here) - 1)]
+        is_here = here[found] == positions
+        return np.where(is_here, first[found], -1), np.where(is_here, width[found], 0)
 
     @property
     def num_micro_steps(self) -> int:
@@ -133,6 +171,8 @@ class MiniBatchPlan:
             "balance/padding_tokens": self.padding_tokens,
             "balance/skipped_samples": self.num_skipped,
             "balance/shared_prompt_tokens": self.shared_prompt_tokens,
+            "balance/shared_rows": self.shared_rows,
+            "balance/peak_tokens": self.longest_row,
         }
         return {name: float(value) for name, value in metrics.items()}
 
@@ -152,7 +192,7 @@ class MiniBatchPlan:
 
     @property
     def _mean_rank_cost(self) -> float:
-        return sum(map(sum, self.cost)) / len(self.cost)
+        return (sum(map(sum, self.cost)) - self.exchange_cost) / len(self.cost)
 
 
 def plan_batch(
@@ -171,6 +211,7 @@ def plan_batch(
     min_steps: int = 1,
     keep_groups: bool = False,
     share_prompts: bool = False,
+    widest: int = 1,
 ) -> tuple[MiniBatchPlan, ...]:
     """Plan every optimizer step of an iteration.
 
@@ -192,6 +233,8 @@ def plan_batch(
             groups, with at most ``mini_batch_size`` and ``micro_batch_size`` samples.
         share_prompts: a micro-batch computes the prompt of a group once. With ``keep_groups`` the tokens and the cost
             of the prompt are also planned once, which needs a Workload.
+        widest: most neighbouring ranks that share a micro-batch, a power of two that divides ``dp_size``. Of a shared
+            one, each has a slice of ``token_budget`` tokens at most. 1 shares none; the planner is then as without.
 
     Returns:
         One plan per optimizer step. Membership depends on the samples, their order and the seed, not on ``dp_size``.
@@ -202,23 +245,27 @@ def plan_batch(
     """
     sizes = {"dp_size": dp_size, "multiple_of": multiple_of, "min_steps": min_steps}
     assert min(sizes.values()) >= 1, f"sizes are positive, got {sizes}"
+    assert widest in widths_of(dp_size), f"widest={widest} is no power of two that divides {dp_size} ranks"
     one_of("batching.planner", planner, PLANNERS)
     one_of("batching.order", order, ORDERS)
     cost, metas = Workload() if cost is None else cost, SampleMetas.of(metas)
-    limits = Limits(mini_batch_size, token_budget, micro_batch_size, sp_size)
+    assert widest == 1 or (micro_batch_size is None and planner != "karmarkar_karp"), "only token budgets are shared"
+    limits = Limits(mini_batch_size, token_budget, micro_batch_size, sp_size, widest)
     limits.check_samples(metas)
     units = units_of(metas, cost, keep_groups=keep_groups, share_prompts=share_prompts)
     if keep_groups:
         limits.check_groups(metas, units)
     packer = _packer(planner, dp_size, limits, units.largest, cost, multiple_of, min_steps)
+    exchange = cost.exchange if isinstance(cost, Workload) else Exchange()
     plans = []
     for block in _membership(units, planner, mini_batch_size, seed):
         computed = block[units.is_computed[block]]
         packing = units.pack(computed, packer) if len(computed) else Packing(computed, 1, dp_size)
-        tokens = packing.sums(units.length[computed])
+        tokens = packing.sums(units.length[computed]) / packing.width
         assert micro_batch_size or tokens.max() <= token_budget, "a micro-batch exceeds the budget"
-        packing = _order_steps(packing, units.cost[computed], order).with_steps_multiple_of(multiple_of)
-        plans.append(_assemble(metas, block, units, packing, sp_size, share_prompts))
+        packing = _order_steps(packing, packing.heights(units.cost[computed], exchange), order)
+        packing = packing.with_steps_multiple_of(multiple_of)
+        plans.append(_assemble(metas, block, units, packing, sp_size, share_prompts, exchange))
     planned = np.sort(np.concatenate([np.zeros(0, np.int64), *(plan.position_array for plan in plans)]))
     assert np.array_equal(planned, np.flatnonzero(units.is_computed)), "all plans hold each computed sample once"
     return tuple(plans)
@@ -249,22 +296,31 @@ def _packer(
         return lambda cost, length: fixed(cost, dp_size, num_units)
     plan: Callable[..., Packing] = plan_karmarkar_karp
     if planner != "karmarkar_karp":
-        plan = partial(plan_joint, step_cost=cost.step_cost if isinstance(cost, Workload) else 0.0)
+        workload = cost if isinstance(cost, Workload) else Workload()
+        plan = partial(plan_joint, step_cost=workload.step_cost)
+        if limits.widest > 1:
+            plan = partial(plan_wide, step_cost=workload.step_cost, widest=limits.widest, exchange=workload.exchange)
     return partial(
         plan, dp_size=dp_size, token_budget=limits.token_budget, multiple_of=multiple_of, min_steps=min_steps
     )
 
 
-def _order_steps(packing: Packing, cost: Floats, order: str) -> Packing:
-    """Order micro-steps by their most expensive micro-batch; ``cost`` is [n]."""
-    falling = np.argsort(-packing.sums(cost).max(axis=1), kind="stable")
+def _order_steps(packing: Packing, heights: Floats, order: str) -> Packing:
+    """Order micro-steps by their most expensive micro-batch; ``heights`` is [num_steps, dp_size]."""
+    falling = np.argsort(-heights.max(axis=1), kind="stable")
     if order == "largest_first":
         return packing.in_order(falling)
     return packing.in_order(np.concatenate([falling[::2][::-1], falling[1::2]]))  # the largest in the middle
 
 
 def _assemble(
-    metas: SampleMetas, block: Ints, units: Units, packing: Packing, sp_size: int, share_prompts: bool
+    metas: SampleMetas,
+    block: Ints,
+    units: Units,
+    packing: Packing,
+    sp_size: int,
+    share_prompts: bool,
+    exchange: Exchange,
 ) -> MiniBatchPlan:
     """Turn the packing of one mini-batch into its plan.
 
@@ -274,24 +330,29 @@ def _assemble(
         units: which of them are computed, and their costs.
         packing: cells of those that are computed.
         sp_size, share_prompts: as in ``plan_batch``.
+        exchange: what sharing a micro-batch costs.
     """
     computed = block[units.is_computed[block]]
     members, everyone = metas.take(computed), metas.take(block)
     tokens = np.where(members.is_padding, 0, members.length).astype(np.float64)  # [n]
     micro_batches = packing.members(computed)  # [step][rank]
-    cells = list(chain.from_iterable(micro_batches))
+    cells = list(chain.from_iterable(map(compress, micro_batches, packing.is_first.tolist())))
     num_dummies = sum(not cell for cell in cells)
+    length = packing.sums(units.length[computed]) / packing.width
+    heights = packing.heights(units.cost[computed], exchange)
     return MiniBatchPlan(
         micro_batches=tuple(zip(*micro_batches, strict=True)),
         totals=_totals(everyone, packing.dp_size, sp_size),
-        cost=tuple(map(tuple, packing.sums(units.cost[computed]).T.tolist())),
-        rank_tokens=tuple(int(t) for t in packing.sums(tokens).sum(axis=0)),
+        cost=tuple(map(tuple, heights.T.tolist())),
+        rank_tokens=tuple(round(t) for t in (packing.sums(tokens) / packing.width).sum(axis=0)),
         rank_tokens_unplanned=tuple(int(part.sum()) for part in np.array_split(tokens, packing.dp_size)),
         padding_tokens=int(members.length[members.is_padding].sum()) + DUMMY_TOKENS * num_dummies,
         num_skipped=len(block) - len(computed),
         shared_prompt_tokens=repeated_prompt_tokens(metas, cells) if share_prompts else 0,
         has_gradient=bool((everyone.has_gradient & ~everyone.is_padding).any()),
-        longest_row=max(DUMMY_TOKENS, int(packing.sums(units.length[computed]).max(initial=0))),
+        longest_row=max(DUMMY_TOKENS, math.ceil(length.max(initial=0))),
+        widths=() if packing.widths is None else tuple(map(tuple, packing.widths.T.tolist())),
+        exchange_cost=0.0 if packing.widths is None else float(heights.sum() - units.cost[computed].sum()),
     )
 
 

@@ -16,7 +16,7 @@ from rlmodule.batching.plan import ORDERS, PLANNERS, MiniBatchPlan, plan_batch
 from rlmodule.batching.workload import Workload
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.layout import Layout
+from rlmodule.core.layout import Layout, place_of
 from rlmodule.core.sample_metas import SampleMetas
 from rlmodule.core.types import POLICY, SampleMeta, StepTotals
 
@@ -38,6 +38,11 @@ class BatchingConfig:
     equal_counts: bool = False  # add padding samples until all ranks have equal counts; no sample is skipped then
     min_micro_steps: int | None = None  # of an optimizer step, where samples suffice; None: 4 per pipeline stage
     keep_groups: bool = False  # the samples of a group (responses to a prompt, a pair) share a micro-batch
+    max_sp_size: int = (
+        1  # most neighbouring data ranks that share a row, where that levels a micro-step; a power of two
+    )
+    sp_overhead: float = 0.03  # cost of exchanging heads over that of a shared row, see ``workload.Exchange``
+    sp_overhead_across_nodes: float | None = None  # the same between nodes; null: rows are shared within a node
 
     def __post_init__(self) -> None:
         at_least("mini_batch_size", self.mini_batch_size, 1)
@@ -46,6 +51,10 @@ class BatchingConfig:
             at_least("min_micro_steps", self.min_micro_steps, 1)
         one_of("planner", self.planner, PLANNERS)
         one_of("order", self.order, ORDERS)
+        at_least("max_sp_size", self.max_sp_size, 1)
+        at_least("sp_overhead", self.sp_overhead, 0.0)
+        if self.sp_overhead_across_nodes is not None:
+            at_least("sp_overhead_across_nodes", self.sp_overhead_across_nodes, 0.0)
         if not self.use_dynamic_bsz and self.micro_batch_size_per_gpu is None:
             raise ConfigError(
                 key="micro_batch_size_per_gpu",
@@ -81,6 +90,8 @@ class RankShare:
 
     Args:
         micro_batches: positions of the samples of each micro-batch; an empty tuple is a dummy micro-batch without loss.
+        slices: of each micro-batch that data ranks share, how many of them do and which place this one has among them;
+            empty where none is shared.
         totals: counts of the whole mini-batch.
         metrics: metrics of the plan, the same on every rank.
         trained_models: names of the models that take an optimizer step on the mini-batch.
@@ -94,6 +105,7 @@ class RankShare:
     trained_models: tuple[str, ...] = (POLICY,)
     has_gradient: bool = True
     longest_row: int = 0
+    slices: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -174,6 +186,7 @@ class BalancedSampler(Sampler[RankShare]):
             min_steps=config.fewest_micro_steps(layout),
             keep_groups=config.keep_groups,
             share_prompts=config.share_prompts,
+            widest=layout.max_sp_size,
         )
         return tuple(replace(plan, micro_batches=_renumber(plan.micro_batches, positions)) for plan in plans)
 
@@ -203,9 +216,10 @@ class BalancedSampler(Sampler[RankShare]):
         """Each of some positions -> data ranks that compute the sample in ``plans``; those of none are left out."""
         wanted, owners = np.array(list(positions), np.int64), dict[int, set[int]]()
         for plan in plans:
-            for position, rank in zip(wanted.tolist(), plan.ranks_of(wanted).tolist(), strict=True):
-                if rank >= 0:
-                    owners.setdefault(position, set()).add(rank)
+            first, width = plan.ranks_of(wanted)
+            for position, rank, ranks in zip(wanted.tolist(), first.tolist(), width.tolist(), strict=True):
+                if ranks:
+                    owners.setdefault(position, set()).update(range(rank, rank + ranks))
         return owners
 
     def shares(self, plans: Sequence[MiniBatchPlan]) -> list[RankShare]:
@@ -218,9 +232,14 @@ class BalancedSampler(Sampler[RankShare]):
                 plan.metrics,
                 has_gradient=plan.has_gradient,
                 longest_row=plan.longest_row,
+                slices=tuple((width, place_of(rank, width)) for width in plan.widths[rank]) if plan.widths else (),
             )
             for plan in plans
         ]
+
+    def speakers(self, plans: Sequence[MiniBatchPlan], positions: Collection[int]) -> dict[int, int]:
+        """Each of some positions -> the first data rank that computes it in ``plans``: what is summed counts there."""
+        return {position: min(ranks) for position, ranks in self.owners(plans, positions).items()}
 
     def __len__(self) -> int:
         return len(self.plans)

@@ -108,6 +108,34 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """What ranks that share a row pay for exchanging heads, on top of its work.
+
+    The default is arithmetic and not a measurement: a 7B model with 32 query and 8 key/value heads sends about 40 KB of
+    bfloat16 per token and layer, beside 1.3 GFLOP and attention, which at 400 GB/s and 400 TFLOP/s is 3 percent of
+    their time. At 50 GB/s, as between nodes, it is about 25 percent.
+
+    Args:
+        overhead: share of the row's work, within a node.
+        across_nodes: the same for ranks of several nodes.
+        node_size: ranks of a node; 0 where all are on one.
+    """
+
+    overhead: float = 0.03
+    across_nodes: float = 0.25
+    node_size: int = 0
+
+    def __post_init__(self) -> None:
+        assert min(self.overhead, self.across_nodes, self.node_size) >= 0, f"nothing is negative, got {self}"
+
+    def share(self, width: NDArray[np.int64]) -> Floats:
+        """[...] ranks that share each row -> what the row costs each of them, over its work."""
+        is_far = (width > self.node_size) & (self.node_size > 0)
+        overhead = np.where(width > 1, np.where(is_far, self.across_nodes, self.overhead), 0.0)
+        return (1.0 + overhead) / width
+
+
+@dataclass(frozen=True)
 class Workload:
     """Cost of a sample and of a micro-step, in FLOPs (arbitrary but common units without a model shape).
 
@@ -115,10 +143,12 @@ class Workload:
         model: shape of the model that is trained; None takes 24576 L + L^2, a 7B model with hidden size 4096.
         step_cost: fixed cost of a micro-step (kernel launches, parameter gathers), in the unit of the samples; 0 counts
             matrix products alone.
+        exchange: what ranks pay that share a row.
     """
 
     model: ModelShape | None = None
     step_cost: float = 0.0
+    exchange: Exchange = Exchange()
 
     def __post_init__(self) -> None:
         assert self.step_cost >= 0, f"step_cost must not be negative, got {self.step_cost}"

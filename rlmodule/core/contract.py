@@ -230,7 +230,6 @@ class Strategy(Protocol):
 
     layout: Layout
     collectives: Collectives
-    sequence: SequenceRanks | None  # None where rows are not cut
 
     @property
     def root_device(self) -> torch.device:
@@ -247,6 +246,16 @@ class Strategy(Protocol):
     @property
     def exchanges_within_rows(self) -> bool:
         """Whether processes wait for each other within the forward or backward pass of one micro-batch."""
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether neighbouring data ranks can share a row where the plan says so."""
+
+    def share_rows(self, most: int) -> None:
+        """Let up to ``most`` of them do so, each at its width; called before the processes have joined."""
+
+    def sequence_of(self, width: int) -> SequenceRanks | None:
+        """The ranks that share a row of that width with this process (``MicroBatch.width``); None for a width of 1."""
 
     def gather_first_error(self, problem: str | None) -> str | None:
         """The first error message that any process passes in, on every process; one exchange between all of them."""

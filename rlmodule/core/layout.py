@@ -27,6 +27,8 @@ class Layout:
             ``sp_size``. The ``heads_size`` ranks of a part are neighbours and exchange heads (Ulysses).
         pp_size: ranks that share the layers of a model (pipeline parallelism).
         ep_size: ranks that share the experts of a layer (expert parallelism).
+        max_sp_size: most neighbouring data ranks that share a packed row where the plan says so, micro-batch by
+            micro-batch: a power of two that divides ``dp_size``. 1 where ``sp_size`` alone says who does.
     """
 
     world_size: int = 1
@@ -36,6 +38,7 @@ class Layout:
     pp_size: int = 1
     ep_size: int = 1
     cp_size: int = 1
+    max_sp_size: int = 1
 
     def __post_init__(self) -> None:
         assert min(self.tp_size, self.sp_size, self.pp_size, self.ep_size, self.cp_size) >= 1, (
@@ -45,6 +48,10 @@ class Layout:
         assert self.stage_size % self.ep_size == 0, f"{self} does not tile: ep_size must divide dp x sp x tp"
         assert self.sp_size % self.cp_size == 0, f"{self} does not tile: cp_size must divide sp_size"
         assert 0 <= self.rank < self.world_size, f"{self} is outside its world"
+        assert self.max_sp_size == 1 or self.dp_size == self.world_size, f"{self}: only data ranks share rows by plan"
+        assert self.max_sp_size in widths_of(self.dp_size), (
+            f"{self}: max_sp_size is a power of two that divides dp_size"
+        )
 
     @property
     def stage_size(self) -> int:
@@ -119,7 +126,8 @@ class Layout:
         stages = "" if self.pp_size == 1 else f" x {self.pp_size} pipeline stages"
         row = "" if self.cp_size == 1 else f" ({self.heads_size} by heads x {self.cp_size} by context)"
         experts = "" if self.ep_size == 1 else f", experts over {self.ep_size}"
-        return f"{self.dp_size} data x {self.sp_size} sequence{row} x {self.tp_size} tensor{stages}{experts}"
+        by_plan = "" if self.max_sp_size == 1 else f", rows over up to {self.max_sp_size} of them"
+        return f"{self.dp_size} data x {self.sp_size} sequence{row} x {self.tp_size} tensor{stages}{experts}{by_plan}"
 
     @property
     def has_outputs(self) -> bool:
@@ -130,6 +138,16 @@ class Layout:
     def is_rank_zero(self) -> bool:
         """Whether this process writes files and talks to the user."""
         return self.rank == 0
+
+
+def widths_of(ranks: int) -> list[int]:
+    """Numbers of neighbouring ranks that may share a row: the powers of two that divide ``ranks``, ascending."""
+    return [1 << power for power in range(ranks.bit_length()) if ranks % (1 << power) == 0]
+
+
+def place_of(rank: int, width: int) -> int:
+    """The place of a rank among the ``width`` that share a row by plan; the first of them is a multiple of it."""
+    return rank % width
 
 
 def check_stages(num_blocks: int, pp_size: int) -> None:

@@ -261,6 +261,7 @@ class MicroBatch:
         selected: [N] bool, tokens that the loss selected over the whole mini-batch; None for losses that do not select.
         positions: index of each sample in the iteration; shorter than B if there are padding samples or segments.
         places: [N] int64, place of each loss token among those of the whole row, where this is a slice of it.
+        width, place: ranks that share the row, and which of its slices this is; 1 and 0 for a whole row.
     """
 
     input_ids: Tensor
@@ -287,6 +288,8 @@ class MicroBatch:
     selected: Tensor | None = None
     positions: tuple[int, ...] = ()
     places: Tensor | None = None
+    width: int = 1
+    place: int = 0
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MicroBatch:
         """Copy the tensors to ``device``."""

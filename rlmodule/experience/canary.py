@@ -19,6 +19,7 @@ from rlmodule.core.contract import ProvableEngine, Strategy
 from rlmodule.core.episodes import Probe
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import POLICY, Prompt, Sample, StepTotals, TrainingSample
+from rlmodule.experience.scoring import RowSlice, whole_rows
 
 # Largest and mean difference of log-probabilities in nats that arithmetic in a type explains; the first is of the
 # tokens of a few short sequences, unlikely ones among them.
@@ -137,7 +138,7 @@ class PolicyScores:
 
     def __call__(self, probes: Sequence[Probe]) -> list[Tensor]:
         """[R] for each probe, on the CPU; every rank calls it with the same probes."""
-        layout, sequence = self.strategy.layout, self.strategy.sequence
+        layout = self.strategy.layout
         collator = DynamicCollator(self.pad_token_id, layout.sp_size, layout.sp_rank, cp_size=layout.cp_size)
         totals = StepTotals(tokens=1, sequences=1, dp_size=layout.dp_size)
         rows = [TrainingSample(_sample_of(number, probe)) for number, probe in enumerate(probes)]
@@ -145,9 +146,7 @@ class PolicyScores:
         batches = (row.to(self.strategy.root_device) for row in packed)
         found = self.strategy.forward(POLICY, batches, frozenset({"logprob"}))
         parts = [outputs["logprob"].float().cpu() for outputs in found]
-        if sequence is None:
-            return parts
-        return sequence.gather_slices(parts, [row.places for row in packed if row.places is not None])
+        return whole_rows(self.strategy, parts, [RowSlice(row.width, row.places) for row in packed])
 
 
 def _sample_of(number: int, probe: Probe) -> Sample:

@@ -5,7 +5,7 @@ The maths is in ``algorithm/rollout_{correction,rejection,mismatch}.py``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -24,16 +24,21 @@ from rlmodule.experience.sample_table import SampleTable
 
 
 def compared(
-    rows: dict[int, TrainingSample], config: AlgorithmConfig, collectives: Collectives, metrics: dict[str, float]
+    rows: dict[int, TrainingSample],
+    counted: Collection[int],
+    config: AlgorithmConfig,
+    collectives: Collectives,
+    metrics: dict[str, float],
 ) -> tuple[dict[int, TrainingSample], dict[int, Tensor]]:
     """(rows with weights, position -> [n] bool loss tokens that are not rejected); adds ``rollout_corr/*``.
 
-    Without comparison the rows are the same, and nothing is kept or rejected.
+    Ranks that share a row all have it; ``counted`` are the positions that this one counts in the metrics, so that each
+    row counts once. Without comparison the rows are the same, and nothing is kept or rejected.
     """
     if not config.compares_rollouts:
         return rows, {}
     responses = {position: _compare(row, config) for position, row in rows.items()}
-    names, parts = to_rows(mismatch_parts(responses.values()))
+    names, parts = to_rows(mismatch_parts([responses[position] for position in counted]))
     metrics |= mismatch_metrics(merge_rows(names, collectives.gather_rows(parts)))
     if config.rollout_correction.mode in ("truncate", "mask"):
         # Rejected tokens leave the loss anyway; the weight tells advantage estimators.

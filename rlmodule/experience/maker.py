@@ -16,7 +16,7 @@ from rlmodule.experience.collect import collect_groups
 from rlmodule.experience.correction import compared, recounted, without_rejected, without_rejected_rewards
 from rlmodule.experience.iteration import Experience, Iteration
 from rlmodule.experience.iteration_state import SavedIteration
-from rlmodule.experience.redistribute import all_gather_dict, redistribute
+from rlmodule.experience.redistribute import all_gather_dict, redistribute, spoken_for
 from rlmodule.experience.sample_table import SampleTable
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.timer import Timer
@@ -49,6 +49,7 @@ class ExperienceMaker:
         with timer.phase("exchange"):
             here = dict(zip(sample_info.positions_of(s.sample_id for s in mine), mine, strict=True))
             held = redistribute(here, sampler.owners(sampler.first_pass, here), layout, collectives)
+        speakers = sampler.speakers(sampler.first_pass, held)
         rows = scorer(
             held,
             sampler,
@@ -56,7 +57,7 @@ class ExperienceMaker:
             with_energy=advantage_stage.needs_energy,
             with_next_value=advantage_stage.needs_next_value,
         )
-        rows, kept = compared(rows, objective.config, collectives, metrics)
+        rows, kept = compared(rows, spoken_for(rows, speakers, layout), objective.config, collectives, metrics)
         if self._needs_scores:
             counted = without_rejected_rewards(sample_info, kept, collectives) if self._rejects else sample_info
             inputs = advantage_stage.inputs(counted, rows, metrics)
@@ -68,7 +69,8 @@ class ExperienceMaker:
             self._recount(sampler, sample_info, all_gather_dict(self._recounted(sample_info, rows), collectives))
         if len(sampler.plans) > len(sampler.first_pass):
             with timer.phase("exchange"):
-                rows = redistribute(rows, sampler.owners(sampler.plans, rows), layout, collectives)
+                once = spoken_for(rows, speakers, layout)
+                rows = redistribute(once, sampler.owners(sampler.plans, once), layout, collectives)
         return Iteration(
             sample_info,
             None if advantages is None else advantages.means,

@@ -15,13 +15,29 @@ T = TypeVar("T")
 def redistribute(
     held: Mapping[int, T], owners: Mapping[int, Iterable[int]], layout: Layout, collectives: Collectives
 ) -> dict[int, T]:
-    """Send each held item to all ranks of the data ranks that own its position, if any; returns what is owned here."""
+    """Send each held item to all ranks of the data ranks that own its position, if any; returns what is owned here.
+
+    Ranks that hold the same item may all send it; see ``spoken_for``.
+    """
     outgoing: list[dict[int, T]] = [{} for _ in range(layout.dp_sp_size)]
     for position, item in held.items():
         for data_rank in owners.get(position, ()):
             for sp_rank in range(layout.sp_size):
                 outgoing[data_rank * layout.sp_size + sp_rank][position] = item
     return {p: item for parcel in collectives.exchange(outgoing) for p, item in parcel.items()}
+
+
+def spoken_for(held: Mapping[int, T], speakers: Mapping[int, int], layout: Layout) -> dict[int, T]:
+    """The items that this rank speaks for, so that each one of the run is sent or counted once.
+
+    Args:
+        held: position -> item; ranks that share a row hold the same.
+        speakers: position -> the data rank that speaks for it (``BalancedSampler.speakers``).
+        layout: of this rank.
+    """
+    if not layout.has_outputs:
+        return {}
+    return {position: item for position, item in held.items() if speakers[position] == layout.dp_rank}
 
 
 def all_gather_dict(mine: Mapping[K, T], collectives: Collectives) -> dict[K, T]:

@@ -31,6 +31,33 @@ from rlmodule.experience.reference_cache import ReferenceLogprobCache
 from rlmodule.experience.timer import Timer
 
 
+@dataclass(frozen=True, eq=False)
+class RowSlice:
+    """What a micro-batch is of its row.
+
+    Args:
+        width: ranks that share the row.
+        places: [N] int64 of each loss token among those of the row; None where it is whole.
+    """
+
+    width: int
+    places: Tensor | None
+
+
+def whole_rows(strategy: Strategy, values: Sequence[Tensor], slices: Sequence[RowSlice]) -> list[Tensor]:
+    """[n] of each slice -> [N] of its whole row, on every rank that shares it: one exchange for each width."""
+    rows = list(values)
+    # Groups of a width lie within those of the next one, so that no two wait for each other crosswise.
+    for width in sorted({part.width for part in slices} - {1}):
+        of_width = [(at, part.places) for at, part in enumerate(slices) if part.width == width]
+        sequence = strategy.sequence_of(width)
+        assert sequence is not None, "a row of several slices has ranks that share it"
+        joined = sequence.gather_slices([rows[at] for at, _ in of_width], [p for _, p in of_width if p is not None])
+        for (at, _), row in zip(of_width, joined, strict=True):
+            rows[at] = row
+    return rows
+
+
 @dataclass(frozen=True)
 class ScoringPass:
     """One pass of one model over the samples of an iteration.
@@ -176,34 +203,33 @@ class Scorer:
         """
         count, outputs = len(sampler.metas), frozenset(one.fields.values())
         shares = [_share_of_given(share, samples, count) for share in sampler.shares(sampler.first_pass)]
-        places: list[Tensor | None] = []
+        slices: list[RowSlice] = []
         experience = self.experience({p: TrainingSample(s) for p, s in samples.items()}, count)
-        batches = self._packed(experience, shares, places)
+        batches = self._packed(experience, shares, slices)
         found = self.row_limit.forward(self.strategy, one.model, batches, outputs, with_adapter=one.with_adapter)
         positions = [step for share in shares for step in share.micro_batches]
         scores: dict[str, dict[int, Tensor]] = {output: {} for output in one.fields.values()}
         for output, by_position in scores.items():
-            for row, step in zip(self._whole_rows(found, places, output), positions, strict=True):
+            for row, step in zip(self._whole_rows(found, slices, output), positions, strict=True):
                 by_position |= by_sample(row, step, samples)
         return scores
 
     def _packed(
-        self, experience: Experience, shares: Sequence[RankShare], places: list[Tensor | None]
+        self, experience: Experience, shares: Sequence[RankShare], slices: list[RowSlice]
     ) -> Iterator[MicroBatch]:
         """Every micro-batch on the device, packed one mini-batch at a time and moved when it is due.
 
-        ``places`` is given, of each, where its loss tokens belong in the whole row; None where rows are not cut.
+        ``slices`` is given what each of them is of its row.
         """
         for share in shares:
             for micro_batch in self.collator(experience.__getitems__(share)).micro_batches:
-                places.append(micro_batch.places)
+                slices.append(RowSlice(micro_batch.width, micro_batch.places))
                 yield micro_batch.to(self.device)
 
-    def _whole_rows(self, found: Sequence[TokenOutputs], places: Sequence[Tensor | None], output: str) -> list[Tensor]:
+    def _whole_rows(self, found: Sequence[TokenOutputs], slices: Sequence[RowSlice], output: str) -> list[Tensor]:
         """[N] on the CPU of each micro-batch's whole row, also where ranks hold slices of it."""
         # After the last pass: reading a result off a device waits for it.
-        rows, sequence = [outputs[output].cpu() for outputs in found], self.strategy.sequence
-        return rows if sequence is None else sequence.gather_slices(rows, [p for p in places if p is not None])
+        return whole_rows(self.strategy, [outputs[output].cpu() for outputs in found], slices)
 
 
 def _share_of_given(share: RankShare, samples: Mapping[int, Sample], count: int) -> RankShare:

@@ -5,6 +5,7 @@ Leaves out sharding (``strategies/``), losses (``algorithm/objective.py``) and s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -69,8 +70,8 @@ class PolicyModel(nn.Module):
         rows: how samples share rows; where each has its own, ``lm`` has transformers' own attention instead.
 
     Attributes:
-        sequence: sequence-parallel ranks, set by the strategy; scoring and training get a slice of each packed row,
-            sampling gets whole rows on every rank.
+        sequences: width of a row -> the ranks that share it with this process, set by the strategy; scoring and
+            training get a slice of each packed row that is shared, sampling gets whole rows on every rank.
         vocabulary: ranks that each have some rows of the head, set by the strategy; None where each has all.
         hands_on: set by the strategy on a pipeline stage that another one follows: a micro-batch then gives the hidden
             states of its row, and the head is not there.
@@ -85,7 +86,7 @@ class PolicyModel(nn.Module):
     """
 
     lm: PreTrainedModel
-    sequence: SequenceRanks | None = None
+    sequences: Mapping[int, SequenceRanks] = {}
     vocabulary: VocabularyRanks | None = None
     stored: StoredWeights | None = None
     loading: str = ""
@@ -147,7 +148,7 @@ class PolicyModel(nn.Module):
                 assert self.lora is not None, "there is no adapter to leave out"
                 state.enter_context(without_adapter(self.lm))
             if isinstance(batch, MicroBatch):
-                hidden = packed_hidden(self.lm, batch, self.sequence, self.rows)
+                hidden = packed_hidden(self.lm, batch, self.sequences, self.rows)
                 if self.hands_on:
                     return hidden.clone()  # strategies put hooks on what a model returns, and a view would lose them
                 hidden = hidden[batch.loss_positions]
@@ -241,9 +242,10 @@ class PolicyModel(nn.Module):
 
 
 def packed_hidden(
-    lm: PreTrainedModel, batch: MicroBatch, sequence: SequenceRanks | None, rows: RowMode = RowMode.PACKED
+    lm: PreTrainedModel, batch: MicroBatch, sequences: Mapping[int, SequenceRanks], rows: RowMode = RowMode.PACKED
 ) -> Tensor:
-    """[T, H] last hidden states of a packed row, of which ``sequence`` ranks each hold a slice."""
+    """[T, H] last hidden states of a packed row, or of the slice of it that this process has among ``batch.width``."""
+    sequence = sequences[batch.width] if batch.width > 1 else None
     segments = SegmentBuckets.from_cu_seqlens(batch.cu_seqlens, batch.input_ids.device, batch.prefix)
     check_rotary_length(lm, segments.longest)
     if rows.is_alone:

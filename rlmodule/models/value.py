@@ -75,7 +75,7 @@ class ValueModel(nn.Module):
         rows: how samples share rows; where each has its own, ``lm`` has transformers' own attention instead.
 
     Attributes:
-        sequence: sequence-parallel ranks, set by the strategy; the model then gets a slice of each packed row.
+        sequences: as a policy's.
         hands_on: as a policy's.
         stored: files that parameters on the meta device are read from, None where there are none.
         loading: how the weights come from disk and which parts are frozen, in words for a run's plan.
@@ -83,7 +83,7 @@ class ValueModel(nn.Module):
     """
 
     lm: PreTrainedModel
-    sequence: SequenceRanks | None = None
+    sequences: Mapping[int, SequenceRanks] = {}
     stored: StoredWeights | None = None
     loading: str = ""
     hands_on: bool = False
@@ -111,7 +111,7 @@ class ValueModel(nn.Module):
         with torch.autocast(
             batch.input_ids.device.type, dtype=self.compute_dtype, enabled=self.compute_dtype is not None
         ):
-            hidden = packed_hidden(self.lm, batch, self.sequence, self.rows)
+            hidden = packed_hidden(self.lm, batch, self.sequences, self.rows)
         if self.hands_on:
             return hidden.clone()  # as a policy does
         value: Tensor = self.lm.score(hidden[batch.loss_positions])  # type: ignore[operator]

@@ -37,6 +37,7 @@ class ParityLayout:
 
 SHARED = {"share_prompts": True}
 FIXED_SIZE = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+BY_PLAN = {"max_sp_size": 4}  # with a budget of a quarter, half of the longest sample
 NO_FLOOR = {"min_micro_steps": 1}  # of micro-steps under a pipeline: the reference's own are cut in no other way
 
 REFERENCE = ParityLayout("single", "single")
@@ -53,7 +54,12 @@ LAYOUTS: Sequence[ParityLayout] = (
     ParityLayout("ddp_cp2", "ddp dp1 x cp2", "ddp", 2, {"cp_size": 2}),
     ParityLayout("ddp_2_cp2_shared", "ddp dp2 x cp2, prompts shared", "ddp", 4, {"cp_size": 2}, SHARED),
     ParityLayout("ddp_cp8", "ddp dp1 x cp8", "ddp", 8, {"cp_size": 8}),  # more slices than heads
+    ParityLayout("ddp_4_rows4", "ddp dp4, rows over up to 4", "ddp", 4, batching=BY_PLAN, budget=0.25),
+    ParityLayout(
+        "ddp_4_rows4_shared", "ddp dp4, rows over up to 4, prompts shared", "ddp", 4, {}, BY_PLAN | SHARED, 0.25
+    ),
     ParityLayout("fsdp_2", "fsdp 2", "fsdp", 2),
+    ParityLayout("fsdp_4_rows4", "fsdp dp4, rows over up to 4", "fsdp", 4, batching=BY_PLAN, budget=0.25),
     ParityLayout("fsdp_sp2", "fsdp dp1 x sp2", "fsdp", 2, {"sp_size": 2}),
     ParityLayout("fsdp2_2", "fsdp2 2", "fsdp2", 2),
     ParityLayout("fsdp2_2_sp2", "fsdp2 dp2 x sp2", "fsdp2", 4, {"sp_size": 2}),
@@ -70,6 +76,10 @@ LAYOUTS: Sequence[ParityLayout] = (
     ParityLayout("fsdp2_4_ep2", "fsdp2 dp4, experts over 2", "fsdp2", 4, {"ep_size": 2}),
     ParityLayout("fsdp2_2_tp2_ep2", "fsdp2 dp2 x tp2, experts over 2", "fsdp2", 4, {"tp_size": 2, "ep_size": 2}),
     ParityLayout("fsdp2_2_pp2_ep2", "fsdp2 dp2 x pp2, experts over 2", "fsdp2", 4, {"pp_size": 2, "ep_size": 2}),
+    ParityLayout("fsdp2_4_rows4", "fsdp2 dp4, rows over up to 4", "fsdp2", 4, batching=BY_PLAN, budget=0.25),
+    ParityLayout(
+        "fsdp2_2x2_rows4", "fsdp2 2 copies of 2, rows over up to 4", "fsdp2", 4, {"dp_replicate": 2}, BY_PLAN, 0.25
+    ),
     ParityLayout("megatron_2", "megatron 2", "megatron", 2),
     ParityLayout("megatron_tp2", "megatron dp1 x tp2", "megatron", 2, {"tp_size": 2}),
     ParityLayout("megatron_pp2", "megatron dp1 x pp2", "megatron", 2, {"pp_size": 2}),
@@ -81,6 +91,18 @@ LAYOUTS: Sequence[ParityLayout] = (
     ParityLayout("deepspeed_3", "deepspeed 2, stage 3", "deepspeed", 2, {"stage": 3}),
     ParityLayout("deepspeed_3_cp2", "deepspeed dp1 x cp2, stage 3", "deepspeed", 2, {"stage": 3, "cp_size": 2}),
     ParityLayout("deepspeed_3_sp2", "deepspeed dp1 x sp2, stage 3", "deepspeed", 2, {"stage": 3, "sp_size": 2}),
+    *(
+        ParityLayout(
+            f"deepspeed_{stage}_4_rows4",
+            f"deepspeed dp4, stage {stage}, rows over up to 4",
+            "deepspeed",
+            4,
+            {"stage": stage},
+            BY_PLAN,
+            0.25,
+        )
+        for stage in (1, 2, 3)
+    ),
     ParityLayout("torchtitan_2", "torchtitan 2", "torchtitan", 2),
     ParityLayout("torchtitan_tp2", "torchtitan dp1 x tp2", "torchtitan", 2, {"tp_size": 2}),
     ParityLayout("torchtitan_2_tp2", "torchtitan dp2 x tp2", "torchtitan", 4, {"tp_size": 2}),

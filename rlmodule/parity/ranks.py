@@ -76,6 +76,7 @@ def run_for_layout(run: Run, layout: ParityLayout, parity: ParityConfig) -> Run:
         shuffle=False,
         equal_counts=False,
         share_prompts=False,
+        max_sp_size=1,
     )
     config = replace(
         s,

@@ -89,10 +89,23 @@ class RunPlan:
             **({"pipeline": self._pipeline()} if self.layout.pp_size > 1 else {}),
             "iteration": f"{self.samples}{again}, {steps} optimizer steps of {s.batching.mini_batch_size} samples",
             "budget": micro,
+            **({"shared rows": shared} if (shared := self._shared_rows()) else {}),
             **({"order": order} if (order := self._order()) else {}),
             "run": f"{s.trainer.max_epochs} iterations{self._passes()}, {run_steps:,} optimizer steps, "
             f"seed {s.general.seed}",
         }
+
+    def _shared_rows(self) -> str:
+        """How many processes may share a row by plan; empty where none do."""
+        batching, most = self.config.batching, self.layout.max_sp_size
+        if most == 1:
+            return ""
+        far = batching.sp_overhead_across_nodes
+        return (
+            f"by up to {most} neighbours where that levels a micro-step, samples of up to "
+            f"{most * batching.max_token_len_per_gpu:,} tokens; exchange counted as "
+            f"{batching.sp_overhead:.0%}" + ("" if far is None else f", {far:.0%} between nodes")
+        )
 
     def _pipeline(self) -> str:
         """How long its stages wait for each other at most; less where a step has more micro-steps."""

@@ -283,7 +283,9 @@ class Run:
         """
         strategy = self.strategy.build()
         for spec in model_specs(self.config, self.config.objective).values():
-            strategy.check_model(spec, load_model_config(spec.config))
+            hf_config = load_model_config(spec.config)
+            strategy.check_model(spec, hf_config)
+            check_layout(hf_config, self.strategy.layout)
 
     def resume_from(self, say: Callable[[str], object] = lambda line: None) -> Path | None:
         """The checkpoint to go on from; None starts at the beginning.

@@ -66,6 +66,12 @@ SWITCHED = (
         "batching.use_dynamic_bsz=false",
     ),
     Switched("batching", ("min_micro_steps",), lambda c: c.batching.use_dynamic_bsz, "batching.use_dynamic_bsz=true"),
+    Switched(
+        "batching",
+        ("sp_overhead", "sp_overhead_across_nodes"),
+        lambda c: c.batching.max_sp_size > 1,
+        "batching.max_sp_size=2 or more",
+    ),
     Switched("model.lora", ("alpha", "target_modules"), lambda c: c.model.lora.is_on, "model.lora.r=8 or another rank"),
     Switched("warm_start", ("batch_size", "lr", "cache_dir"), lambda c: c.needs_warm_start, "warm_start.steps above 0"),
     Switched("critic", ("clip_range",), lambda c: c.model.value != NO_VALUE, "model.value=shared or separate"),

@@ -6,8 +6,8 @@ is spread, which a backend says.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ class ParallelConfig:
 
     sp_size: int = 1  # processes that share a packed row by exchanging heads (Ulysses sequence parallelism)
     cp_size: int = 1  # times as many share it by gathering keys and values (context parallelism)
+
+    shares_rows: ClassVar[bool] = False  # whether the backend was run with rows that data ranks share by plan
 
     def __post_init__(self) -> None:
         at_least("sp_size", self.sp_size, 1)
@@ -64,6 +66,7 @@ class DistributedStrategy(StrategyMixin, LightningDDPStrategy):
     config: ParallelConfig
     mesh: Mesh
     exchange_device: torch.device  # device of tensors that the process group sends
+    max_sp_size: int = 1  # most data ranks that share a row where the plan says so
 
     def __init__(self, config: ParallelConfig, *, device: str, num_processes: int, num_nodes: int) -> None:
         check_degrees(num_processes * num_nodes, **config.grid)
@@ -80,10 +83,19 @@ class DistributedStrategy(StrategyMixin, LightningDDPStrategy):
         """Join the process group and lay the grid of ranks over it."""
         super().setup_distributed()
         self.mesh = Mesh.of_running(self.root_device.type, **self.config.grid)
-        self.layout = self.mesh.layout
+        self.layout = replace(self.mesh.layout, max_sp_size=self.max_sp_size)
         self.exchange_device = torch.device("cpu") if self._process_group_backend == "gloo" else self.root_device
         self.collectives = GroupCollectives(self.exchange_device, self.mesh.token_group)
-        self.sequence = SharedRow.of(self.mesh, self.exchange_device)
+        self.sequences = SharedRow.by_width(self.mesh, self.exchange_device, self.max_sp_size)
+
+    @property
+    def shares_rows(self) -> bool:
+        """As the config of the backend says."""
+        return self.config.shares_rows
+
+    def share_rows(self, most: int) -> None:
+        """Groups of every width up to ``most`` are made when the processes have joined."""
+        self.max_sp_size = most
 
     def model_to_device(self) -> None:
         """Nothing: ``wrap`` moves what this process keeps to the device."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.layout import Layout
+from rlmodule.core.layout import Layout, widths_of
 
 
 def current_layout(sp_size: int = 1, tp_size: int = 1, cp_size: int = 1, pp_size: int = 1) -> Layout:
@@ -80,6 +80,20 @@ class Mesh:
             return (self.sequence_group, None) if parts == 1 else (None, self.sequence_group)
         grid = self.grid["sequence"]._unflatten(0, (parts, heads), ("parts", "heads"))
         return grid["heads"].get_group(), grid["parts"].get_group()
+
+    def neighbours(self, most: int) -> dict[int, dist.ProcessGroup]:
+        """Width -> so many neighbours with this process among them, for each width above 1 up to ``most``.
+
+        The first of them is a multiple of the width. Every process calls it: groups of all processes are made, in the
+        same order everywhere.
+        """
+        found, rank = dict[int, dist.ProcessGroup](), self.layout.rank
+        for width in (width for width in widths_of(self.layout.world_size) if 1 < width <= most):
+            for first in range(0, self.layout.world_size, width):
+                group = dist.new_group(list(range(first, first + width)))
+                if first <= rank < first + width:
+                    found[width] = group
+        return found
 
     @property
     def tensor(self) -> DeviceMesh | None:

@@ -114,7 +114,8 @@ class PipelinedStrategy(ShardedStrategy):
         model, stage, is_last = self._wrapped[name], self._stages[name], self._pipelines[name].is_last
 
         def run(micro_batch: MicroBatch, hidden: Tensor | None) -> Tensor:
-            loss = objective.for_micro_batch(micro_batch, totals, self.sequence) if is_last else None
+            sequence = self.sequence_of(micro_batch.width)
+            loss = objective.for_micro_batch(micro_batch, totals, sequence) if is_last else None
             losses.extend([] if loss is None else [loss])
             with stage.given(hidden):
                 return model(micro_batch, objective=loss)  # type: ignore[no-any-return]

@@ -47,6 +47,19 @@ class SharedRow:
         ulysses, context = None if heads is None else Ulysses(heads), None if parts is None else Context(parts)
         return cls(group, GroupCollectives(device, group), ulysses, context)
 
+    @classmethod
+    def by_width(cls, mesh: Mesh, device: torch.device, max_sp_size: int) -> dict[int, SharedRow]:
+        """Those of this process, by the ranks of each: of ``sp_size``, or of every width up to ``max_sp_size``.
+
+        Every process calls it, and makes the same groups in the same order.
+        """
+        always = cls.of(mesh, device)
+        groups = mesh.neighbours(max_sp_size)
+        by_plan = {
+            width: cls(group, GroupCollectives(device, group), Ulysses(group), None) for width, group in groups.items()
+        }
+        return by_plan if always is None else {always.size: always}
+
     @property
     def size(self) -> int:
         """Slices of the row."""

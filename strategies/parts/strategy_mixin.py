@@ -46,7 +46,7 @@ class StrategyMixin(SavedState):
 
     layout: Layout = Layout()
     collectives: Collectives = LocalCollectives()
-    sequence: SequenceRanks | None = None
+    sequences: Mapping[int, SequenceRanks] = {}  # width of a row -> the ranks that share it with this process
     root_device: torch.device
     offload: OffloadConfig = OffloadConfig()
     _models: Mapping[str, nn.Module] = {}
@@ -68,6 +68,19 @@ class StrategyMixin(SavedState):
     def exchanges_within_rows(self) -> bool:
         """Whether processes wait for each other within one micro-batch; a backend of several that does not says so."""
         return self.layout.world_size > 1
+
+    @property
+    def shares_rows(self) -> bool:
+        """Whether neighbouring data ranks can share a row where the plan says so: a backend of several says so."""
+        return False
+
+    def share_rows(self, most: int) -> None:
+        """Nothing to share."""
+        assert most == 1, f"{type(self).__name__} shares no rows"
+
+    def sequence_of(self, width: int) -> SequenceRanks | None:
+        """The ranks that share a row of that width with this process; None for a width of 1."""
+        return self.sequences[width] if width > 1 else None
 
     @classmethod
     def sharding_of(cls, config: Any, layout: Layout) -> Sharding:
@@ -92,7 +105,7 @@ class StrategyMixin(SavedState):
             return
         self._models = dict(models)
         for model in models.values():
-            model.sequence = self.sequence  # type: ignore[assignment]
+            model.sequences = self.sequences  # type: ignore[assignment]
         self._wrapped = {name: self.wrap(name, model) for name, model in models.items()}
         if self.offload.offload_params:
             self._offloaded = {name: Offloaded(partial(self.local_shards, name)) for name in models}
@@ -134,7 +147,7 @@ class StrategyMixin(SavedState):
         model, metrics = self._wrapped[name], list[Metrics]()
         for index, micro_batch in enumerate(micro_batches):
             with self.micro_batch(name, is_last=index == len(micro_batches) - 1):
-                loss = objective.for_micro_batch(micro_batch, totals, self.sequence)
+                loss = objective.for_micro_batch(micro_batch, totals, self.sequence_of(micro_batch.width))
                 backward(model(micro_batch, objective=loss))
             metrics.append(loss.metrics)
         self.reduce_gradients(name)
@@ -159,7 +172,7 @@ class StrategyMixin(SavedState):
         model, metrics = self._wrapped[name], list[Metrics]()
         with self.eval_mode(name):
             for micro_batch in micro_batches:
-                loss = objective.for_micro_batch(micro_batch, totals, self.sequence)
+                loss = objective.for_micro_batch(micro_batch, totals, self.sequence_of(micro_batch.width))
                 model(micro_batch, objective=loss)
                 metrics.append(loss.metrics)
         return metrics

@@ -224,6 +224,8 @@ def test_metrics_of_a_plan_worked_by_hand():
         "global_seqlen/mean": 10,
         "balance/lockstep_efficiency": 1,
         "balance/max_over_mean": 1,
+        "balance/shared_rows": 0,
+        "balance/peak_tokens": 10,
         "balance/num_micro_steps": 1,
         "balance/padding_tokens": 0,
         "balance/skipped_samples": 0,

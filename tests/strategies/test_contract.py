@@ -52,7 +52,7 @@ class ForwardsFirst:
         totals: StepTotals,
         backward: Backward,
     ) -> list[Metrics]:
-        losses = [objective.for_micro_batch(batch, totals, self.sequence) for batch in micro_batches]
+        losses = [objective.for_micro_batch(batch, totals, self.sequence_of(batch.width)) for batch in micro_batches]
         pairs = zip(micro_batches, losses, strict=True)
         scalars = [self.wrapped(name)(batch, objective=loss) for batch, loss in pairs]
         for index in reversed(range(len(scalars))):

@@ -14,6 +14,8 @@ from rlmodule import cli
 from rlmodule.core.errors import ConfigError
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.run import Run
+from strategies.ddp import DDPConfig
+from strategies.fsdp2 import FewerKeysConfig
 from strategies.registry import STRATEGIES
 from tests.helpers.ranks import run_on_ranks
 
@@ -29,7 +31,7 @@ SMALL = [
     "reward.num_workers=1",
 ]
 JUDGE = "def score(response, **_):\n    return sum(ord(c) % 2 for c in response) / 8\n"
-CUT = ("actor/", "reward/", "train/", "response_length/")
+CUT = ("actor/", "reward/", "train/", "response_length/", "rollout_corr/", "critic/", "balance/shared_rows")
 
 
 def session_in(folder: Path, *overrides: str) -> Run:
@@ -68,9 +70,53 @@ def test_a_run_with_cut_rows_logs_the_same_numbers(tmp_path: Path, extra: list[s
     assert any(abs(r.get("actor/kl_loss", 0)) > 1e-7 for r in expected), "the reference stays behind"
 
 
+CORRECTED = ["algorithm.ppo_epochs=2", "algorithm.rollout_correction.mode=truncate"]
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("backend", "extra"),
+    [
+        ("ddp", CORRECTED),
+        ("fsdp2", ["model.lora.r=4", "batching.share_prompts=true", *CORRECTED]),
+        ("fsdp", ["model.value=shared", "advantage=gae", "algorithm.use_kl_loss=false"]),
+        ("ddp", ["model.value=separate", "advantage=gae", "algorithm.rollout_rejection.token_estimator=k1"]),
+        ("ddp", ["loss=clip_cov", "batching.planner=joint_free"]),
+    ],
+    ids=["corrected twice", "adapters and shared prompts", "value head", "critic and rejection", "selection"],
+)
+def test_a_run_in_which_the_plan_shares_rows_logs_the_same_numbers(
+    tmp_path: Path, backend: str, extra: list[str]
+) -> None:
+    """Every row counts once, whether one rank has it or four: also in what is made of the engine's log-probabilities."""
+    expected = records(tmp_path / "single", 1, "strategy=single", *extra)
+    cut = [f"strategy={backend}", "trainer.devices=4", "batching.max_sp_size=4", "batching.max_token_len_per_gpu=12"]
+    got = records(tmp_path / "cut", 4, *cut, *extra)
+    assert len(got) == len(expected) >= 6
+    assert max(record.pop("balance/shared_rows", 0) for record in got) > 0
+    for number, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
+        theirs.pop("balance/shared_rows", None)
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=2e-6, nan_ok=True), f"record {number}"
+    assert any(r.get("reward/std", 0) > 0 for r in expected), "the judge tells responses apart"
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["batching.max_sp_size=8", "trainer.devices=8"],
+            r"batching.max_sp_size=8: num_attention_heads=4.*of \[1, 2, 4",
+        ),
+        (["batching.max_sp_size=2"], r"batching.max_sp_size=2: .*one process has nobody"),
+        (
+            ["batching.max_sp_size=2", "trainer.devices=3"],
+            r"batching.max_sp_size=2: .*of 3 processes.*Use one of \[1\]",
+        ),
+        (
+            ["batching.max_sp_size=2", "trainer.devices=4", "strategy.sp_size=2"],
+            r"batching.max_sp_size=2: .*more than rows",
+        ),
         (["strategy.sp_size=3", "trainer.devices=3"], r"num_attention_heads=4 and num_key_value_heads=2 .* sp_size=3"),
         (["strategy.sp_size=2", "trainer.devices=3"], r"strategy.sp_size=2: .*3 processes"),
         (["strategy.sp_size=0"], r"strategy.sp_size=0: must be at least 1"),
@@ -86,3 +132,13 @@ def test_degrees_that_cannot_work_are_refused_before_a_model_is_loaded(
     (tmp_path / "judge.py").write_text(JUDGE)
     with pytest.raises(ConfigError, match=message):
         session_in(tmp_path, "strategy=ddp", *overrides).check()
+
+
+def test_a_backend_that_was_not_run_with_shared_rows_refuses_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "judge.py").write_text(JUDGE)
+    monkeypatch.setattr(DDPConfig, "shares_rows", False)
+    with pytest.raises(ConfigError, match=r"batching.max_sp_size=2: strategy=ddp was not run with rows"):
+        session_in(tmp_path, "strategy=ddp", "trainer.devices=2", "batching.max_sp_size=2").check()
+    assert not FewerKeysConfig.shares_rows, "nor are backends on top of fsdp2"

@@ -98,7 +98,7 @@ def step_of(
     totals = totals_of(rows, layout)
     collate = DynamicCollator(0, layout.sp_size, layout.sp_rank, share_prompts, cp_size=layout.cp_size)
     plan = [[[0, 1, 2, 3, 4], []]] if layout.dp_size == 1 else [[[0, 2], []], [[1, 3], [4]]]
-    policy.sequence = sequence
+    policy.sequences = {} if sequence is None else {sequence.size: sequence}
     outputs, metrics, order = [], [], []
     for places in plan[layout.dp_rank]:
         batch = collate.pack([rows[p] for p in places], totals)

@@ -31,7 +31,7 @@ def selected_on(rank, name, config, sp_size=1):
     layout, policy = current_layout(sp_size), tiny_policy()
     strategy = wrap_here({"policy": policy})
     if sp_size > 1:
-        policy.sequence = SharedRow.of(Mesh.of_running("cpu", sp_size=sp_size), torch.device("cpu"))
+        policy.sequences = SharedRow.by_width(Mesh.of_running("cpu", sp_size=sp_size), torch.device("cpu"), 1)
     [mini_batch] = share_rows(ROWS, config, layout)
     picked = with_selection(mini_batch, LOSSES[name], "policy", strategy, RowLimit())
     return [

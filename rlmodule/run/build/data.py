@@ -13,6 +13,7 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.algorithm.shaping import KLController
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.batching.row_limit import RowLimit
+from rlmodule.batching.row_sharing import exchange_of
 from rlmodule.batching.sampler import BalancedSampler
 from rlmodule.batching.workload import Workload
 from rlmodule.core.contract import AnswerReward, Evaluator, RolloutEngine, Strategy
@@ -157,7 +158,7 @@ def build_maker(
         seed=s.general.seed,
         iteration=iteration,
         epochs=s.algorithm.ppo_epochs,
-        cost=Workload(shape_of(dataset.hf_config)),
+        cost=Workload(shape_of(dataset.hf_config), exchange=exchange_of(layout, s.batching, s.trainer.num_nodes)),
         trained_models=s.trained_models(iteration),
     )
     pad = dataset.tokenizer.pad_token_id

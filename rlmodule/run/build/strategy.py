@@ -10,9 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rlmodule.batching.row_sharing import with_shared_rows
 from rlmodule.core.backends import BackendStatus
 from rlmodule.core.config import convert
 from rlmodule.core.contract import LANGUAGE_MODEL, POLICY_VALUE, VALUE_MODEL, Strategy, StrategyClass
+from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
 from rlmodule.core.sharding import Sharding
 from rlmodule.models.description import NO_VALUE, SEPARATE, SHARED
@@ -60,8 +62,13 @@ class StrategyChoice:
 
     @property
     def layout(self) -> Layout:
-        """The layout of the run, seen from rank 0."""
-        return self._class.layout_of(self._strategy_config, self.machine.world_size)
+        """The layout of the run, seen from rank 0.
+
+        Raises:
+            ConfigError: data ranks cannot share rows in it as configured.
+        """
+        layout = self._class.layout_of(self._strategy_config, self.machine.world_size)
+        return with_shared_rows(layout, self.config.batching, self.config.trainer.num_nodes)
 
     @property
     def sharding(self) -> Sharding:
@@ -72,14 +79,24 @@ class StrategyChoice:
         """The strategy.
 
         Raises:
-            ConfigError: its config does not fit the number of processes.
+            ConfigError: its config does not fit the number of processes, or rows that are shared by plan.
         """
-        return self._class(
+        strategy = self._class(
             self._strategy_config,
             device=self.machine.device,
             num_processes=self.machine.num_processes,
             num_nodes=self.config.trainer.num_nodes,
         )
+        most = self.layout.max_sp_size
+        if most > 1 and not strategy.shares_rows:
+            raise ConfigError(
+                key="batching.max_sp_size",
+                got=most,
+                because=f"strategy={self.config.backend} was not run with rows that data ranks share by plan",
+                fix="Use strategy=ddp, fsdp, fsdp2 or deepspeed, or batching.max_sp_size=1",
+            )
+        strategy.share_rows(most)
+        return strategy
 
     @property
     def _class(self) -> StrategyClass:

@@ -70,6 +70,9 @@ def as_data(plan: Plan, assumed: Assumed) -> dict[str, Any]:
         "peak_bytes_by_checkpointing": _by_checkpointing(plan),
         "budget": {
             "configured": plan.budget,
+            "shared_by_up_to": layout.max_sp_size,
+            "longest_sample": plan.config.longest_sample,
+            "longest_on_a_process": plan.memory.longest,
             "available_bytes": assumed.memory,
             "where": assumed.where,
             "recommended": plan.recommended_budget(assumed.memory),
@@ -245,9 +248,15 @@ def _budget_rows(budget: Mapping[str, Any]) -> dict[str, str]:
         return "does not fit" if tokens is None else f"{tokens:,}"
 
     cards = (f"{card}: {words(tokens)}" for card, tokens in budget["recommended_by_card"].items())
+    most = budget["shared_by_up_to"]
+    shared = {
+        "shared rows": f"by up to {most} processes where that levels a micro-step: of the longest sample of "
+        f"{budget['longest_sample']:,} tokens, {budget['longest_on_a_process']:,} are on one"
+    }
     return {
         _size(budget["available_bytes"]): f"{words(budget['recommended'])} ({budget['where']})",
         "on devices of": ", ".join(cards),
+        **(shared if most > 1 else {}),
     }
 
 

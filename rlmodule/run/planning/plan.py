@@ -146,7 +146,7 @@ class Plan:
                 checkpointing=checkpointing,
             ),
             head,
-            longest=math.ceil(self.config.longest_sample / self.layout.sp_size),
+            longest=math.ceil(self.config.longest_sample / (self.layout.sp_size * self.layout.max_sp_size)),
             loss_share=min(1.0, self.expected.response / self.expected.sample),
             gathered_keys=self._gathered_keys(checkpointing) * head.compute_bytes,
         )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlmodule.batching.workload import ModelShape
-from rlmodule.core.layout import Layout
+from rlmodule.core.layout import Layout, widths_of
 from rlmodule.core.sharding import SMALL, Sharding
 from rlmodule.models.size import ModelSize
 
@@ -60,9 +60,12 @@ class StepWork:
 def micro_steps(samples: int, lengths: Lengths, budget: int, layout: Layout, fewest: int) -> int:
     """Micro-batches of a data rank if samples of the expected length fill the budget as far as whole ones do.
 
-    ``fewest`` is how many there are at least, where there are samples for as many.
+    ``fewest`` is how many there are at least, where there are samples for as many. A sample above the budget takes as
+    many data ranks as its row is shared by.
     """
-    fits, of_rank = max(1, int(budget * layout.sp_size // lengths.sample)), math.ceil(samples / layout.dp_size)
+    fits = max(1, int(budget * layout.sp_size // lengths.sample))
+    taken = next((w for w in widths_of(layout.max_sp_size) if lengths.sample <= w * budget), layout.max_sp_size)
+    of_rank = math.ceil(samples * (taken if layout.max_sp_size > 1 else 1) / layout.dp_size)
     return max(math.ceil(of_rank / fits), min(fewest, of_rank))
 
 

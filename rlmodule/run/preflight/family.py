@@ -65,9 +65,18 @@ def check_families_under(config: RunConfig, layout: Layout) -> None:
     Raises:
         ConfigError: names the key and how the model runs.
     """
-    if layout.sp_size == 1:
+    if max(layout.sp_size, layout.max_sp_size) == 1:
         return
     for found in compare_families(config):
+        if layout.max_sp_size > 1 and (found.rows.is_alone or found.states):
+            raise ConfigError(
+                key="batching.max_sp_size",
+                got=layout.max_sp_size,
+                because=f"the model runs {found.note}, whole on every process"
+                if found.rows.is_alone
+                else f"the state of {', '.join(found.states)} runs along a row, which the plan would cut",
+                fix="Use batching.max_sp_size=1",
+            )
         if found.rows.is_alone:
             raise ConfigError(
                 key="strategy.sp_size" if layout.cp_size == 1 else "strategy.cp_size",
@@ -83,7 +92,7 @@ def with_micro_batches_for(config: RunConfig) -> RunConfig:
     A micro-batch of several would be as many forward passes, and in a sharded model every process has to make the same
     number of them.
     """
-    if not any(one.rows.is_alone for one in compare_families(config)):
-        return config
+    if not any(one.rows.is_alone for one in compare_families(config)) or config.batching.max_sp_size > 1:
+        return config  # rows of several ranks are refused for such a model, see ``check_families_under``
     size = config.group_size if config.batching.keep_groups else 1
     return replace(config, batching=replace(config.batching, use_dynamic_bsz=False, micro_batch_size_per_gpu=size))

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from transformers import PreTrainedConfig
 
 from rlmodule.core.errors import ConfigError
-from rlmodule.core.layout import Layout, check_stages
+from rlmodule.core.layout import Layout, check_stages, widths_of
 from rlmodule.models.experts import numbers_of_experts
 from rlmodule.models.shape import model_on_meta, shape_of
 
@@ -19,7 +19,7 @@ def check_layout(hf_config: PreTrainedConfig, layout: Layout) -> None:
         ConfigError: names the numbers and what works.
     """
     check_stages(int(hf_config.get_text_config().num_hidden_layers), layout.pp_size)
-    if layout.heads_size > 1:
+    if max(layout.heads_size, layout.max_sp_size) > 1:
         for heads, kv_heads in sorted({(kind.num_heads, kind.num_kv_heads) for kind in shape_of(hf_config).attention}):
             _check_heads(heads, kv_heads, layout)
     if layout.ep_size > 1:
@@ -45,18 +45,21 @@ def _check_experts(numbers: Collection[int], hf_config: PreTrainedConfig, layout
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, layout: Layout) -> None:
-    sp_size = layout.heads_size
+    sp_size = max(layout.heads_size, layout.max_sp_size)
+    key = "strategy.sp_size" if layout.max_sp_size == 1 else "batching.max_sp_size"
     heads, kv_heads = num_heads // layout.tp_size, max(1, num_kv_heads // layout.tp_size)
     fits = [s for s in _divisors(heads) if kv_heads % s == 0 or s % kv_heads == 0]
     if sp_size not in fits:
         raise ConfigError(
-            key="strategy.sp_size",
+            key=key,
             got=sp_size,
             because=f"num_attention_heads={num_heads} and num_key_value_heads={num_kv_heads} do not split "
-            f"over sp_size={sp_size}"
+            f"over {key.split('.')[1]}={sp_size}"
             + (f" after tp_size={layout.tp_size}" if layout.tp_size > 1 else "")
             + ": it must divide the former, and divide or be a multiple of the latter",
-            fix=f"Use one of {fits}, and strategy.cp_size for more processes",
+            fix=f"Use one of {fits}, and strategy.cp_size for more processes"
+            if layout.max_sp_size == 1
+            else f"Use one of {[size for size in fits if size in widths_of(layout.dp_size)]}",
         )
 
 

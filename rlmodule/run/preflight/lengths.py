@@ -18,7 +18,8 @@ def check_budget(config: RunConfig, layout: Layout) -> None:
     batching, data = config.batching, config.data
     if not batching.use_dynamic_bsz or config.dataset != ROLLOUTS:
         return  # samples are there already, see check_lengths
-    budget = batching.max_token_len_per_gpu * layout.sp_size
+    ranks = layout.sp_size * layout.max_sp_size
+    budget = batching.max_token_len_per_gpu * ranks
     together = config.group_size if batching.keep_groups else 1  # samples that share a micro-batch
     of_prompts, behind = together * data.max_prompt_length, ""
     if batching.share_prompts:
@@ -33,7 +34,7 @@ def check_budget(config: RunConfig, layout: Layout) -> None:
             f"{config.sampling.max_response_length} = {config.longest_sample} tokens, "
             + (f"batching.keep_groups keeps {together} of them together{behind}, " if together > 1 else "")
             + f"and one micro-batch holds {budget}",
-            fix=f"Use batching.max_token_len_per_gpu={-(-needed // layout.sp_size)} or more, or lower either length",
+            fix=f"Use batching.max_token_len_per_gpu={-(-needed // ranks)} or more, or lower either length",
         )
 
 
@@ -49,7 +50,8 @@ def check_lengths(rows: Iterable[tuple[str, Sequence[int]]], config: RunConfig, 
         ConfigError: names the first row that is too long.
     """
     batching = config.batching
-    budget = batching.max_token_len_per_gpu * layout.sp_size
+    ranks = layout.sp_size * layout.max_sp_size
+    budget = batching.max_token_len_per_gpu * ranks
     for name, lengths in rows if batching.use_dynamic_bsz else ():
         tokens = sum(lengths) if batching.keep_groups else max(lengths)
         if tokens > budget:
@@ -59,7 +61,7 @@ def check_lengths(rows: Iterable[tuple[str, Sequence[int]]], config: RunConfig, 
                 because=f"{name} has {tokens} tokens"
                 + (f" in {len(lengths)} samples that stay together" if batching.keep_groups else "")
                 + f", and one micro-batch holds {budget}",
-                fix=f"Use batching.max_token_len_per_gpu={-(-tokens // layout.sp_size)} or more",
+                fix=f"Use batching.max_token_len_per_gpu={-(-tokens // ranks)} or more",
             )
 
 
