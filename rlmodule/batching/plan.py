@@ -122,7 +122,7 @@ class MiniBatchPlan:
         ]
 
     def ranks_of(self, positions: Ints) -> tuple[Ints, Ints]:
-        """[n] positions -> [n] first data rank that computes each or -1, and [n] how many do: 0 where it is not here."""
+        """[n] positions -> [n] first data rank that computes each (-1: not here), and [n] how many share it."""
         cells, here = self._cells, self.position_array
         if not len(here):
             return np.full_like(positions, -1), np.zeros_like(positions)
