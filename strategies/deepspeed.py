@@ -177,7 +177,8 @@ class DeepSpeedStrategy(ShardedStrategy):
         check_no_fp32_weights(kept, DTYPES[self.config.param_dtype])
         if not self.cuts_parameters:
             return super().wrap(name, model)
-        gather_whole(model, model.state_classes)  # type: ignore[arg-type]  # a policy or a value model
+        classes: tuple[str, ...] = model.state_classes  # type: ignore[assignment]  # a policy or a value model
+        gather_whole(model, classes, self._deepspeed.utils.set_z3_leaf_module)
         config = self._engine_config(trained_models=any(p.requires_grad for p in model.parameters()))
         for part in (*blocks_of(model), model):
             load(model, part, self.root_device)

@@ -6,16 +6,24 @@ their gradients are in ``head.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from rlmodule.core.contract import VocabularyRanks
 from rlmodule.core.types import TokenOutputs
-from rlmodule.ops.logprobs import LOGPROB_FLOOR, check_positive, chunks, default_chunk, sum_dtype
-from rlmodule.ops.vocabulary import Likeliest, Vocabulary, vocabulary_of
+from rlmodule.ops.logprobs import (
+    LOGPROB_FLOOR,
+    check_positive,
+    chunks,
+    default_chunk,
+    default_softmax_rows,
+    sum_dtype,
+)
+from rlmodule.ops.vocabulary import Likeliest, Softmax, Vocabulary, vocabulary_of
 
 # From this vocabulary size on, one dot product per row is cheaper on a CPU than a [C, V] tensor of products.
 LONG_ROW = 4096
@@ -51,23 +59,25 @@ class Chunk:
         scaled: [C, H] hidden states over the temperature (the hidden states themselves with a softcap), in the dtype of
             matrix products.
         labels: [C] int64.
-        logits: [C, V'] inputs of the softmax; overwritten by the next chunk.
+        logits: [C, V'] inputs of the softmax, overwritten by the next chunk; None where the softmax has their place.
         probability: [C, V'] softmax; overwritten by the next chunk.
         slope: [C, V'] derivative of the softmax inputs by the outputs of the head; None where it is 1 / temperature.
         normaliser: [C] logsumexp of the logits.
         outputs: [C] the requested outputs.
         vocabulary: which tokens the columns are.
+        spare: gives a buffer like ``probability``.
         columns: [C, K] int64 tokens of ``outputs.top_logprob``, None without.
     """
 
     scaled: Tensor
     labels: Tensor
-    logits: Tensor
+    logits: Tensor | None
     probability: Tensor
     slope: Tensor | None
     normaliser: Tensor
     outputs: TokenOutputs
     vocabulary: Vocabulary
+    spare: Callable[[], Tensor]
     columns: Tensor | None = None
 
     def derivative_(self, by: Derivatives) -> tuple[Tensor, Tensor | None]:
@@ -99,7 +109,11 @@ class Chunk:
         if by.entropy is None:
             return self.probability.mul_(row_term.neg().unsqueeze(-1))
         assert self.outputs.entropy is not None
-        logp = self.logits.sub_(self.normaliser.unsqueeze(-1)).clamp_(min=LOGPROB_FLOOR)
+        if self.logits is None:
+            logp = torch.log(self.probability, out=self.spare())
+        else:
+            logp = self.logits.sub_(self.normaliser.unsqueeze(-1))
+        logp.clamp_(min=LOGPROB_FLOOR)
         row_term = row_term + by.entropy * self.outputs.entropy
         return logp.mul_(by.entropy.unsqueeze(-1)).add_(row_term.unsqueeze(-1)).mul_(self.probability).neg_()
 
@@ -164,7 +178,9 @@ class ChunkedHead:
         self.parts = chunks(len(hidden), config.chunk_size or default_chunk(len(weight), device))
         shape = (max(part.stop - part.start for part in self.parts), len(weight))
         self.logits = hidden.new_empty(shape, dtype=self.sum_dtype)
-        self.probability = torch.empty_like(self.logits)
+        rows = default_softmax_rows(len(weight), device, shape[0]) if config.vocabulary is None else shape[0]
+        self.softmax = self.logits.new_empty(rows, len(weight))
+        self._second: Tensor | None = None
         self.product = self.logits if dtype == self.sum_dtype else hidden.new_empty(shape, dtype=dtype)
 
     def outputs(self) -> TokenOutputs:
@@ -182,30 +198,64 @@ class ChunkedHead:
         """Compute one chunk; it stays valid until the next call."""
         labels, config = self.labels[part], self.config
         scaled, z, slope = self._logits(self.hidden[part])
-        softmax = self.vocabulary.softmax(z, labels, self.probability[: len(z)])
+        columns, top = self._top(z, part)
+        logits: Tensor | None = z
+        if len(z) <= len(self.softmax):
+            softmax, entropy = self._softmax(z, labels)
+        else:
+            softmax, entropy = self._softmax_in_place(z, labels)
+            logits = None
         p, logprob, normaliser = softmax.probability, softmax.logprob, softmax.normaliser
-        entropy = energy = None
-        columns, top_logprob = self._top(z, normaliser, part)
-        if config.with_entropy:
-            if self.bias is not None:  # probability 0 times minus infinity would be NaN
-                z.clamp_(min=torch.finfo(z.dtype).min)
-            entropy = normaliser - self.vocabulary.sum_(_row_products(p, z))
+        top_logprob = None if top is None else (top - normaliser.unsqueeze(-1)).clamp(min=LOGPROB_FLOOR)
+        energy = None
         if config.with_energy:  # rounding can give a value below 0
             energy = (1 - 2 * logprob.exp() + self.vocabulary.sum_(_row_products(p, p))).clamp(min=0)
         outputs = TokenOutputs(logprob, entropy, energy=energy, top_ids=columns, top_logprob=top_logprob)
-        return Chunk(scaled, labels, z, p, slope, normaliser, outputs, self.vocabulary, columns)
+        spare = partial(self._spare, len(z))
+        return Chunk(scaled, labels, logits, p, slope, normaliser, outputs, self.vocabulary, spare, columns)
 
-    def _top(self, z: Tensor, normaliser: Tensor, part: slice) -> tuple[Tensor | None, Tensor | None]:
-        """[C, K] ids and log-probabilities of the given columns, or of the likeliest tokens where those are wanted."""
+    def _softmax(self, z: Tensor, labels: Tensor) -> tuple[Softmax, Tensor | None]:
+        """The softmax of as many rows as its buffer has, or fewer, and their entropies where they are wanted."""
+        softmax = self.vocabulary.softmax(z, labels, self.softmax[: len(z)])
+        if not self.config.with_entropy:
+            return softmax, None
+        if self.bias is not None:  # probability 0 times minus infinity would be NaN
+            z.clamp_(min=torch.finfo(z.dtype).min)
+        return softmax, softmax.normaliser - self.vocabulary.sum_(_row_products(softmax.probability, z))
+
+    def _softmax_in_place(self, z: Tensor, labels: Tensor) -> tuple[Softmax, Tensor | None]:
+        """The same of any number of rows; their softmax overwrites them."""
+        parts, entropies = list[Softmax](), list[Tensor | None]()
+        for rows, their_labels in zip(z.split(len(self.softmax)), labels.split(len(self.softmax)), strict=True):
+            softmax, entropy = self._softmax(rows, their_labels)
+            rows.copy_(softmax.probability)
+            parts.append(softmax)
+            entropies.append(entropy)
+        logprob, normaliser = (
+            torch.cat(column) for column in zip(*((s.logprob, s.normaliser) for s in parts), strict=True)
+        )
+        return Softmax(z, logprob, normaliser), _concatenate(entropies)
+
+    def keep_logits(self) -> None:
+        """From the next chunk on logits stay beside their softmax: the derivative of the entropy needs both."""
+        self.softmax = self._spare(len(self.logits))
+
+    def _spare(self, rows: int) -> Tensor:
+        """[rows, V'] of a buffer that is there from its first use on."""
+        if self._second is None:
+            self._second = torch.empty_like(self.logits)
+        return self._second[:rows]
+
+    def _top(self, z: Tensor, part: slice) -> tuple[Tensor | None, Tensor | None]:
+        """[C, K] ids and logits of the given columns, or of the likeliest tokens where those are wanted."""
         wanted = self.config.likeliest
         if self.columns is not None:
             ids = self.columns[part]
-            of_ids = self.vocabulary.pick(z, ids)
-        elif wanted is not None:
+            return ids, self.vocabulary.pick(z, ids)
+        if wanted is not None:
             of_ids, ids = self.vocabulary.likeliest(z, wanted)
-        else:
-            return None, None
-        return ids, (of_ids - normaliser.unsqueeze(-1)).clamp(min=LOGPROB_FLOOR)
+            return ids, of_ids
+        return None, None
 
     def _logits(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """[C, H] hidden states -> ``scaled``, ``logits`` and ``slope`` of the chunk."""

@@ -165,11 +165,15 @@ def _loss_by_chunks(head: ChunkedHead, loss_fn: LossFunction, grads: _Gradients)
         loss = loss + share
         if grads.wanted:
             grads.add(head, chunk, part, by)
+        if by.entropy is not None:
+            head.keep_logits()
     return loss
 
 
 def _loss_at_once(head: ChunkedHead, loss_fn: LossFunction, grads: _Gradients) -> Tensor:
     loss, by = _derivatives(loss_fn, head.outputs(), slice(0, len(head.hidden)))
+    if by.entropy is not None:
+        head.keep_logits()
     if grads.wanted:
         for part in head.parts:
             grads.add(head, head.chunk(part), part, by[part])

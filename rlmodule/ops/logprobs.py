@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Bytes of one chunk of float32 logits: 193 positions of a vocabulary of 151,936, 917 of 32,000. The head allocates two
-# such buffers; matrix products of fewer rows run at a lower rate.
+# Bytes of one chunk of float32 logits: 193 positions of a vocabulary of 151,936, 917 of 32,000; matrix products of
+# fewer rows run at a lower rate.
 CHUNK_BYTES_CPU = 112 * 2**20
+# On a CPU the head computes the softmax for so many bytes of rows at a time, which stay in its cache, and puts it in
+# the place of the logits: a second buffer of the size of a chunk is neither held nor written.
+SOFTMAX_BYTES_CPU = 4 * 2**20
 # An accelerator reads and writes the whole [V, H] weight gradient once per chunk, so it wants fewer of them.
 CHUNK_BYTES_ACCELERATOR = 512 * 2**20
 
@@ -109,6 +112,11 @@ def default_chunk(vocabulary: int, device: str) -> int:
     """Positions per chunk, so that its float32 logits fill the fixed number of bytes."""
     budget = CHUNK_BYTES_CPU if device == "cpu" else CHUNK_BYTES_ACCELERATOR
     return max(1, budget // (4 * vocabulary))
+
+
+def default_softmax_rows(vocabulary: int, device: str, positions: int) -> int:
+    """Rows of the buffer that the softmax of a chunk of ``positions`` is computed in, at most all of them."""
+    return min(positions, max(1, SOFTMAX_BYTES_CPU // (4 * vocabulary))) if device == "cpu" else positions
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

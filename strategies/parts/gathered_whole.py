@@ -8,7 +8,7 @@ gradients are taken when the gradient of its first positional argument is there,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 HIDDEN = "hidden_states"  # transformers' name of the first argument of a layer
 
 
-def gather_whole(model: nn.Module, classes: Collection[str]) -> None:
-    """Gather every module of ``model`` whose class has one of these names as a whole."""
-    from deepspeed.utils import set_z3_leaf_module  # an optional dependency
+def gather_whole(model: nn.Module, classes: Collection[str], set_leaf: Callable[[nn.Module, bool], object]) -> None:
+    """Gather every module of ``model`` whose class has one of these names as a whole.
 
+    ``set_leaf`` is DeepSpeed's ``set_z3_leaf_module``.
+    """
     for module in model.modules():
         if type(module).__name__ in classes:
-            set_z3_leaf_module(module, True)
+            set_leaf(module, True)
             module.register_forward_pre_hook(_hidden_first, with_kwargs=True)
 
 

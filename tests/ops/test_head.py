@@ -543,3 +543,35 @@ def test_on_cuda_the_head_agrees_with_float64_on_the_host(dtype):
     gradient = torch.autograd.grad(loss, on_device)
     for got, wanted in zip(gradient, torch.autograd.grad(expected, (hidden, weight)), strict=True):
         torch.testing.assert_close(got.double().cpu(), wanted.double(), rtol=tolerance, atol=5 * tolerance)
+
+
+@pytest.mark.parametrize("entropy_coeff", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": True}, {"softcap": 5.0}, {"columns": True}, {"whole_sequences": True}]
+)
+def test_the_rows_that_the_softmax_is_computed_for_at_a_time_change_nothing(monkeypatch, entropy_coeff, options):
+    """Three at a time, whose softmax takes the place of the logits, and whole chunks of ten beside them."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(25, 8, generator=draw), torch.randn(40, 8, generator=draw)
+    labels = torch.randint(0, 40, (25,), generator=draw)
+    given = {**options, "chunk_size": 10, "with_entropy": True}
+    if options.get("bias"):
+        given["bias"] = torch.randn(40, generator=draw)
+        given["bias"][3] = -torch.inf
+    if options.get("columns"):
+        given["columns"] = torch.stack([torch.arange(25), torch.arange(25) + 5], dim=1)
+
+    def score(logprob, entropy, part, top=None):
+        return -logprob.sum() - entropy_coeff * entropy.sum() - (0 if top is None else 0.1 * top.sum())
+
+    def run():
+        inputs = [x.clone().requires_grad_() for x in (hidden, weight)]
+        loss = linear_loss(*inputs, labels, score, **given)
+        loss.backward()
+        return [loss.detach(), *(x.grad for x in inputs)]
+
+    whole = run()
+    monkeypatch.setattr("rlmodule.ops.logprobs.SOFTMAX_BYTES_CPU", 3 * 4 * 40)
+    exact = {} if entropy_coeff == 0 else {"rtol": 1e-5, "atol": 1e-6}
+    for got, expected in zip(run(), whole, strict=True):
+        torch.testing.assert_close(got, expected, **(exact or {"rtol": 0, "atol": 0}))

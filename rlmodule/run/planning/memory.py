@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rlmodule.core.sharding import Sharding
 from rlmodule.models.footprint import Footprint
 from rlmodule.models.size import ModelSize
-from rlmodule.ops.logprobs import default_chunk
+from rlmodule.ops.logprobs import default_chunk, default_softmax_rows
 
 FP32, BF16 = 4, 2
 GRANULE = 512  # a recommended budget is a multiple of it where it is larger
@@ -39,7 +39,8 @@ class HeadShape:
     def chunk(self, num_tokens: int) -> int:
         """Bytes of the buffers of one chunk of logits: logits and softmax in fp32, products where they are narrower."""
         rows = min(num_tokens, default_chunk(self.vocabulary, self.device))
-        return rows * self.vocabulary * (2 * FP32 + (self.compute_bytes if self.compute_bytes < FP32 else 0))
+        softmax = default_softmax_rows(self.vocabulary, self.device, rows) * FP32
+        return self.vocabulary * (rows * (FP32 + (self.compute_bytes if self.compute_bytes < FP32 else 0)) + softmax)
 
     def around(self, num_tokens: int) -> int:
         """Bytes of hidden states of the loss tokens with their gradients, and of the matrix as it is multiplied."""
