@@ -29,6 +29,8 @@ from rlmodule.batching.workload import Floats
 # Excess over the lower bound, as a share of it. Below GOOD_ENOUGH the search stops, because clocks and kernels of real
 # ranks differ by more. A packing below NEAR after its trial is improved further before others are tried.
 GOOD_ENOUGH, NEAR = 7e-4, 3e-3
+# Over the number of samples this is enough as well: combinations of a few samples that come nearer are rare.
+FEW_SAMPLES = 0.16
 # Initial packings in the order they are tried, with the tilt of their targets.
 HEURISTICS = (
     (worst_fit, 0.0),
@@ -98,7 +100,8 @@ def _best_packing(problem: Problem, num_steps: int) -> Cells | None:
     if num_steps * problem.dp_size > MANY_CELLS:
         return _packing_of_many(problem, num_steps)
     least = problem.least_cost(num_steps)
-    goal = least * (1 + GOOD_ENOUGH)
+    is_level = least * problem.dp_size <= float(problem.cost.sum()) * (1 + NEAR)  # no sample sets the bound
+    goal = least * (1 + max(GOOD_ENOUGH, FEW_SAMPLES / len(problem.cost) if is_level else 0.0))
     tried: list[tuple[float, int, Cells, Targets]] = []
     for targets, cell in _initial_packings(problem, num_steps):
         cells = Cells(problem, cell, num_steps)

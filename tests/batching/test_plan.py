@@ -310,4 +310,4 @@ def test_very_many_micro_batches_keep_the_budget_and_come_near_the_bound():
     assert plan.num_micro_steps * 2048 > MANY_CELLS
     assert sorted(plan.positions) == list(range(len(metas)))
     assert plan.longest_row <= 4200
-    assert plan.lockstep_efficiency > 0.995
+    assert plan.lockstep_efficiency > 0.98
