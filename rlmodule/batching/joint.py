@@ -12,6 +12,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from rlmodule.batching.full_budgets import fullest_first
 from rlmodule.batching.initial_packings import (
     Problem,
     Targets,
@@ -30,7 +31,7 @@ from rlmodule.batching.workload import Floats
 # ranks differ by more. A packing below NEAR after its trial is improved further before others are tried.
 GOOD_ENOUGH, NEAR = 7e-4, 3e-3
 # Over the number of samples this is enough as well: combinations of a few samples that come nearer are rare.
-FEW_SAMPLES = 0.16
+FEW_SAMPLES = 0.14
 # Initial packings in the order they are tried, with the tilt of their targets.
 HEURISTICS = (
     (worst_fit, 0.0),
@@ -112,7 +113,10 @@ def _best_packing(problem: Problem, num_steps: int) -> Cells | None:
             return cells
         tried.append((reached, len(tried), cells, targets))
     if not tried:
-        return None
+        cell, targets = fullest_first(problem, num_steps * problem.dp_size), water_filled(problem, num_steps)
+        if cell is None:
+            return None
+        tried.append((0.0, 0, Cells(problem, cell, num_steps), targets))
     _, _, cells, targets = min(tried, key=itemgetter(0, 1))
     improve(cells, targets, ROUNDS, goal)
     refine(cells, ATTEMPTS, goal)
