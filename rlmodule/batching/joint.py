@@ -12,6 +12,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from rlmodule.batching.full_budgets import fullest_first
 from rlmodule.batching.initial_packings import (
     Problem,
     Targets,
@@ -29,6 +30,8 @@ from rlmodule.batching.workload import Floats
 # Excess over the lower bound, as a share of it. Below GOOD_ENOUGH the search stops, because clocks and kernels of real
 # ranks differ by more. A packing below NEAR after its trial is improved further before others are tried.
 GOOD_ENOUGH, NEAR = 7e-4, 3e-3
+# Over the number of samples this is enough as well: combinations of a few samples that come nearer are rare.
+FEW_SAMPLES = 0.14
 # Initial packings in the order they are tried, with the tilt of their targets.
 HEURISTICS = (
     (worst_fit, 0.0),
@@ -98,7 +101,8 @@ def _best_packing(problem: Problem, num_steps: int) -> Cells | None:
     if num_steps * problem.dp_size > MANY_CELLS:
         return _packing_of_many(problem, num_steps)
     least = problem.least_cost(num_steps)
-    goal = least * (1 + GOOD_ENOUGH)
+    is_level = least * problem.dp_size <= float(problem.cost.sum()) * (1 + NEAR)  # no sample sets the bound
+    goal = least * (1 + max(GOOD_ENOUGH, FEW_SAMPLES / len(problem.cost) if is_level else 0.0))
     tried: list[tuple[float, int, Cells, Targets]] = []
     for targets, cell in _initial_packings(problem, num_steps):
         cells = Cells(problem, cell, num_steps)
@@ -109,7 +113,10 @@ def _best_packing(problem: Problem, num_steps: int) -> Cells | None:
             return cells
         tried.append((reached, len(tried), cells, targets))
     if not tried:
-        return None
+        cell, targets = fullest_first(problem, num_steps * problem.dp_size), water_filled(problem, num_steps)
+        if cell is None:
+            return None
+        tried.append((0.0, 0, Cells(problem, cell, num_steps), targets))
     _, _, cells, targets = min(tried, key=itemgetter(0, 1))
     improve(cells, targets, ROUNDS, goal)
     refine(cells, ATTEMPTS, goal)

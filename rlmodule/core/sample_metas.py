@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from rlmodule.core.types import SampleMeta
 
-Ints, Bools = NDArray[np.int64], NDArray[np.bool_]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,8 @@ class SampleMetas(Sequence[SampleMeta]):
     @property
     def length(self) -> Ints:
         """[n] prompt and response tokens together."""
-        return self.prompt_len + self.response_len
+        length: Ints = self.prompt_len + self.response_len
+        return length
 
     @property
     def counts(self) -> Bools:

@@ -110,8 +110,8 @@ class ExperienceMaker:
         """An iteration that a checkpoint interrupted, from the rows of all its ranks; nothing is scored anew."""
         info = saved.sample_info
         # Advantages that needed a plan first had no say in it, and have none now.
-        is_known = saved.advantages is not None and not self._needs_scores
-        known = PerResponse(saved.advantages, torch.ones(len(info), dtype=torch.int64)) if is_known else None
+        values, ones = saved.advantages, torch.ones(len(info), dtype=torch.int64)
+        known = None if self._needs_scores or values is None else PerResponse(values, ones)
         metas = self._metas(info, known)
         # What no rank holds was left out of the plan, and is again.
         is_held = np.isin(np.arange(len(info)), list(saved.rows))

@@ -14,7 +14,6 @@ from rlmodule.core.sample_metas import Bools, Ints, SampleMetas
 from rlmodule.experience.sample_info import SampleInfo
 
 Floats = NDArray[np.float64]
-NAMED = ("parts", "diagnostics", "counts")  # columns by name
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +64,6 @@ class SampleTable(Sequence[SampleInfo]):
         """The columns of a sequence; itself where it has columns already."""
         if isinstance(samples, SampleTable):
             return samples
-        named = {kind: _columns([getattr(f, kind) for f in samples]) for kind in NAMED}
         return cls(
             SampleMetas.of([f.meta for f in samples]),
             _floats(f.reward for f in samples),
@@ -73,8 +71,10 @@ class SampleTable(Sequence[SampleInfo]):
             np.array([f.truncated for f in samples], bool),
             np.array([f.version for f in samples], np.int64),
             np.array([f.failure is not None for f in samples], bool),
-            **named,
-            failures={f.meta.sample_id: f.failure for f in samples if f.failure},
+            _columns([f.parts for f in samples]),
+            _columns([f.diagnostics for f in samples]),
+            _columns([f.counts for f in samples]),
+            {f.meta.sample_id: f.failure for f in samples if f.failure},
         )
 
     @classmethod
@@ -82,14 +82,18 @@ class SampleTable(Sequence[SampleInfo]):
         """The samples of all tables, one after the other."""
         if len(tables) == 1:
             return tables[0]
-        metas = SampleMetas(*(np.concatenate([getattr(t.metas, f.name) for t in tables]) for f in fields(SampleMetas)))
-        plain = ("reward", "baseline", "truncated", "version", "failed")
-        named = {kind: _joined([getattr(t, kind) for t in tables], [len(t) for t in tables]) for kind in NAMED}
+        sizes = [len(table) for table in tables]
         return cls(
-            metas,
-            *(np.concatenate([getattr(t, name) for t in tables]) for name in plain),
-            **named,
-            failures={key: text for t in tables for key, text in t.failures.items()},
+            SampleMetas(*(np.concatenate([getattr(t.metas, f.name) for t in tables]) for f in fields(SampleMetas))),
+            np.concatenate([t.reward for t in tables]),
+            np.concatenate([t.baseline for t in tables]),
+            np.concatenate([t.truncated for t in tables]),
+            np.concatenate([t.version for t in tables]),
+            np.concatenate([t.failed for t in tables]),
+            _joined([t.parts for t in tables], sizes),
+            _joined([t.diagnostics for t in tables], sizes),
+            _joined([t.counts for t in tables], sizes),
+            {key: text for t in tables for key, text in t.failures.items()},
         )
 
     @property
@@ -100,7 +104,10 @@ class SampleTable(Sequence[SampleInfo]):
 
     def take(self, positions: Ints) -> SampleTable:
         """The samples at these positions, in this order."""
-        named = {kind: {n: c.take(positions) for n, c in getattr(self, kind).items()} for kind in NAMED}
+
+        def taken(columns: Mapping[str, Numbers]) -> dict[str, Numbers]:
+            return {name: column.take(positions) for name, column in columns.items()}
+
         return SampleTable(
             self.metas.take(positions),
             self.reward[positions],
@@ -108,8 +115,10 @@ class SampleTable(Sequence[SampleInfo]):
             self.truncated[positions],
             self.version[positions],
             self.failed[positions],
-            **named,
-            failures=self.failures,
+            taken(self.parts),
+            taken(self.diagnostics),
+            taken(self.counts),
+            self.failures,
         )
 
     def by_sample_id(self) -> SampleTable:
@@ -142,8 +151,8 @@ class SampleTable(Sequence[SampleInfo]):
             return self.take(np.arange(len(self))[index])
         meta = self.metas[index]
         parts, diagnostics, counts = (
-            {name: float(c.values[index]) for name, c in getattr(self, kind).items() if c.present[index]}
-            for kind in NAMED
+            {name: float(column.values[index]) for name, column in columns.items() if column.present[index]}
+            for columns in (self.parts, self.diagnostics, self.counts)
         )
         return SampleInfo(
             meta,

@@ -10,6 +10,7 @@ from rlmodule.core.layout import Layout
 from rlmodule.models.description import NO_VALUE, SHARED
 from rlmodule.run.config import RunConfig
 from rlmodule.run.learning_rate import learning_rate_in_words
+from rlmodule.run.scoring_cost import scoring_in_words
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,7 @@ class RunPlan:
             "layout": f"{s.backend} on {self.num_devices}: {self.layout.in_words}",
             **({"pipeline": self._pipeline()} if self.layout.pp_size > 1 else {}),
             "iteration": f"{self.samples}{again}, {steps} optimizer steps of {s.batching.mini_batch_size} samples",
+            **({"scoring": scoring} if (scoring := scoring_in_words(s, steps)) else {}),
             "budget": micro,
             **({"shared rows": shared} if (shared := self._shared_rows()) else {}),
             **({"order": order} if (order := self._order()) else {}),

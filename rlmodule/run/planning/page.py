@@ -15,6 +15,7 @@ from rlmodule.run.build.device_memory import ACCELERATOR_SHARE
 from rlmodule.run.learning_rate import learning_rate_in_words, learning_rate_warning
 from rlmodule.run.planning.plan import Plan
 from rlmodule.run.planning.work import seconds
+from rlmodule.run.scoring_cost import scoring_in_words
 
 GB = 1e9
 CARDS = (24, 48, 80, 141, 192)  # GB of common accelerators
@@ -146,6 +147,7 @@ def _iteration(plan: Plan, assumed: Assumed) -> dict[str, Any]:
     slow, fast = (seconds(sum(flops.values()), world, assumed.tflops, mfu) for mfu in (low, high))
     return {
         "flops": flops,
+        "scoring": scoring_in_words(plan.config, plan.steps_per_iteration),
         "tflops_of_a_device": assumed.tflops,
         "mfu": [low, high],
         "seconds": [fast, slow],
@@ -273,6 +275,7 @@ def _work_rows(step: Mapping[str, Any], iteration: Mapping[str, Any]) -> dict[st
         + (f", and {step['recomputed_flops']:.3g} recomputed" if step["recomputed_flops"] else ""),
         "of an iteration": ", ".join(f"{name} {number:.3g}" for name, number in iteration["flops"].items())
         + f" ({step['steps_per_iteration']} steps)",
+        **({"scoring": iteration["scoring"]} if iteration["scoring"] else {}),
         "time": f"{_duration(fast)} to {_duration(slow)} per iteration, {_duration(run_fast)} to "
         f"{_duration(run_slow)} in all, at {high:.0%} to {low:.0%} of {iteration['tflops_of_a_device']:,.0f} TFLOP/s",
     }

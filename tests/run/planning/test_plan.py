@@ -22,6 +22,7 @@ from rlmodule.run.planning.page import Assumed, as_data, show
 from rlmodule.run.planning.plan import Plan
 from rlmodule.run.planning.work import Lengths, seconds, sent_bytes
 from rlmodule.run.run import Run
+from rlmodule.run.scoring_cost import scoring_in_words
 from strategies.registry import STRATEGIES
 
 FILES = ("data=files", "data.train_files=[absent.jsonl]")
@@ -308,6 +309,34 @@ def test_the_page_has_the_numbers_of_the_data():
     assert "bfloat16 copies" in text
     assert f"{data['step']['micro_steps']} micro-steps" in text
     assert "no problems found" in text
+
+
+GRPO = ("loss=ppo_clip", "advantage=grpo", "algorithm.use_kl_loss=false")
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "keys"),
+    [
+        (
+            ("algorithm.use_kl_loss=true",),
+            ("old log-probabilities and reference: 0.67",),
+            ("old_logprob=rollout", "use_kl_loss=false"),
+        ),
+        ((), ("old log-probabilities: 0.33",), ("old_logprob=rollout",)),
+        (("algorithm.ppo_epochs=2",), ("old log-probabilities: 0.17",), ("old_logprob=rollout",)),
+        (("rollout.top_p=0.9",), ("old log-probabilities: 0.33",), ()),
+        (("algorithm.old_logprob=rollout",), (), ()),
+    ],
+)
+def test_what_scoring_costs_is_said_with_the_keys_that_save_it(words, said, keys):
+    plan = plan_of("model=qwen7b", *GRPO, *words)
+    text = scoring_in_words(plan.config, plan.steps_per_iteration)
+    assert bool(text) == bool(said)
+    assert all(part in text for part in (*said, *keys))
+    assert text.count("algorithm.") == len(keys)
+    once, update = plan.iteration_flops["scoring"], plan.iteration_flops["update"] - plan.step.recomputed_flops
+    if said:
+        assert float(said[0].split()[-1]) == pytest.approx(once / update, abs=0.01), "as the FLOPs of the page have it"
 
 
 def test_a_step_that_is_larger_than_the_device_is_said_with_what_would_fit():
