@@ -37,7 +37,7 @@ class Finished:
     text: str
 
 
-def typed(*arguments: str, cwd: Path, program: Sequence[str] = (SCRIPT,)) -> Finished:
+def typed(*arguments: str, cwd: Path, program: Sequence[str] = (SCRIPT,), patience: float = PATIENCE) -> Finished:
     """``python train.py ARGUMENTS`` to its end, in a new interpreter."""
     done = subprocess.run(
         [sys.executable, *program, *arguments],
@@ -46,7 +46,7 @@ def typed(*arguments: str, cwd: Path, program: Sequence[str] = (SCRIPT,)) -> Fin
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=PATIENCE,
+        timeout=patience,
     )
     return Finished(done.returncode, done.stdout)
 

@@ -103,7 +103,8 @@ needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not inst
 @needs_ray
 def test_ranks_on_two_machines_of_a_ray_cluster_are_one_run(one_process, tmp_path):
     """Both machines are this one; they meet at an address and a port, as others would."""
-    done = typed(*SMALL, "launcher=ray", "trainer.num_nodes=2", f"run_dir={tmp_path / 'run'}", cwd=tmp_path)
+    settings = (*SMALL, "launcher=ray", "trainer.num_nodes=2", f"run_dir={tmp_path / 'run'}")
+    done = typed(*settings, cwd=tmp_path, patience=3 * PATIENCE)
     assert done.code == 0, done.text
     assert "ddp on 2 cpu processes" in done.text, "rank 0 is heard"
     assert_same_run(tmp_path / "run", one_process)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import warnings
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
 import pytest
+
+from strategies.parts.foreign_imports import import_part
 
 PACKAGES: Mapping[str, str] = {  # strategy -> distribution, as pip knows it
     "automodel": "nemo-automodel",
@@ -15,6 +19,9 @@ PACKAGES: Mapping[str, str] = {  # strategy -> distribution, as pip knows it
     "veomni": "veomni",
 }
 
+# strategy -> part of it that imports its package where a model is built
+PARTS = {"automodel": "automodel_wrapping", "torchtitan": "torchtitan_blocks", "veomni": "veomni_wrapping"}
+
 
 def is_installed(package: str) -> bool:
     """Whether pip has installed it; imports nothing."""
@@ -22,6 +29,21 @@ def is_installed(package: str) -> bool:
         return bool(distribution(package))
     except PackageNotFoundError:
         return False
+
+
+def import_once(strategy: str) -> None:
+    """Import the project around which it is, so that forked ranks do not each spend ten seconds on that."""
+    module: Any = importlib.import_module(f"strategies.{strategy}")
+    if strategy in PARTS:
+        import_part(
+            PARTS[strategy], needs=getattr(module, "MISSING", {}), environment=getattr(module, "ENVIRONMENT", {})
+        )
+    elif strategy == "deepspeed":
+        module.load_deepspeed("cpu")
+        # An optimizer nobody asked for, which the engine looks at; its import brings in torch's compiler.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
 
 
 def needing(strategy: str) -> pytest.MarkDecorator:

@@ -22,11 +22,15 @@ from rlmodule.checkpoint.state import STATE_FILE, folder_of
 from rlmodule.core.errors import RLModuleError
 from rlmodule.parity.layouts import ParityLayout, chosen
 from strategies.registry import STRATEGIES
+from tests.helpers.backends import import_once
 from tests.helpers.ranks import run_on_ranks
 from tests.strategies.fixed_runs import FixedRun, Outcome, relative_difference, saving
 
 LAYOUTS = ("single", "ddp_2", "fsdp_2", "fsdp2_2", "fsdp2_tp2", "deepspeed_1", "deepspeed_3")
-OF_OTHERS = ("torchtitan_2", "torchtitan_tp2", "torchtitan_2_tp2", "automodel_2", "automodel_tp2", "veomni_2")
+OF_OTHERS = (
+    *("torchtitan_2", "torchtitan_tp2", "torchtitan_2_tp2", "automodel_2", "automodel_tp2", "veomni_2"),
+    *("megatron_2", "megatron_2_shared", "megatron_tp2_pp2"),
+)
 RUN = FixedRun(epochs=2)
 
 
@@ -64,6 +68,8 @@ def is_installed(layout: ParityLayout) -> bool:
 def measure(names: Sequence[str], say: Callable[[str], object]) -> dict[str, dict[str, float]]:
     """Writer -> reader -> difference."""
     layouts = [layout for layout in chosen(names) if layout.name in names and is_installed(layout)]
+    for backend in {layout.backend for layout in layouts}:
+        import_once(backend)
     table: dict[str, dict[str, float]] = {}
     for writer in layouts:
         with tempfile.TemporaryDirectory() as folder:
