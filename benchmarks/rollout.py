@@ -209,7 +209,9 @@ class Uneven:
             return [line[width : width + self.lengths[row]].tolist() for row, line in zip(rows, drawn, strict=True)]
 
         count = len(self.lengths)
-        return lambda: [line for start in range(0, count, places) for line in wave(range(count)[start : start + places])]
+        return lambda: [
+            line for start in range(0, count, places) for line in wave(range(count)[start : start + places])
+        ]
 
 
 class NoWords:

@@ -206,7 +206,9 @@ class VerifiersEpisode:
 
     def _spoken(self, completion: Completion) -> dict[str, Any]:
         """The response as verifiers has it, calls read out of its text where the environment has tools."""
-        calls = format_for("", self.environment.tool_format).calls(completion) if self.environment.made.tool_defs else []
+        calls = (
+            format_for("", self.environment.tool_format).calls(completion) if self.environment.made.tool_defs else []
+        )
         made = [
             {"id": f"call{number:05d}", "name": call.name, "arguments": json.dumps(dict(call.arguments))}
             for number, call in enumerate(calls, start=sum(m["role"] == "tool" for m in self._shown))

@@ -141,7 +141,7 @@ def test_episodes_side_by_side_do_not_meet(made):
 def test_what_cannot_be_run_is_refused_in_words(made):
     with pytest.raises(ConfigError, match="scores a group of responses together"):
         made("group").rows("train")
-    with pytest.raises(ConfigError, match="environment.env_id=no-such-thing: verifiers cannot load it"):
+    with pytest.raises(ConfigError, match=r"environment\.env_id=no-such-thing: verifiers cannot load it"):
         Verifiers("no-such-thing").rows("train")
     environment = made("rewrites")
     with pytest.raises(RuntimeError, match="continued by appending alone"):
