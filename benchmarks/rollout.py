@@ -209,7 +209,9 @@ class Uneven:
             return [line[width : width + self.lengths[row]].tolist() for row, line in zip(rows, drawn, strict=True)]
 
         count = len(self.lengths)
-        return lambda: [line for start in range(0, count, places) for line in wave(range(count)[start : start + places])]
+        return lambda: [
+            line for start in range(0, count, places) for line in wave(range(count)[start : start + places])
+        ]
 
 
 class NoWords:
@@ -271,6 +273,7 @@ def measure_uneven(*, small: bool, rounds: int, before: Path | None) -> dict[str
     for _ in range(rounds):
         for name, way in ways.items():
             drawn[name].append(way())
+            print(f"{name} took {drawn[name][-1].cpu_s:.1f} CPU s", file=sys.stderr, flush=True)
     if earlier is not None:
         earlier.close()
     assert len({x.tokens for found in drawn.values() for x in found}) == 1, "every way draws as many tokens"

@@ -81,6 +81,7 @@ LIBRARIES = {
     "rlmodule/environments/parts/python_program.py": {"rlmodule_sandbox"},  # core/sandbox, as children call it
     "rlmodule/environments/openenv.py": {"websockets"},
     "rlmodule/environments/reasoning_gym.py": {"reasoning_gym"},
+    "rlmodule/environments/verifiers.py": {"verifiers"},
     "rlmodule/rollout": TORCH | {"transformers", "numpy"},
     "rlmodule/checkpoint": TORCH,
     "rlmodule/algorithm": TORCH,
@@ -144,6 +145,10 @@ DEFERRED = {
     ("rlmodule/data/readers/hub.py", ""),  # datasets, optional: for those who name data sets of the hub
     ("rlmodule/environments/openenv.py", "websockets.sync.client"),  # optional: for those who have such a server
     ("rlmodule/environments/reasoning_gym.py", ""),  # optional: for those who choose it
+    ("rlmodule/environments/verifiers.py", ""),  # likewise
+    ("rlmodule/environments/verifiers.py", "verifiers.clients"),  # likewise
+    ("rlmodule/environments/verifiers.py", "verifiers.errors"),  # likewise
+    ("rlmodule/environments/verifiers.py", "verifiers.types"),  # likewise
     ("rlmodule/loggers/mlflow.py", ""),  # optional: for those who log there
     ("rlmodule/loggers/wandb.py", ""),  # likewise
     ("rlmodule/run/launchers/ray.py", ""),  # optional: for those who have a Ray cluster

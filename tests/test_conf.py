@@ -75,6 +75,7 @@ NEEDS = {
     "algorithm=distill_topk": ["algorithm.teacher=folder"],
     "environment=custom": ["environment.path=problem.py:Mine"],
     "environment=openenv": ["environment.url=http://localhost:8000"],
+    "environment=verifiers": ["environment.env_id=gsm8k"],
     "reward=function": ["reward.path=math:sqrt"],
     "reward=regex": ["reward.pattern=a"],
     "reward=length": ["reward.start=1"],
@@ -87,7 +88,13 @@ NEEDS = {
 # A function and a reward model are looked for when they are chosen; their tests have them.
 # a section for each part; see tests/rewards/test_weighted.py
 SUMS = ("reward=weighted", "reward=by_source", "reward=math_format")
-ABSENT = ("reward=function", "reward=reward_model", "environment=custom", "environment=openenv")
+ABSENT = (
+    "reward=function",
+    "reward=reward_model",
+    "environment=custom",
+    "environment=openenv",
+    "environment=verifiers",
+)
 
 CHOICES = [
     f"{path.parent.name}={path.stem}" for path in sorted(cli.CONF.glob("*/*.yaml")) if path.parent.name != "callbacks"

@@ -29,6 +29,7 @@ ROUNDING: Mapping[torch.dtype, tuple[float, float]] = {
     torch.bfloat16: (0.6, 0.1),
 }
 ROOM = 4.0  # times the difference at the start, as weights move on
+TOGETHER = 4  # sequences scored in one pass
 LEAST = 0.1  # of the limit of the type: below that no difference is asked about
 
 
@@ -142,11 +143,12 @@ class PolicyScores:
         collator = DynamicCollator(self.pad_token_id, layout.sp_size, layout.sp_rank, cp_size=layout.cp_size)
         totals = StepTotals(tokens=1, sequences=1, dp_size=layout.dp_size)
         rows = [TrainingSample(_sample_of(number, probe)) for number, probe in enumerate(probes)]
-        packed = [collator.pack([row], totals) for row in rows]
-        batches = (row.to(self.strategy.root_device) for row in packed)
+        packed = [collator.pack(rows[first : first + TOGETHER], totals) for first in range(0, len(rows), TOGETHER)]
+        batches = (batch.to(self.strategy.root_device) for batch in packed)
         found = self.strategy.forward(POLICY, batches, frozenset({"logprob"}))
         parts = [outputs["logprob"].float().cpu() for outputs in found]
-        return whole_rows(self.strategy, parts, [RowSlice(row.width, row.places) for row in packed])
+        whole = whole_rows(self.strategy, parts, [RowSlice(batch.width, batch.places) for batch in packed])
+        return list(torch.cat(whole).split([len(probe.token_ids) for probe in probes]))
 
 
 def _sample_of(number: int, probe: Probe) -> Sample:

@@ -107,7 +107,7 @@ class HFEngine:
         version: iterations that the policy has been trained.
         temperature: that the policy divides its logits by.
         compute_dtype: of the policy's products under autocast; None for the type of its weights.
-        places: how many rows of so many tokens have room, prompt and response; None where ``max_batch_size`` alone counts.
+        places: how many rows of so many tokens have room, prompt and response; None where max_batch_size alone counts.
     """
 
     takes_weights: ClassVar[bool] = False

@@ -132,9 +132,7 @@ class VLLMRolloutConfig(ServerSettings):
             because = "it shares memory with one server, which runs on the trainer's first device"
             raise refused(because=because, fix="Use rollout.weight_transfer=nccl")
         chunks = partial(chunks_of, folder.policy, dtype=folder.dtype, device=device, num_bytes=CHUNK_BYTES)
-        return VLLMTransfer(
-            self._link(device), lambda weights: chunks(weights=merged_weights(folder.policy, weights))
-        )
+        return VLLMTransfer(self._link(device), lambda weights: chunks(weights=merged_weights(folder.policy, weights)))
 
     def _link(self, device: torch.device) -> Callable[[VLLMApi], Link]:
         if self.weight_transfer == IPC:

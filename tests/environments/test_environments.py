@@ -16,7 +16,7 @@ from rlmodule.environments.sort import Sort
 from rlmodule.rewards.countdown import Countdown as CountdownReward
 from rlmodule.rewards.exact_match import ExactMatch
 
-ELSEWHERE = ("custom", "openenv", "reasoning_gym")  # a file, a server and a package make their rows
+ELSEWHERE = ("custom", "openenv", "reasoning_gym", "verifiers")  # a file, a server and packages make their rows
 ALL = [ENVIRONMENTS.get(name) for name in ENVIRONMENTS.names() if name not in ELSEWHERE]
 every_environment = pytest.mark.parametrize("environment", ALL)
 every_random_one = pytest.mark.parametrize("environment", [e for e in ALL if issubclass(e, ProceduralEnvironment)])

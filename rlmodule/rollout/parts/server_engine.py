@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from typing import ClassVar, TypeVar
 
 import torch
@@ -36,10 +36,9 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # until a running server that was lost must answer again
-PROBES = 4  # fixed sequences
+PROBES, LATER = 4, 1  # fixed sequences at the start, and of them after every later update
 PROBE_LENGTH = 150  # tokens of each at most: more than a block of any server's prefix cache
 DRAWN = 8  # tokens drawn after each
-TOP = 20
 DIGEST_SECONDS = 1.0  # that a server may take over the digests of its tensors, once for each update
 # How far a server may be from what it said after a proven sync, in nats.
 AGREEMENT = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}
@@ -67,7 +66,7 @@ class ServerEngine:
     version: int = -1
     _router: Router | None = field(default=None, init=False)
     _apis: dict[str, ServerApi] = field(default_factory=dict, init=False)
-    _said: list[dict[int, float]] = field(default_factory=list, init=False)  # likeliest tokens after each probe
+    _said: list[tuple[float, ...]] = field(default_factory=list, init=False)  # log-probabilities of fixed sequences
     _digests: dict[str, dict[str, str]] = field(default_factory=dict, init=False)  # url -> before the last update
     _is_asleep: bool = field(default=False, init=False)
 
@@ -212,9 +211,9 @@ class ServerEngine:
     def _agrees(self, api: ServerApi) -> bool:
         """Whether a server says today what the servers said when their weights were proven."""
         limit = AGREEMENT[self.promised_dtype]
-        for then, now in zip(self._said, self._likeliest(api), strict=True):
-            both = then.keys() & now.keys()
-            if not both or max(abs(then[token] - now[token]) for token in both) > limit:
+        for prompt, then in zip(self._prompts, self._said, strict=False):
+            now = api.score(prompt)
+            if len(then) != len(now) or max(abs(a - b) for a, b in zip(then, now, strict=True)) > limit:
                 self._say(f"rollout server {api.url} has other weights than those of version {self.version}")
                 return False
         return True
@@ -224,7 +223,7 @@ class ServerEngine:
     def probe(self) -> list[Probe]:
         """What every server makes of the fixed sequences: tokens it draws after them, and their own tokens."""
 
-        def ask() -> tuple[list[Probe], list[dict[int, float]]]:
+        def ask() -> tuple[list[Probe], list[tuple[float, ...]]]:
             self._wake_all()
             return self._asked_for_probes(self._running.in_use)
 
@@ -243,34 +242,29 @@ class ServerEngine:
         names = ", ".join(dict.fromkeys(same[:6]))
         return f"unchanged since before the update, by the server's own digests: {names}" if same else ""
 
-    def _asked_for_probes(self, apis: Sequence[ServerApi]) -> tuple[list[Probe], list[dict[int, float]]]:
-        """Probes of every server, and the likeliest tokens of the first; all servers answer side by side."""
+    def _asked_for_probes(self, apis: Sequence[ServerApi]) -> tuple[list[Probe], list[tuple[float, ...]]]:
+        """Probes of every server, and what the first says of the fixed sequences; all answer side by side."""
         temperature = self.context.sampling.temperature
-        asked = [(api, number, prompt) for api in apis for number, prompt in enumerate(self._prompts)]
+        prompts = self._prompts[: LATER if self._said else PROBES]
+        asked = [(api, number, prompt) for api in apis for number, prompt in enumerate(prompts)]
 
         def drawn(api: ServerApi, number: int, prompt: tuple[int, ...]) -> Probe:
             found = api.draw(Draw(prompt, DRAWN, temperature, seed=number))
             ids, logprobs = torch.tensor(found.token_ids), torch.tensor(found.logprobs)
             return Probe(f"{api.url}, tokens that it drew", prompt, ids, logprobs)
 
-        def given(api: ServerApi, number: int, prompt: tuple[int, ...]) -> Probe:
-            scores = torch.tensor(api.score(prompt))
-            return Probe(f"{api.url}, tokens that it was given", prompt[:1], torch.tensor(prompt[1:]), scores)
-
         with ThreadPoolExecutor(min(len(asked), self.settings.num_requests)) as threads:
             # Drawn first: asking for the prompt's own log-probabilities would fill a prefix cache that may be old.
             found = list(threads.map(lambda one: drawn(*one), asked))
-            if temperature == 1.0:  # given tokens are scored at no other
-                found += threads.map(lambda one: given(*one), asked)
-            return found, list(threads.map(partial(self._likeliest_after, apis[0]), self._prompts))
+            scores = list(threads.map(lambda one: one[0].score(one[2]), asked))
+        if temperature == 1.0:  # given tokens are scored at no other
+            found += [
+                Probe(f"{api.url}, tokens that it was given", prompt[:1], torch.tensor(prompt[1:]), torch.tensor(given))
+                for (api, _, prompt), given in zip(asked, scores, strict=True)
+            ]
+        return found, scores[: len(prompts)]
 
-    def _likeliest(self, api: ServerApi) -> list[dict[int, float]]:
-        return [self._likeliest_after(api, prompt) for prompt in self._prompts]
-
-    def _likeliest_after(self, api: ServerApi, prompt: tuple[int, ...]) -> dict[int, float]:
-        return dict(api.likeliest(Draw(prompt, 1, self.context.sampling.temperature), TOP))
-
-    @property
+    @cached_property
     def _prompts(self) -> list[tuple[int, ...]]:
         """The fixed sequences: token ids drawn once, evenly over the vocabulary, ends and special tokens left out."""
         config = self.context.policy.lm.config.get_text_config()

@@ -1,8 +1,8 @@
 """vLLM's transfers of weights between devices (0.32): over NCCL, or by handles of CUDA's memory (IPC).
 
 What is said over HTTP is the same for both: servers are joined once; then, for each update, ``/start_weight_update``,
-``/update_weights`` for each chunk while its bytes go from device to device, ``/finish_weight_update``. The bytes go by a
-``Link``. The links were written after vLLM's code and have not been run on a device.
+``/update_weights`` for each chunk while its bytes go from device to device, ``/finish_weight_update``. The bytes go by
+a ``Link``. The links were written after vLLM's code and have not been run on a device.
 """
 
 from __future__ import annotations

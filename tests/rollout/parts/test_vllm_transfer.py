@@ -103,9 +103,9 @@ def test_a_server_that_a_transfer_does_not_reach_is_left_out_and_met_again(tmp_p
 
 def test_without_a_device_a_transfer_is_refused(tmp_path):
     for way in ("nccl", "ipc"):
-        with served(tiny_policy(), tmp_path / way, weight_transfer=way) as (run, _):
-            with pytest.raises(ConfigError, match=f"rollout.weight_transfer={way}: .* computes on cpu"):
-                run.engine()
+        refused = pytest.raises(ConfigError, match=f"rollout.weight_transfer={way}: .* computes on cpu")
+        with served(tiny_policy(), tmp_path / way, weight_transfer=way) as (run, _), refused:
+            run.engine()
     with pytest.raises(ConfigError, match="weight_transfer=tcp"):
         VLLMRolloutConfig(weight_transfer="tcp")
 

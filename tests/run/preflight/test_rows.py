@@ -32,7 +32,7 @@ def read(*overrides, environment):
     return replace(RunConfig.read(compose(*overrides)), environment=environment)
 
 
-OWN_ROWS = [name for name in ENVIRONMENTS.names() if name not in ("custom", "openenv", "reasoning_gym")]
+OWN_ROWS = [name for name in ENVIRONMENTS.names() if name not in ("custom", "openenv", "reasoning_gym", "verifiers")]
 
 
 @pytest.mark.parametrize("name", OWN_ROWS)
