@@ -5,13 +5,13 @@ planner: the sum over micro-steps of the dearest rank's work, over the work of a
 ``bound`` is a lower limit for the mini-batches as they come; ``joint_free`` makes its own and may go below it. The last
 column of steps is that of the planner others use: equal counts by largest differencing, then every rank by itself.
 
-A second table is of ``joint`` where up to 8 or 64 neighbouring ranks share a row (``batching.max_sp_size``), at 3 % of
+A table before it is of ``joint`` where up to 8 or 64 neighbours share a row (``batching.max_sp_size``), at 3 % of
 its cost for the exchange, beside the most tokens that a rank has in one micro-batch.
 
 Times are medians of CPU milliseconds, planners taking turns within each round, samples already at hand as metas.
 Absolute times depend on the machine; compare within one run.
 
-    python benchmarks/planner.py [--small] [--large] [--json PATH]
+    python benchmarks/planner.py [--small] [--large] [--shared-rows] [--json PATH]
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def show_cases(rows: Sequence[dict[str, Any]]) -> None:
 
 def show_shared(rows: Sequence[dict[str, Any]]) -> None:
     """Print the table of shared rows."""
-    print(f"\nrows shared by at most {', '.join(map(str, WIDTHS))} ranks, exchange at {PRICE:.0%}")
+    print(f"rows shared by at most {', '.join(map(str, WIDTHS))} ranks, exchange at {PRICE:.0%}")
     print(
         f"{'lock-step time':22s}{'ideal':>8s}" + "".join(f"{width:8d}" for width in WIDTHS) + "   of each: "
         "most tokens of a rank | micro-steps | shared rows | ms"
@@ -176,15 +176,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--small", action="store_true", help="cases of up to 1024 samples, one round")
     parser.add_argument("--large", action="store_true", help="also a million samples on 4096 ranks (half a minute)")
+    parser.add_argument("--shared-rows", action="store_true", help="the table of shared rows alone, one round")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the numbers here")
     args = parser.parse_args()
-    rounds = 1 if args.small else 5
+    rounds = 1 if args.small or args.shared_rows else 5
     cases = [case for case in json.loads(CASES.read_text())["cases"] if len(case["lengths"]) <= 1024 or not args.small]
 
-    rows = [measured_case(case, rounds) for case in cases]
-    show_cases(rows)
     shared = [measured_shared(case, rounds) for case in cases]
     show_shared(shared)
+    if args.shared_rows:
+        if args.json:
+            record.write(args.json, {"shared_rows": shared})
+        return
+    rows = [measured_case(case, rounds) for case in cases]
+    show_cases(rows)
     print("\nlargest differencing, ms: here / word by word / ratio")
     partitions = [measured_partition(*sizes, rounds=rounds) for sizes in PARTITIONS]
     for row in partitions:

@@ -38,9 +38,7 @@ class BatchingConfig:
     equal_counts: bool = False  # add padding samples until all ranks have equal counts; no sample is skipped then
     min_micro_steps: int | None = None  # of an optimizer step, where samples suffice; None: 4 per pipeline stage
     keep_groups: bool = False  # the samples of a group (responses to a prompt, a pair) share a micro-batch
-    max_sp_size: int = (
-        1  # most neighbouring data ranks that share a row, where that levels a micro-step; a power of two
-    )
+    max_sp_size: int = 1  # most neighbouring data ranks that share a row where that levels a micro-step; 2, 4, 8, ...
     sp_overhead: float = 0.03  # cost of exchanging heads over that of a shared row, see ``workload.Exchange``
     sp_overhead_across_nodes: float | None = None  # the same between nodes; null: rows are shared within a node
 

@@ -30,12 +30,14 @@ def redistribute(
 def spoken_for(held: Mapping[int, T], speakers: Mapping[int, int], layout: Layout) -> dict[int, T]:
     """The items that this rank speaks for, so that each one of the run is sent or counted once.
 
+    Tensor ranks and pipeline stages have exchanges of their own, and speak in each of them.
+
     Args:
         held: position -> item; ranks that share a row hold the same.
         speakers: position -> the data rank that speaks for it (``BalancedSampler.speakers``).
         layout: of this rank.
     """
-    if not layout.has_outputs:
+    if layout.sp_rank > 0:
         return {}
     return {position: item for position, item in held.items() if speakers[position] == layout.dp_rank}
 

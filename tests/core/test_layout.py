@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from rlmodule.core.layout import Layout
+from rlmodule.core.layout import Layout, place_of, widths_of
 
 SHAPES = [
     (1, 1, 1, 1),
@@ -92,8 +92,18 @@ def test_sizes_name_every_dimension():
         ({"pp_size": 3, "ep_size": 3}, "ep_size must divide"),
         ({"tp_size": 0}, "below 1"),
         ({"rank": 6}, "outside its world"),
+        ({"max_sp_size": 4}, "a power of two that divides dp_size"),
+        ({"sp_size": 2, "max_sp_size": 2}, "only data ranks share rows by plan"),
     ],
 )
 def test_a_layout_that_does_not_tile_is_our_own_bug(sizes, reason):
     with pytest.raises(AssertionError, match=reason):
         Layout(6, **sizes)
+
+
+def test_neighbours_that_share_a_row_begin_at_a_multiple_of_their_number():
+    assert [widths_of(ranks) for ranks in (1, 6, 8, 12)] == [[1], [1, 2], [1, 2, 4, 8], [1, 2, 4]]
+    for width in widths_of(8):
+        assert [place_of(rank, width) for rank in range(8)] == list(range(width)) * (8 // width)
+    assert "rows over up to 4 of them" in Layout(8, max_sp_size=4).in_words
+    assert "rows over" not in Layout(8).in_words

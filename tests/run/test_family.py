@@ -101,6 +101,16 @@ SMALL_RUN = (
         ("mamba", ["strategy=ulysses", "trainer.devices=2"], "one sample per row, .*, whole on every process"),
         (
             "qwen3_next",
+            ["strategy=ddp", "trainer.devices=2", "batching.max_sp_size=2"],
+            "batching.max_sp_size=2: the state of .* Use batching.max_sp_size=1",
+        ),
+        (
+            "mamba",
+            ["strategy=ddp", "trainer.devices=2", "batching.max_sp_size=2"],
+            "batching.max_sp_size=2: the model runs one sample per row, .*, whole on every process",
+        ),
+        (
+            "qwen3_next",
             ["strategy=deepspeed", "strategy.stage=3"],
             "Qwen3NextGatedDeltaNet reads those of modules that",
         ),

@@ -126,16 +126,19 @@ def expected(tmp_path_factory):
 
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("sp_size", [1, 2])
-def test_a_run_on_two_ranks_logs_the_same_numbers(tmp_path, expected, sp_size):
-    """Data ranks, then ranks that hold half of every row each."""
-    cut = [f"strategy.sp_size={sp_size}", "strategy=ddp", "trainer.devices=2", "batching.max_token_len_per_gpu=64"]
+@pytest.mark.parametrize(
+    "shared", ["strategy.sp_size=1", "strategy.sp_size=2", "batching.max_sp_size=2 batching.max_token_len_per_gpu=40"]
+)
+def test_a_run_on_two_ranks_logs_the_same_numbers(tmp_path, expected, shared):
+    """Data ranks, then ranks that hold half of every row each, then half of the rows that the plan says."""
+    cut = ["strategy=ddp", "trainer.devices=2", "batching.max_token_len_per_gpu=64", *shared.split()]
     run_on_ranks(2, fit, tmp_path / "two", *cut)
     got = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
     assert len(got) == len(expected)
     for mine, theirs in zip(got, expected, strict=True):
         asked = {name: value for name, value in theirs.items() if name.startswith(("actor/", "train/", "val/"))}
         assert {name: mine[name] for name in asked} == pytest.approx(asked, rel=1e-4, abs=2e-6)
+    assert any(mine.get("balance/shared_rows") for mine in got) == ("max_sp_size" in shared)
 
 
 def score_twice(rank):

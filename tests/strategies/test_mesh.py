@@ -39,3 +39,14 @@ def test_groups_of_a_mesh_are_those_of_its_layout(world, sizes, replicas):
         assert found["token"] == sharding == alike(place, places, dp_rank=None, sp_rank=None)
         assert found["sequence"] == (alike(place, places, sp_rank=None) if place.sp_size > 1 else None)
         assert found["pipeline"] == (alike(place, places, pp_rank=None) if place.pp_size > 1 else None)
+
+
+def neighbours_of(rank, most):
+    found = Mesh.of_running("cpu").neighbours(most)
+    return {width: dist.get_process_group_ranks(group) for width, group in found.items()}
+
+
+@pytest.mark.ranks
+def test_neighbours_of_every_width_are_aligned_to_it():
+    assert run_on_ranks(4, neighbours_of, 1) == [{}] * 4
+    assert run_on_ranks(4, neighbours_of, 4) == [{2: two, 4: [0, 1, 2, 3]} for two in ([0, 1], [0, 1], [2, 3], [2, 3])]

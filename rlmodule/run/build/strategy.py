@@ -95,7 +95,8 @@ class StrategyChoice:
                 because=f"strategy={self.config.backend} was not run with rows that data ranks share by plan",
                 fix="Use strategy=ddp, fsdp, fsdp2 or deepspeed, or batching.max_sp_size=1",
             )
-        strategy.share_rows(most)
+        if most > 1:
+            strategy.share_rows(most)
         return strategy
 
     @property

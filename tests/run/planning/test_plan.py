@@ -216,6 +216,19 @@ def test_a_part_of_a_row_keeps_the_keys_and_values_of_the_others():
         assert cut.budget * 8 == cut.layout.sp_size * plain.budget
 
 
+def test_the_longest_sample_is_shared_by_as_many_processes_as_may_share_a_row():
+    words = (*SEVEN, "rollout.max_response_length=7168", "batching.max_token_len_per_gpu=2048")
+    shared = plan_of(*words, "batching.max_sp_size=4")
+    assert shared.problems == []
+    assert (shared.layout.max_sp_size, shared.memory.longest) == (4, (1024 + 7168) // 4)
+    assert shared.step.micro_steps == 128 * 4 / 8, "a sample takes four of eight processes"
+    assert data_of(shared)["budget"]["shared_by_up_to"] == 4
+    told = [str(problem) for problem in plan_of(*words, "batching.max_sp_size=8").problems]
+    assert any("num_attention_heads=28" in line and "Use one of [1, 2, 4]" in line for line in told)
+    [problem] = plan_of(*words, "batching.max_sp_size=2").problems
+    assert "Use batching.max_token_len_per_gpu=4096 or more" in str(problem)
+
+
 def test_more_slices_than_heads_are_no_problem_by_context():
     assert plan_of(*SEVEN, "trainer.devices=32", "strategy.sp_size=4", "strategy.cp_size=8").problems == []
     [problem] = plan_of(*SEVEN, "trainer.devices=32", "strategy.sp_size=32").problems
