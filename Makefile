@@ -33,7 +33,7 @@ check: setup ## lint, format, types and who-imports-whom
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q tests/test_architecture.py
 
-test: setup ## all tests
+test: setup ## all tests but the slow ones
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-ranks: setup ## only the tests that start several processes
@@ -53,7 +53,7 @@ $(BACKENDS)/.ready: pyproject.toml constraints.txt tests/backends.txt
 	$(BACKENDS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement tests/backends.txt
 	touch $@
 
-test-vllm: setup $(VLLM)/.ready ## tests against a real vLLM, in an environment of its own (3.5 GB)
+test-vllm: setup $(VLLM)/.ready ## tests against a real vLLM, in an environment of its own (3.4 GB)
 	RLMODULE_VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(BIN)/python -m pytest -s -q tests/end_to_end/test_real_vllm.py $(ARGS)
 
 $(VLLM)/.ready: tests/helpers/vllm_needs.txt tests/helpers/vllm_environment.py

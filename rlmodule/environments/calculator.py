@@ -24,7 +24,7 @@ from rlmodule.environments.parts.tools import Tool
 SIGNS = {"plus": "+", "minus": "-", "times": "*"}
 SMALLEST, LARGEST = 2, 99
 NUM_CALLS, NUM_AT_ONCE = 8, 2  # of 10 demonstrations
-HABIT = {"plus": "-", "minus": "*", "times": "+"}  # the sign of half of the calls; a quarter has the right one
+HABIT = {"plus": "-", "minus": "*", "times": "+"}  # in half of the calls; the right sign in a quarter
 
 
 @ENVIRONMENTS.register

@@ -1,7 +1,7 @@
-"""Find a number within a few guesses: ``guess 23-37`` is answered by ``30``, which ``higher`` or ``lower`` answers.
+"""Find a number within a few guesses: ``guess 23-29`` is answered by ``26``, which ``higher`` or ``lower`` answers.
 
-The best way is to halve what is left: four guesses always find one of 15 numbers, and no other way does. Demonstrations
-guess any number that is still possible, which finds it in three cases of five; reinforcement has to find the middle.
+The best way is to halve what is left: three guesses always find one of 7 numbers, and no other way does. Demonstrations
+guess any number that is still possible, which finds it in two cases of three; reinforcement has to find the middle.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class GuessNumber:
     train_size: int = 8192  # rows; a range and a number can turn up twice
     test_size: int = 256  # rows with ranges that no training row has
     seed: int = 0  # of the rows; independent of the seed of the run
-    size: int = 15  # numbers in a range
-    guesses: int = 4  # after which the number is not found
+    size: int = 7  # numbers in a range
+    guesses: int = 3  # after which the number is not found
     miss_reward: float = 0.0  # of each guess that misses; such as -0.1, so that fewer guesses are better
     question: str = "guess {low}-{high}"  # the prompt
 

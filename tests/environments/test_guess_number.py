@@ -1,6 +1,7 @@
 """Guessing a number: hints are true, halving always finds it, and no way of guessing does better."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -8,7 +9,7 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.environments.guess_number import GuessNumber
 from tests.environments.plays import play, prompt_of, said
 
-MADE = GuessNumber(train_size=60, test_size=60)
+MADE = GuessNumber(train_size=60, test_size=60, size=15, guesses=4)
 
 
 def halved(row):
@@ -20,12 +21,13 @@ def halved(row):
         low, high = (guess + 1, high) if guess < number else (low, guess - 1)
 
 
-def test_halving_always_finds_the_number():
-    for row in MADE.rows("train") + MADE.rows("test"):
+@pytest.mark.parametrize("made", [GuessNumber(train_size=60, test_size=60), MADE], ids=["default", "15"])
+def test_halving_always_finds_the_number(made):
+    for row in made.rows("train") + made.rows("test"):
         guesses = list(halved(row))
-        shown, end = play(MADE, row, guesses[: guesses.index(row["answer"]) + 1])
+        shown, end = play(made, row, guesses[: guesses.index(row["answer"]) + 1])
         assert end.reward.value == 1.0
-        assert len(shown) <= 3
+        assert len(shown) < made.guesses
         assert shown == ["higher" if int(g) < int(row["answer"]) else "lower" for g in guesses[: len(shown)]]
 
 
@@ -37,7 +39,7 @@ def test_every_range_can_be_told_apart_and_is_held_out_or_not():
         assert row["low"] <= int(row["answer"]) <= row["high"]
         assert row["prompt"] == f"guess {row['low']}-{row['high']}"
     shown = {prompt for prompt, _ in MADE.demonstrations(500, seed=1)}
-    assert not shown & {row["prompt"] for row in GuessNumber(test_size=2000).rows("test")}
+    assert not shown & {row["prompt"] for row in replace(MADE, test_size=2000).rows("test")}
 
 
 def test_what_is_no_guess_costs_a_turn_and_gives_no_hint():
@@ -51,7 +53,7 @@ def test_what_is_no_guess_costs_a_turn_and_gives_no_hint():
 
 
 def test_misses_may_cost_something_each():
-    made = GuessNumber(miss_reward=-0.1)
+    made = replace(MADE, miss_reward=-0.1)
     row = {"prompt": "guess 23-37", "answer": "30", "source": "guess_number", "low": 23, "high": 37}
     episode = made.start(prompt_of(row))
     assert [episode.reply(said(str(n))).reward for n in (24, 25, 26)] == [-0.1] * 3
@@ -70,18 +72,18 @@ def test_demonstrations_never_contradict_a_hint():
                 high = int(guess["content"]) - 1
 
 
-def test_guessing_at_random_what_is_still_possible_finds_three_of_five():
-    """Where halving finds all: four guesses tell 1 + 2 + 4 + 8 numbers apart."""
+def test_guessing_at_random_what_is_still_possible_finds_two_of_three():
+    """Where halving finds all: three guesses tell 1 + 2 + 4 numbers apart."""
     draw, wins = random.Random(0), 0
     for _ in range(2000):
-        low, high, number = 1, 15, draw.randint(1, 15)
-        for _ in range(4):
+        low, high, number = 1, 7, draw.randint(1, 7)
+        for _ in range(3):
             guess = draw.randint(low, high)
             wins += guess == number
             if guess == number:
                 break
             low, high = (guess + 1, high) if guess < number else (low, guess - 1)
-    assert 0.57 < wins / 2000 < 0.63
+    assert 0.64 < wins / 2000 < 0.71
 
 
 @pytest.mark.parametrize(
