@@ -88,7 +88,8 @@ class Foresight:
         A process with fewer parts of a row than another one gets rows without loss, which count nowhere.
         """
         rows, memory = mini_batch.micro_batches, self.memory_of(strategy.root_device)
-        shares_rows = strategy.sequence is not None or strategy.layout.pp_size > 1
+        layout = strategy.layout
+        shares_rows = max(layout.sp_size, layout.max_sp_size, layout.pp_size) > 1
         if memory is None or shares_rows or name not in self._took:
             return rows
         fits = min(strategy.gather_from_all(USABLE * memory.room() / self._took[name]))
@@ -96,7 +97,7 @@ class Foresight:
             return rows
         parts = [cut(row, math.floor(fits), keep_groups=self.keep_groups) for row in rows]
         counts = strategy.gather_from_all([len(part) for part in parts])  # [ranks][rows]
-        if strategy.layout.rank == 0:
+        if layout.rank == 0:
             warnings.warn(_words(mini_batch.longest_row, math.floor(fits)), stacklevel=2)
         wanted = [max(of_row) for of_row in zip(*counts, strict=True)]
         return [

@@ -91,7 +91,8 @@ class MiniBatchPlan:
     @property
     def positions(self) -> list[int]:
         """Positions of all samples, by rank and micro-step; of ranks that share a micro-batch, the first one counts."""
-        return self.position_array.tolist()
+        positions: list[int] = self.position_array.tolist()
+        return positions
 
     @property
     def position_array(self) -> Ints:
