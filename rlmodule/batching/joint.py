@@ -113,10 +113,10 @@ def _best_packing(problem: Problem, num_steps: int) -> Cells | None:
             return cells
         tried.append((reached, len(tried), cells, targets))
     if not tried:
-        cell, targets = fullest_first(problem, num_steps * problem.dp_size), water_filled(problem, num_steps)
-        if cell is None:
+        full = fullest_first(problem, num_steps * problem.dp_size)
+        if full is None:
             return None
-        tried.append((0.0, 0, Cells(problem, cell, num_steps), targets))
+        tried.append((0.0, 0, Cells(problem, full, num_steps), water_filled(problem, num_steps)))
     _, _, cells, targets = min(tried, key=itemgetter(0, 1))
     improve(cells, targets, ROUNDS, goal)
     refine(cells, ATTEMPTS, goal)
