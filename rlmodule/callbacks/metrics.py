@@ -19,7 +19,6 @@ from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.iteration_metrics import (
     RunTotals,
-    is_scored,
     iteration_metrics,
     scored_advantages,
     without_padding,
@@ -83,10 +82,16 @@ class WriteMetrics(L.Callback):
         iteration = run_state.data.iteration
         assert iteration is not None, "an epoch has trained on an iteration"
         self.totals_so_far = self.totals_so_far.after(metrics_log.iteration, iteration.sample_info)
+        data, number = run_state.data, metrics_log.iteration - 1
         metrics = iteration_metrics(
-            iteration, run_state.data.timer.seconds, metrics_log.clock.read(), self.totals_so_far
+            iteration,
+            data.timer.seconds,
+            metrics_log.clock.read(),
+            self.totals_so_far,
+            policy_version=number if data.source.is_fresh else None,
         )
-        if not run_state.data.source.has_rewards:
+        metrics |= data.ledger_metrics()
+        if not data.source.has_rewards:
             metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
         metrics_log.add(Record("iteration", run_state.step, metrics_log.iteration, {**metrics, **metrics_log.counts}))
         if self.context.is_rank_zero and self.config.histograms:
@@ -135,7 +140,7 @@ def distributions(iteration: Iteration) -> dict[str, list[float]]:
     """Rewards, response lengths and advantages of one iteration, for histograms; what has no value is left out."""
     sample_info = without_padding(iteration.sample_info)
     values = {
-        "distribution/reward": [f.reward for f in sample_info if is_scored(f) and f.reward is not None],
+        "distribution/reward": [f.reward for f in sample_info if f.is_scored and f.reward is not None],
         "distribution/response_length": [float(f.meta.response_len) for f in sample_info],
         "distribution/advantage": scored_advantages(iteration),
     }

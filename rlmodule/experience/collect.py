@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,14 +16,31 @@ from rlmodule.algorithm.shaping import first_groups, has_reward_variance
 from rlmodule.core.contract import Collectives
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import Sample, ScoredSample
-from rlmodule.experience.failures import check_not_all_failed, reward_counts
+from rlmodule.experience.failures import check_not_all_failed, check_not_all_stale, reward_counts
 from rlmodule.experience.sample_info import SampleInfo, gather_sample_info, rewards_of
+
+
+@dataclass(frozen=True)
+class Collected:
+    """The samples of an iteration.
+
+    Args:
+        mine: those of this rank.
+        sample_info: facts of all ranks' samples.
+        metrics: of collecting them.
+        left_out: facts of those that were collected and are not learned from.
+    """
+
+    mine: Sequence[Sample]
+    sample_info: Sequence[SampleInfo]
+    metrics: dict[str, float]
+    left_out: Sequence[SampleInfo] = ()
 
 
 def collect_groups(
     collect: Callable[[], list[ScoredSample]], objective: Objective, collectives: Collectives
-) -> tuple[list[Sample], list[SampleInfo], dict[str, float]]:
-    """(this rank's samples, facts of all, metrics); asks for more where flat groups are to be replaced.
+) -> Collected:
+    """The samples of an iteration; asks for more where flat groups are to be replaced.
 
     Which groups stay follows from the facts, which every rank has: the first ones that tell anything, in the order
     of the prompts. When the rounds are used up the iteration is smaller; when no group tells anything, the last
@@ -37,8 +55,9 @@ def collect_groups(
 
     mine, sample_info = last_mine, last_info = more()
     if not config.filter_groups.enable:
+        check_not_all_stale(sample_info)
         check_not_all_failed(sample_info, "the iteration")
-        return mine, sample_info, reward_counts(sample_info)
+        return Collected(mine, sample_info, reward_counts(sample_info))
     num_groups = len({f.meta.group_id for f in sample_info})
     rounds = 1
     kept = _groups_with_variance(sample_info, num_groups)
@@ -46,6 +65,7 @@ def collect_groups(
         last_mine, last_info = more()
         mine, sample_info, rounds = mine + last_mine, sample_info + last_info, rounds + 1
         kept = _groups_with_variance(sample_info, num_groups)
+    check_not_all_stale(sample_info)
     check_not_all_failed(sample_info, "the iteration")
     rewards = [f.reward for f in sample_info if f.reward is not None and math.isfinite(f.reward)]
     metrics = {
@@ -55,11 +75,12 @@ def collect_groups(
         "filter_groups/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
     }
     if not kept:
-        return last_mine, last_info, metrics
-    return (
+        mine, kept = last_mine, {f.meta.group_id for f in last_info}
+    return Collected(
         [s for s in mine if s.group_id in kept],
         [f for f in sample_info if f.meta.group_id in kept],
         metrics,
+        [f for f in sample_info if f.meta.group_id not in kept],
     )
 
 

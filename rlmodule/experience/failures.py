@@ -26,12 +26,24 @@ def check_not_all_failed(sample_info: Sequence[SampleInfo], of_what: str) -> Non
         raise TrainingError(f"the reward failed on all {failed} responses of {of_what}. {first_failure(sample_info)}")
 
 
+def check_not_all_stale(sample_info: Sequence[SampleInfo]) -> None:
+    """End the run when every sample was drawn by a policy too old to be learned from.
+
+    Raises:
+        TrainingError: the same on every rank.
+    """
+    if sample_info and all(info.is_stale for info in sample_info):
+        raise TrainingError(
+            f"all {len(sample_info)} responses of the iteration are older than rollout.max_staleness allows, so nothing "
+            "is learned. Raise rollout.max_staleness, or lower rollout.ahead"
+        )
+
+
 def reward_counts(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
-    """``reward/NAME`` for what rewards count, such as ``failed``, over all samples of the newest policy."""
-    newest = max((info.version for info in sample_info), default=0)
+    """``reward/NAME`` for what rewards count, such as ``failed``, over all samples that are not trained on again."""
     counts: Counter[str] = Counter()
     for info in sample_info:
-        counts.update(info.counts if info.version == newest else {})
+        counts.update({} if info.is_replayed else info.counts)
     return {f"reward/{name}": float(value) for name, value in sorted(counts.items())}
 
 

@@ -49,6 +49,7 @@ class Iteration:
         experience: this rank's rows.
         sampler: hands out this rank's mini-batches.
         metrics: facts of the iteration to log, the same on every rank.
+        left_out: samples that were collected for it and are no part of it, by sample id.
     """
 
     sample_info: Sequence[SampleInfo]
@@ -56,3 +57,4 @@ class Iteration:
     experience: Experience
     sampler: BalancedSampler
     metrics: Mapping[str, float] = field(default_factory=dict)
+    left_out: Sequence[SampleInfo] = ()

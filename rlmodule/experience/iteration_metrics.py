@@ -35,7 +35,12 @@ class RunTotals:
 
 
 def iteration_metrics(
-    iteration: Iteration, seconds: Mapping[str, float], elapsed: Mapping[str, Elapsed], totals_so_far: RunTotals
+    iteration: Iteration,
+    seconds: Mapping[str, float],
+    elapsed: Mapping[str, Elapsed],
+    totals_so_far: RunTotals,
+    *,
+    policy_version: int | None = None,
 ) -> dict[str, float]:
     """Everything that is logged once per iteration.
 
@@ -44,13 +49,14 @@ def iteration_metrics(
         seconds: wall clock by phase of collecting, from the stopwatch of the data module.
         elapsed: the clock of the iteration: ``collect``, ``update`` and perhaps ``validate``.
         totals_so_far: the run with this iteration counted in.
+        policy_version: of the policy that began to train on it; None where it drew none of the samples.
     """
     tokens = sum(f.meta.length for f in without_padding(iteration.sample_info))
     drawn = drawn_last(iteration.sample_info)
     return {
         **reward_metrics(drawn),
         **length_metrics(drawn),
-        **staleness_metrics(iteration.sample_info),
+        **staleness_metrics(iteration.sample_info, policy_version),
         **advantage_metrics(iteration),
         **iteration.metrics,
         **time_metrics(seconds, elapsed, tokens),
@@ -68,7 +74,7 @@ def reward_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
     of the reward that has the name of one of these, or of what the reward counts, is logged as ``reward/<name>_part``.
     """
     counted = without_padding(sample_info)
-    scored = [f for f in counted if is_scored(f)]
+    scored = [f for f in counted if f.is_scored]
     groups: dict[int, list[float]] = defaultdict(list)
     for info in scored:
         groups[info.meta.group_id].append(_reward(info))
@@ -95,9 +101,9 @@ def reward_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
 def length_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
     """``response_length/*`` and ``prompt_length/*`` in tokens per sample; ``clip_ratio`` is the share that was cut.
 
-    A sample that failed has no say in it: how far it got depends on when it failed.
+    A sample that failed has no say in it, since how far it got depends on when it failed, nor one that is too old.
     """
-    counted = [f for f in without_padding(sample_info) if f.failure is None]
+    counted = [f for f in without_padding(sample_info) if f.failure is None and not f.is_stale]
     return {
         **min_mean_max("response_length", [float(f.meta.response_len) for f in counted]),
         "response_length/clip_ratio": mean([float(f.truncated) for f in counted]),
@@ -105,18 +111,23 @@ def length_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
     }
 
 
-def staleness_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
-    """``rollout/staleness/*``, in iterations since a response was drawn; nothing where all were drawn by one policy."""
+def staleness_metrics(sample_info: Sequence[SampleInfo], policy_version: int | None = None) -> dict[str, float]:
+    """``rollout/staleness/*``, in iterations since a response was drawn, by its oldest token; nothing where all are new.
+
+    Args:
+        sample_info: of the samples that are trained on, those too old among them.
+        policy_version: as in ``iteration_metrics``; None for the newest of the samples.
+    """
     counted = without_padding(sample_info)
     newest = max((f.version for f in counted), default=0)
-    ages = [float(newest - f.version) for f in counted]
+    ages = [float((newest if policy_version is None else policy_version) - f.version) for f in counted]
     if not any(ages):
         return {}
-    replayed = mean([float(age > 0) for age in ages])
     return {
         "rollout/staleness/mean": mean(ages),
         "rollout/staleness/max": max(ages),
-        "rollout/staleness/replayed": replayed,
+        "rollout/staleness/replayed": mean([float(f.is_replayed) for f in counted]),
+        "rollout/staleness/mixed": mean([float(f.is_mixed) for f in counted]),
     }
 
 
@@ -130,7 +141,7 @@ def scored_advantages(iteration: Iteration) -> list[float]:
     if iteration.advantages is None:
         return []
     pairs = zip(iteration.sample_info, iteration.advantages.tolist(), strict=True)
-    return [advantage for info, advantage in pairs if is_scored(info) and not info.meta.is_padding]
+    return [advantage for info, advantage in pairs if info.is_scored and not info.meta.is_padding]
 
 
 def time_metrics(seconds: Mapping[str, float], elapsed: Mapping[str, Elapsed], tokens: int) -> dict[str, float]:
@@ -146,15 +157,9 @@ def time_metrics(seconds: Mapping[str, float], elapsed: Mapping[str, Elapsed], t
     }
 
 
-def is_scored(info: SampleInfo) -> bool:
-    """Whether the reward says anything about this response."""
-    return info.reward is not None and math.isfinite(info.reward)
-
-
 def drawn_last(sample_info: Sequence[SampleInfo]) -> list[SampleInfo]:
-    """The samples of the newest policy; all of them where none is trained on again."""
-    newest = max((f.version for f in sample_info), default=0)
-    return [f for f in sample_info if f.version == newest]
+    """The samples that are not trained on again."""
+    return [f for f in sample_info if not f.is_replayed]
 
 
 def without_padding(sample_info: Sequence[SampleInfo]) -> list[SampleInfo]:

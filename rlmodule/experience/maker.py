@@ -39,7 +39,8 @@ class ExperienceMaker:
         """Run every stage; ``collect`` gives this rank's responses and may fail, which then every rank learns."""
         scorer, advantage_stage = self.scorer, self.advantage_stage
         objective, layout, collectives = scorer.objective, scorer.strategy.layout, scorer.strategy.collectives
-        mine, sample_info, metrics = collect_groups(collect, objective, collectives)
+        collected = collect_groups(collect, objective, collectives)
+        sample_info, metrics = collected.sample_info, collected.metrics
         # Values, energies and KL come from passes over the plan; without them advantages are known before it is made.
         inputs = None if self._needs_scores else advantage_stage.inputs(sample_info, {}, metrics)
         advantages = advantage_stage.advantages(inputs)
@@ -48,7 +49,7 @@ class ExperienceMaker:
         position = {f.meta.sample_id: i for i, f in enumerate(sample_info)}
         with timer.phase("exchange"):
             first = sampler.owners(sampler.first_pass)
-            held = redistribute({position[s.sample_id]: s for s in mine}, first, layout, collectives)
+            held = redistribute({position[s.sample_id]: s for s in collected.mine}, first, layout, collectives)
         rows = scorer(
             held,
             sampler,
@@ -69,7 +70,8 @@ class ExperienceMaker:
         if len(sampler.plans) > len(sampler.first_pass):
             with timer.phase("exchange"):
                 rows = redistribute(rows, sampler.owners(sampler.plans), layout, collectives)
-        return Iteration(sample_info, means(advantages), scorer.experience(rows, len(sample_info)), sampler, metrics)
+        experience = scorer.experience(rows, len(sample_info))
+        return Iteration(sample_info, means(advantages), experience, sampler, metrics, collected.left_out)
 
     @property
     def _rejects(self) -> bool:
@@ -113,7 +115,8 @@ class ExperienceMaker:
         sampler.load_state_dict(saved.sampler)
         owners = sampler.owners(sampler.plans)
         mine = {p: row for p, row in saved.rows.items() if self.scorer.strategy.layout.dp_rank in owners.get(p, ())}
-        return Iteration(info, saved.advantages, self.scorer.experience(mine, len(info)), sampler, saved.metrics)
+        experience = self.scorer.experience(mine, len(info))
+        return Iteration(info, saved.advantages, experience, sampler, saved.metrics, saved.left_out)
 
     def packed(self, experience: Experience, share: RankShare) -> MiniBatch:
         """One mini-batch on the host, where copies to a CUDA device do not wait for it."""

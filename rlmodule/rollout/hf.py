@@ -43,6 +43,7 @@ class HFRolloutConfig:
     max_batch_size: int = 1024  # responses decoded side by side; bounds the key-value cache
 
     in_process: ClassVar[bool] = True
+    pauses: ClassVar[tuple[str, ...]] = ()  # it samples with the weights that are being trained
 
     def __post_init__(self) -> None:
         at_least("max_batch_size", self.max_batch_size, 1)

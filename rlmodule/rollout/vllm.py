@@ -12,6 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 
 from rlmodule.core.config import at_least, one_of
+from rlmodule.core.episodes import ABORT, KEEP, WAIT
 from rlmodule.core.errors import ConfigError
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.parts.engine import EngineContext
@@ -74,6 +75,11 @@ class VLLMRolloutConfig(ServerSettings):
             because = "command is the whole command, and takes neither python nor arguments"
             raise ConfigError(key="command", got=self.command, because=because, fix="Write them into command")
 
+    @property
+    def own_pauses(self) -> tuple[str, ...]:
+        """vLLM pauses in each of its ways."""
+        return ABORT, KEEP
+
     def connect(self, context: EngineContext) -> ServerEngine:
         """The engine of a run."""
         layout, is_ours = context.strategy.layout, not self.urls
@@ -85,13 +91,15 @@ class VLLMRolloutConfig(ServerSettings):
         folder = WeightFolder(root, context.policy, context.tokenizer, dtype, as_adapter)
         name = POLICY_NAME if is_ours else ""
         own = OwnServers(self._own(context, folder), self.restarts) if is_ours and layout.is_rank_zero else OwnServers()
-        return ServerEngine(self, context, lambda client: VLLMApi(client, name), folder, own)
+        return ServerEngine(
+            self, context, lambda client: VLLMApi(client, name, keeps=context.pause == KEEP), folder, own
+        )
 
     def _own(self, context: EngineContext, folder: WeightFolder) -> tuple[OwnServer, ...]:
         log = context.run_dir / "rollout"
         return tuple(
             OwnServer(
-                self.command or self.serve(folder, context.sampling.max_response_length),
+                self.command or self.serve(folder, context.sampling.max_response_length, context.pause),
                 folder.model,
                 self.host,
                 free_port(self.host),
@@ -102,7 +110,7 @@ class VLLMRolloutConfig(ServerSettings):
             for number in range(self.servers)
         )
 
-    def serve(self, folder: WeightFolder, max_response_length: int) -> list[str]:
+    def serve(self, folder: WeightFolder, max_response_length: int, pause: str = WAIT) -> list[str]:
         """The words of ``vllm serve``; no sampling value is left to the server."""
         lora = folder.policy.lora
         words: Mapping[str, object] = {
@@ -119,6 +127,7 @@ class VLLMRolloutConfig(ServerSettings):
         if folder.as_adapter and lora is not None:
             rank = next((size for size in LORA_RANKS if size >= lora.r), lora.r)
             command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
+        command += ["--enable-scale-out"] if pause == KEEP else []  # answers then say which weights drew which token
         return [*command, *(["--enable-sleep-mode"] if self.sleep else []), *self.arguments]
 
     def environment(self, number: int = 0) -> dict[str, str]:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import torch
 
 from rlmodule.core.config import at_least, more_than, one_of
+from rlmodule.core.episodes import WAIT
 from rlmodule.core.errors import ConfigError
 
 AUTO = "auto"
@@ -45,6 +46,16 @@ class ServerSettings:
         """Addresses of the running servers; none where the run starts its own."""
         given = self.url if isinstance(self.url, list | tuple) else [] if self.url is None else [self.url]
         return tuple(str(address).rstrip("/").removesuffix("/v1") for address in given)
+
+    @property
+    def pauses(self) -> tuple[str, ...]:
+        """What its servers can do with responses under way; none where they sleep while the trainer trains."""
+        return () if self.sleep else (WAIT, *self.own_pauses)
+
+    @property
+    def own_pauses(self) -> tuple[str, ...]:
+        """What they can do beside letting responses end."""
+        return ()
 
     def promised_dtype(self, trainer: torch.dtype | None) -> torch.dtype:
         """What servers compute in; ``trainer`` is its compute type, None for that of float32 weights."""
