@@ -687,7 +687,7 @@ class ProvableEngine(RolloutEngine, Protocol):
 class ConcurrentEngine(RolloutEngine, Protocol):
     """An engine that responds beside training: in threads, while its other methods are called.
 
-    ``update_weights`` may then come while responses are under way; ``Completion.versions`` says which weights drew what.
+    ``update_weights`` may then come while responses are under way; ``Completion.versions`` says what drew which token.
     """
 
     @property

@@ -77,7 +77,7 @@ class AheadSource:
             return self._scored(finished, oldest_version=iteration - self.config.oldest)
 
     def _scored(self, finished: Sequence[FinishedEpisode], oldest_version: int) -> list[ScoredSample]:
-        """In the order of their requests; samples of an earlier version are not scored, and nothing is learned from them."""
+        """In the order of their requests; samples of an earlier version are not scored, so nothing learns from them."""
         stale = {
             e.sample.sample_id: ScoredSample(e.sample, RewardResult(None), is_stale=True)
             for e in finished

@@ -416,4 +416,8 @@ class RunningEpisode:
 
 def _versions_of(completion: Completion) -> Tensor:
     """[R] int64, the version that drew each token."""
-    return torch.full_like(completion.token_ids, completion.version) if completion.versions is None else completion.versions
+    return (
+        torch.full_like(completion.token_ids, completion.version)
+        if completion.versions is None
+        else completion.versions
+    )

@@ -34,8 +34,8 @@ def check_not_all_stale(sample_info: Sequence[SampleInfo]) -> None:
     """
     if sample_info and all(info.is_stale for info in sample_info):
         raise TrainingError(
-            f"all {len(sample_info)} responses of the iteration are older than rollout.max_staleness allows, so nothing "
-            "is learned. Raise rollout.max_staleness, or lower rollout.ahead"
+            f"all {len(sample_info)} responses of the iteration are older than rollout.max_staleness allows, so "
+            "nothing is learned. Raise rollout.max_staleness, or lower rollout.ahead"
         )
 
 

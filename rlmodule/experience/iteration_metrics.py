@@ -112,7 +112,7 @@ def length_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
 
 
 def staleness_metrics(sample_info: Sequence[SampleInfo], policy_version: int | None = None) -> dict[str, float]:
-    """``rollout/staleness/*``, in iterations since a response was drawn, by its oldest token; nothing where all are new.
+    """``rollout/staleness/*``: iterations since the oldest token of a response was drawn; nothing where all are new.
 
     Args:
         sample_info: of the samples that are trained on, those too old among them.

@@ -27,8 +27,8 @@ from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.data.config import DataConfig
 from rlmodule.environments import ENVIRONMENTS
 from rlmodule.evaluation.config import ValConfig
-from rlmodule.experience.episodes import EpisodesConfig
 from rlmodule.experience.ahead import AheadConfig
+from rlmodule.experience.episodes import EpisodesConfig
 from rlmodule.experience.replay import ReplayConfig
 from rlmodule.loggers import LOGGERS, LoggerConfig
 from rlmodule.losses import LOSSES

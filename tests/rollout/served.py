@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlmodule.core.episodes import WAIT
 from rlmodule.core.types import POLICY
 from rlmodule.data.end_tokens import EndTokens
 from rlmodule.experience.canary import Canary, PolicyScores
@@ -37,6 +38,7 @@ class Served:
         *,
         strategy: Any = None,
         ends: EndTokens | None = None,
+        pause: str = WAIT,
         **sampling: Any,
     ) -> None:
         self.policy, self.strategy = policy, strategy or single({POLICY: policy})
@@ -49,6 +51,7 @@ class Served:
             torch.device("cpu"),
             policy,
             run_dir,
+            pause,
         )
         canary = Canary(PolicyScores(self.strategy, 0), self.said.append)
         connect = lambda: config.connect(context)  # noqa: E731
@@ -78,7 +81,7 @@ def served(policy: PolicyModel, tmp_path: Path, *faults: str, servers: int = 1, 
     start = start_weights(policy, tmp_path / "start")
     seconds = keys.pop("seconds", 0.0)
     there = [Server(start, faults, seconds=seconds) for _ in range(servers)]
-    sampling = {name: keys.pop(name) for name in ("temperature", "top_k", "ends", "strategy") if name in keys}
+    sampling = {name: keys.pop(name) for name in ("temperature", "top_k", "ends", "strategy", "pause") if name in keys}
     made = config or VLLMRolloutConfig
     config = made(
         url=[server.url for server in there],

@@ -125,7 +125,7 @@ class ServerEngine:
 
     @contextmanager
     def _requests_held(self) -> Iterator[None]:
-        """Around a change of weights: no request goes out, and those under way have ended, are cut off, or stand still."""
+        """Around a change of weights: no request goes out; those under way have ended, are cut off, or stand still."""
         if not self._runs_beside:
             yield
             return
