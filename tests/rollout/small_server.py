@@ -1,6 +1,7 @@
 """A small server of vLLM's and SGLang's protocols around a model that it really holds, with faults to plant.
 
-In a thread, or as a process: ``python tests/rollout/small_server.py FOLDER HOST PORT [FAULT ...]``. It loads folders by
+In a thread, or as a process: ``python tests/rollout/small_server.py FOLDER HOST PORT [FAULT ...] [SECONDS]``, which
+each token then takes at least. It loads folders by
 itself and samples with transformers, so weights that it did not take are really old.
 """
 
@@ -365,4 +366,8 @@ ROUTES = {
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, host, port, *planted = sys.argv[1:]
-    Server(Path(folder), tuple(planted), host=host, port=int(port)).thread.join()
+    pace = [float(word) for word in planted if word not in FAULTS]
+    server = Server(Path(folder), tuple(word for word in planted if word in FAULTS), host=host, port=int(port))
+    if pace:
+        server.before_token = lambda ask, drawn: time.sleep(pace[0])
+    server.thread.join()
