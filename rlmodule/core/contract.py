@@ -695,7 +695,10 @@ class ConcurrentEngine(RolloutEngine, Protocol):
         """Whether this rank asks; the others repeat the tokens of one that does."""
 
     def beside(self) -> Responder:
-        """Responds in any thread of a rank that asks, without the other ranks; ``close`` ends what is under way."""
+        """Responds in any thread of a rank that asks, without the other ranks; ``close`` ends what is under way.
+
+        Every rank calls it, since from then on requests may be under way while weights change.
+        """
 
     def shared(self, work: Callable[[], Item]) -> Item:
         """What ``work`` gives on the rank that asks, also on those that repeat its tokens; every rank calls it.

@@ -68,7 +68,8 @@ class AheadSource:
         with timer.phase("rollout"):
             engine = self.inner.engine()
             assert isinstance(engine, ConcurrentEngine), "checked before a run"
-            run = partial(self.inner.episodes.stream, engine.beside()) if engine.is_leader else None
+            responder = engine.beside()  # on every rank: from now on weights change with care
+            run = partial(self.inner.episodes.stream, responder) if engine.is_leader else None
             for _ in range(len(flights), 1 + min(self.config.ahead, self.num_iterations - 1 - iteration)):
                 self.in_flight.launch(self.inner.requests, run)
             finished = engine.shared(flights[0].wait)

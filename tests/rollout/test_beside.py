@@ -21,43 +21,19 @@ from rlmodule.rollout.parts import server_checks, server_engine
 from rlmodule.rollout.server import ServerRolloutConfig
 from rlmodule.rollout.vllm import VLLMRolloutConfig
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.tiny import ddp, stock, tiny_policy
+from tests.helpers.tiny import ddp, tiny_policy
 from tests.rollout.engines import LIMIT, generate
-from tests.rollout.served import MAX_PROMPT, Served, served, start_weights
+from tests.rollout.served import MAX_PROMPT, PATIENCE, InThread, Served, logprobs_of, served, start_weights
 from tests.rollout.small_server import Server
 from tests.rollout.test_vllm import requests_of, tokens_of
 
 DRAWN = 2  # tokens of a response that stand when weights change
-PATIENCE = 30.0
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(server_checks, "DRAWS", 8)
     monkeypatch.setattr(server_engine, "GRACE_SECONDS", 0.3)
-
-
-class InThread:
-    """Responses that a thread reads."""
-
-    def __init__(self, responder, requests):
-        self.found, self.problem = {}, None
-        self.thread = threading.Thread(target=self._read, args=(responder, requests), daemon=True)
-        self.thread.start()
-
-    def _read(self, responder, requests):
-        try:
-            for completion in responder.generate(requests):
-                self.found[completion.sample_id] = completion
-        except Exception as error:
-            self.problem = error
-
-    def join(self):
-        self.thread.join(PATIENCE)
-        assert not self.thread.is_alive(), "it hangs"
-        if self.problem is not None:
-            raise self.problem
-        return self.found
 
 
 def wait_for(there):
@@ -100,17 +76,6 @@ def test_the_order_in_which_responses_end_changes_none_of_them(tmp_path):
     assert orders[0] != orders[1]
 
 
-def logprobs_of(policies, request, completion):
-    """[R] of each token by the weights that are said to have drawn it."""
-    ids = torch.tensor([[*request.prompt_ids, *completion.token_ids.tolist()]])
-    versions = completion.versions
-    if versions is None:
-        versions = torch.full_like(completion.token_ids, completion.version)
-    rows = torch.stack([stock(policy)(input_ids=ids).logits[0].log_softmax(-1) for policy in policies])
-    places = torch.arange(len(request.prompt_ids) - 1, ids.shape[1] - 1)
-    return rows[versions, places, completion.token_ids]
-
-
 @pytest.mark.parametrize(
     ("pause", "config"),
     [(WAIT, None), (ABORT, None), (KEEP, None), (ABORT, ServerRolloutConfig)],
@@ -123,7 +88,7 @@ def test_weights_change_while_responses_are_under_way(tmp_path, pause, config):
     with served(policy, tmp_path, num_requests=8, config=config, pause=pause) as (run, [server]):
         engine, requests = run.engine(), requests_of(8)
         before = copy.deepcopy(policy)
-        begins = (lambda: not engine._gate.is_open) if pause == WAIT else (lambda: server.paused == pause)
+        begins = (lambda: not engine._change.gate.is_open) if pause == WAIT else (lambda: server.paused == pause)
         stopped = stop_before_token(server, DRAWN, lambda: begins() or engine.version == 1)
         reader = InThread(engine.beside(), requests)
         wait_for(lambda: len(stopped) >= 3)
@@ -198,31 +163,34 @@ def test_no_more_are_in_flight_than_asked_for(tmp_path):
         assert server.most == 3
 
 
-def changed_on(rank, url, folder, pause):
-    """What a rank's thread reads while both ranks change weights; they stop as one."""
+def changed_on(rank, url, folder, pause, tp_size):
+    """What a rank is given while both ranks change weights; with ``tp_size`` 2 the first one asks for both."""
     torch.set_num_threads(1)
     policy = tiny_policy()
     strategy = ddp({POLICY: policy})
-    strategy.layout = Layout(2, rank)
+    strategy.layout = Layout(2, rank, tp_size=tp_size)
     config = VLLMRolloutConfig(url=url, max_prompt_length=MAX_PROMPT, num_requests=2, start_seconds=5.0)
     run = Served(policy, config, folder, strategy=strategy, pause=pause)
-    reader = InThread(run.engine().beside(), requests_of(8)[rank::2])
+    responder, requests = run.engine().beside(), requests_of(8)[rank * (tp_size == 1) :: 3 - tp_size]
+    reader = InThread(responder, requests) if run.engine().is_leader else None
     for _ in range(2):
         run.train()
         run.engine()
-    found = reader.join()
+    found = run.engine().shared(lambda: reader.join())
     run.engine.close()
     return [(c.sample_id, c.version, len(c.token_ids)) for c in found.values()]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("pause", PAUSES)
-def test_ranks_change_weights_as_one(tmp_path, pause):
+@pytest.mark.parametrize(("pause", "tp_size"), [*((pause, 1) for pause in PAUSES), (ABORT, 2)])
+def test_ranks_change_weights_as_one(tmp_path, pause, tp_size):
     server = Server(start_weights(tiny_policy(), tmp_path / "start"))
     server.before_token = lambda ask, drawn: time.sleep(0.003)
-    parts = run_on_ranks(2, partial(changed_on, url=server.url, folder=tmp_path, pause=pause))
+    parts = run_on_ranks(2, partial(changed_on, url=server.url, folder=tmp_path, pause=pause, tp_size=tp_size))
     assert server.model.version == "2"
     assert not server.paused
     server.close()
+    if tp_size == 2:
+        assert parts[0] == parts.pop()
     assert sorted(name for part in parts for name, *_ in part) == list(range(8))
     assert all(0 <= version <= 2 for part in parts for _, version, _ in part)

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, TypeVar
@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from rlmodule.core.contract import Responder
-from rlmodule.core.episodes import ABORT, KEEP, LENGTH, STOP, WAIT, Completion, GenerationRequest, Probe
+from rlmodule.core.episodes import ABORT, LENGTH, STOP, Completion, GenerationRequest, Probe
 from rlmodule.core.errors import ConfigError, EnginesGoneError, RLModuleError, TrainingError, in_one_line
 from rlmodule.ops.random import uniform_of_token
 from rlmodule.rollout.parts.engine import EngineContext
-from rlmodule.rollout.parts.gate import Gate
 from rlmodule.rollout.parts.http_client import HTTPClient, ServerGoneError, ServerRefusedError
 from rlmodule.rollout.parts.own_server import OwnServers
 from rlmodule.rollout.parts.routing import Place, Router, none_left
 from rlmodule.rollout.parts.server_api import Draw, Drawn, ServerApi
 from rlmodule.rollout.parts.server_checks import ServerChecks, check_response
 from rlmodule.rollout.parts.server_settings import ServerSettings
+from rlmodule.rollout.parts.weight_change import WeightChange
 from rlmodule.rollout.parts.weight_folder import WeightFolder
 
 T = TypeVar("T")
@@ -42,7 +42,6 @@ PROBES = 4  # fixed sequences
 PROBE_LENGTH = 150  # tokens of each at most: more than a block of any server's prefix cache
 DRAWN = 8  # tokens drawn after each
 TOP = 20
-ROUND_SECONDS = 0.2  # between two orders to cut off what is under way
 DIGEST_SECONDS = 1.0  # that a server may take over the digests of its tensors, once for each update
 # How far a server may be from what it said after a proven sync, in nats.
 AGREEMENT = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}
@@ -71,11 +70,12 @@ class ServerEngine:
     _said: list[dict[int, float]] = field(default_factory=list, init=False)  # likeliest tokens after each probe
     _digests: dict[str, dict[str, str]] = field(default_factory=dict, init=False)  # url -> before the last update
     _is_asleep: bool = field(default=False, init=False)
-    _gate: Gate = field(default_factory=Gate, init=False)
     _places: threading.Semaphore = field(default_factory=threading.Semaphore, init=False)  # for requests in flight
     _calls: set[threading.Event] = field(default_factory=set, init=False)  # of ``generate``, each set to give it up
-    _change: threading.Lock = field(default_factory=threading.Lock, init=False)  # held while weights change
-    _runs_beside: bool = field(default=False, init=False)  # whether requests may be in flight while they do
+    _change: WeightChange = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._change = WeightChange(self.context.pause, self, lambda: self._running.in_use)
 
     # ---- the life of the engine
 
@@ -113,8 +113,8 @@ class ServerEngine:
                 self.folder.write(weights)
             return self._hand_over(version, is_new=self._router is None), self._urls
 
-        with self._requests_held():
-            lost, urls = self._from_first(hand_over, reads=weights)
+        with self._change.around(lambda: self._check_versions(self._running)):
+            lost, urls = self.on_first(hand_over, reads=weights)
             self.own.watch()
             if len(lost) == len(urls):
                 raise none_left(lost)
@@ -122,43 +122,6 @@ class ServerEngine:
                 self._places = threading.Semaphore(self.settings.num_requests * len(urls))
             self._router = Router([Place(self._api(url), why=lost.get(url)) for url in urls], self._revive, self._say)
             self.version = version
-
-    @contextmanager
-    def _requests_held(self) -> Iterator[None]:
-        """Around a change of weights: no request goes out; those under way have ended, are cut off, or stand still."""
-        if not self._runs_beside:
-            yield
-            return
-        self._gate.close()
-        try:
-            self._from_first(lambda: self._check_versions(self._running))
-            BEFOREHAND[self.context.pause](self)
-            with self._change:
-                self._from_first(lambda: None)  # on every rank nothing goes out any more, and no server is brought back
-                if self.context.pause == KEEP:
-                    self._from_first(self._pause_servers)
-                yield
-        finally:
-            for api in self._apis.values() if self._is_first and self.context.pause != WAIT else ():
-                with suppress(ServerGoneError, ServerRefusedError):
-                    api.resume()
-            self._gate.open()
-
-    def _pause_servers(self) -> None:
-        """Have the servers stop in the middle of what they do; one that is lost is found out by who asks it."""
-        for api in self._running.in_use:
-            with suppress(ServerGoneError):
-                api.pause(self.context.pause)
-
-    def _cut_off(self) -> None:
-        """Have what is under way returned as far as it is; again until nothing is, also not on its way to a server."""
-        is_empty = False
-        while not is_empty:
-            self._from_first(self._pause_servers)
-            is_empty = all(self.context.strategy.gather_from_all(self._gate.wait_until_empty(ROUND_SECONDS)))
-
-    def _let_end(self) -> None:
-        self._gate.wait_until_empty()
 
     def _hand_over(self, version: int, *, is_new: bool) -> dict[str, str]:
         """Weights to all servers at a time, started where they have to be: url -> why it could not, for those lost."""
@@ -230,7 +193,7 @@ class ServerEngine:
         try:
             seconds = GRACE_SECONDS if self.settings.urls else self.settings.start_seconds
             self._wait_until_ready(api.url, seconds, given_up)
-            with self._change:
+            with self._change.lock:
                 if api.version() != str(self.version):
                     self._load(api, self.version)
                 return self._agrees(api)
@@ -258,7 +221,7 @@ class ServerEngine:
             apis = self._running.in_use
             return [probe for api in apis for probe in self._probes_of(api)], self._likeliest(apis[0])
 
-        found, self._said = self._from_first(ask)
+        found, self._said = self.on_first(ask)
         return found
 
     def likely_stale(self) -> str:
@@ -366,7 +329,7 @@ class ServerEngine:
         whole = Drawn((), (), ABORT)
         while True:
             draw = self._draw_of(request.after(whole.token_ids))
-            with self._places, self._gate.passage(given_up):
+            with self._places, self._change.gate.passage(given_up):
                 version = self.version
                 url, part = self._running.ask(partial(self._ask, draw), given_up)
             versions = part.versions or (version,) * len(part.token_ids)
@@ -381,7 +344,7 @@ class ServerEngine:
 
     def _ask(self, draw: Draw, api: ServerApi) -> tuple[str, Drawn]:
         drawn = api.draw(draw)
-        if drawn.finish_reason == ABORT and self._gate.is_open:
+        if drawn.finish_reason == ABORT and self._change.gate.is_open:
             raise ServerGoneError(f"{api.url} aborted a request")
         return api.url, drawn
 
@@ -425,7 +388,7 @@ class ServerEngine:
         """
         for api in router.in_use:
             try:
-                with self._change:
+                with self._change.lock:
                     there = api.version()
                     is_same = self._agrees(api) if there is None else there == str(self.version)
             except (ServerGoneError, ServerRefusedError):
@@ -445,7 +408,7 @@ class ServerEngine:
 
     def beside(self) -> Responder:
         """The same responses from any thread; from now on weights change with care for those under way."""
-        self._runs_beside = True
+        self._change.is_on = True
         return Beside(self)
 
     def shared(self, work: Callable[[], T]) -> T:
@@ -454,7 +417,11 @@ class ServerEngine:
 
     # ---- ranks
 
-    def _from_first(self, work: Callable[[], T], reads: Iterable[object] = ()) -> T:
+    def gather(self, item: T) -> list[T]:
+        """The item of every rank, on every rank."""
+        return self.context.strategy.gather_from_all(item)
+
+    def on_first(self, work: Callable[[], T], reads: Iterable[object] = ()) -> T:
         """What ``work`` gives on the first rank, on every rank."""
         return self._from(0, work, reads)
 
@@ -544,13 +511,13 @@ class ServerEngine:
     def _wake_together(self) -> None:
         """Before responses are asked for: awake, on every rank."""
         if self.settings.sleep:
-            self._from_first(self._wake_all)
+            self.on_first(self._wake_all)
 
     def _sleep_together(self) -> None:
         """After the last response of every rank."""
         if self.settings.sleep:
             self.context.strategy.gather_from_all(None)
-            self._from_first(self._put_to_sleep)
+            self.on_first(self._put_to_sleep)
 
     def _put_to_sleep(self) -> None:
         for api in self._running.in_use:
@@ -605,14 +572,6 @@ class Beside:
     def generate(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
         """As the engine's own, without other ranks."""
         return self.engine._asked(requests)
-
-
-# What is done with requests under way before servers are given weights; those that are kept stand still meanwhile.
-BEFOREHAND: Mapping[str, Callable[[ServerEngine], None]] = {
-    WAIT: lambda engine: engine._let_end(),
-    ABORT: lambda engine: engine._cut_off(),
-    KEEP: lambda engine: None,
-}
 
 
 def _seed_of(request: GenerationRequest) -> int:
