@@ -687,7 +687,8 @@ class ProvableEngine(RolloutEngine, Protocol):
 class ConcurrentEngine(RolloutEngine, Protocol):
     """An engine that responds beside training: in threads, while its other methods are called.
 
-    ``update_weights`` may then come while responses are under way; ``Completion.versions`` says what drew which token.
+    ``update_weights`` may come while responses are under way; ``Completion.versions`` says what drew which token. No
+    request goes out from then until ``resume``.
     """
 
     @property
@@ -699,6 +700,9 @@ class ConcurrentEngine(RolloutEngine, Protocol):
 
         Every rank calls it, since from then on requests may be under way while weights change.
         """
+
+    def resume(self) -> None:
+        """Let requests go out again, once the new weights are proven."""
 
     def shared(self, work: Callable[[], Item]) -> Item:
         """What ``work`` gives on the rank that asks, also on those that repeat its tokens; every rank calls it.

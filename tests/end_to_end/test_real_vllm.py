@@ -85,7 +85,18 @@ def real_sizes(monkeypatch):
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    """A server that the tests of this file share; RLMODULE_VLLM_URL names one that runs already."""
+    """A server that the tests of this file share."""
+    yield from server_with(tmp_path_factory, WAIT, "--enable-lora", "--max-lora-rank", "8")
+
+
+@pytest.fixture(scope="module")
+def url_without_adapters(tmp_path_factory):
+    """Likewise; with adapters vLLM on a CPU ends when it is asked for log-probabilities of a prompt while it draws."""
+    yield from server_with(tmp_path_factory, KEEP)
+
+
+def server_with(tmp_path_factory, pause, *words):
+    """The address of a server; RLMODULE_VLLM_URL names one that runs already."""
     if "RLMODULE_VLLM_URL" in os.environ:
         yield os.environ["RLMODULE_VLLM_URL"]
         return
@@ -93,7 +104,7 @@ def url(tmp_path_factory):
     weights = WeightFolder(folder, new_policy(), byte_tokenizer(), torch.float32)
     weights.write(weights.policy.lm.state_dict().items())
     config = VLLMRolloutConfig(python=PYTHON, max_prompt_length=176)
-    command = [*config.serve(weights, LENGTH, KEEP), "--enforce-eager", "--enable-lora", "--max-lora-rank", "8"]
+    command = [*config.serve(weights, LENGTH, pause), "--enforce-eager", *words]
     port, log = free_port("127.0.0.1"), folder / "log"
     server = OwnServer(
         command, weights.model, "127.0.0.1", port, log, folder / "none", config.environment() | environment
@@ -155,10 +166,10 @@ def test_an_adapter_alone_is_synced(url, tmp_path, capsys):
 
 @pytest.mark.parametrize("pause", PAUSES)
 @torch.no_grad()
-def test_weights_change_while_responses_are_under_way(url, tmp_path, capsys, pause):
+def test_weights_change_while_responses_are_under_way(url_without_adapters, tmp_path, capsys, pause):
     """Each token has the log-probability that the weights which it names give it, through two changes."""
     policy = new_policy()
-    run = served_by(url, policy, tmp_path, pause=pause)
+    run = served_by(url_without_adapters, policy, tmp_path, pause=pause)
     requests = [ask(request_prompt, i, max_tokens=LONG) for i, request_prompt in enumerate(PROMPTS * 4)]
     reader = served.InThread(run.engine().beside(), requests)
     snapshots, seconds = [copy.deepcopy(policy)], []
@@ -187,8 +198,8 @@ def test_weights_change_while_responses_are_under_way(url, tmp_path, capsys, pau
     assert (mixed > 0) == (pause != WAIT)
 
 
-def test_a_run_draws_beside_training(url, tmp_path, capsys):
-    folder = tmp_path / "run"
+def test_a_run_draws_beside_training(url_without_adapters, tmp_path, capsys):
+    folder, url = tmp_path / "run", url_without_adapters
     keys = ("debug=fast", "rollout=vllm", f"rollout.url={url}", "rollout.ahead=1", "rollout.pause=abort", *SORT[:1])
     process, out = train(folder, *keys, "rollout_correction=tis", "trainer.max_epochs=3", *SORT[4:7], SORT[8])
     assert process.wait() == 0, out.read_text()[-3000:]

@@ -411,6 +411,10 @@ class ServerEngine:
         self._change.is_on = True
         return Beside(self)
 
+    def resume(self) -> None:
+        """Let requests go out again."""
+        self._change.resume()
+
     def shared(self, work: Callable[[], T]) -> T:
         """What ``work`` gives on the rank that asks, also where its tokens are repeated."""
         return self._from(self._leader, work) if self._is_repeated else work()

@@ -54,7 +54,7 @@ class WeightChange:
 
     @contextmanager
     def around(self, check: Callable[[], None]) -> Iterator[None]:
-        """Around a change of weights; no request goes out meanwhile.
+        """Around a change of weights; no request goes out from its begin until ``resume``, so none before the proof.
 
         Args:
             check: called on the first rank before anything is touched.
@@ -72,11 +72,17 @@ class WeightChange:
                 if self.pause == KEEP:
                     self._pause_servers(paused)
                 yield
+        except BaseException:
+            self.gate.open()
+            raise
         finally:
             for api in paused:
                 with suppress(ServerGoneError, ServerRefusedError):
                     api.resume()
-            self.gate.open()
+
+    def resume(self) -> None:
+        """Let requests through again."""
+        self.gate.open()
 
     def let_end(self) -> None:
         """Wait for the responses that this rank has asked for."""
