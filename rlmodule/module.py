@@ -91,6 +91,7 @@ class RLModule(L.LightningModule):
         preemption: signals that ask the run to stop.
         must_stop: whether any rank had received such a signal when the last step ended; the same on every rank.
         last_step: report of the last mini-batch, None before the first.
+        after_step: called with what became of each mini-batch.
         after_last_save: called when training has ended and every callback is done; the last state is saved by then.
     """
 
@@ -114,6 +115,7 @@ class RLModule(L.LightningModule):
         self.preemption = PreemptionHandler()
         self.must_stop = False
         self.last_step: StepReport | None = None
+        self.after_step: Callable[[StepResult], None] = lambda result: None
         self.after_last_save: Callable[[], None] = lambda: None
 
     @property
@@ -155,6 +157,7 @@ class RLModule(L.LightningModule):
             ]
         )
         self.counters.count(result)
+        self.after_step(result)
         stop = Metric(float(self.preemption.signal_received is not None), 1.0, ReduceType.MAX)
         merged = reduce_metrics({**result.metrics, STOP: stop}, self.strategy.layout, self.strategy.collectives)
         self.must_stop = merged.pop(STOP).result > 0

@@ -25,6 +25,7 @@ from rlmodule.core.errors import ConfigError, RLModuleError
 from rlmodule.data.config import DataConfig
 from rlmodule.environments import ENVIRONMENTS
 from rlmodule.evaluation.config import ValConfig
+from rlmodule.experience.ahead import AheadConfig
 from rlmodule.experience.episodes import EpisodesConfig
 from rlmodule.experience.replay import ReplayConfig
 from rlmodule.loggers import LOGGERS
@@ -64,7 +65,7 @@ COMPONENTS = {
     "launcher": LAUNCHERS,
 }
 # What else a component's section holds, whatever the component.
-BESIDE = {"rollout": (SamplingConfig, ReplayConfig), "environment": (EpisodesConfig, EnvironmentSizes)}
+BESIDE = {"rollout": (SamplingConfig, ReplayConfig, AheadConfig), "environment": (EpisodesConfig, EnvironmentSizes)}
 
 # What a choice cannot do without: files and functions are the user's.
 NEEDS = {

@@ -278,7 +278,9 @@ class SaveCheckpoints(Checkpoint):
     def _held(self, run_state: RunState) -> tuple[PlainState | None, PlainState]:
         """(what all ranks know of an unfinished iteration, what this token rank holds of its own)."""
         shared, rows = run_state.data.partial_state() or (None, None)
-        return shared, {"random": random_state(), "rows": rows, "replay": run_state.data.replay.state()}
+        data = run_state.data
+        held = {"rows": rows, "replay": data.replay.state(), "in_flight": data.in_flight.state()}
+        return shared, {"random": random_state(), **held}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         try:
@@ -292,6 +294,7 @@ class SaveCheckpoints(Checkpoint):
         if shared is not None:
             run_state.data.load_partial_state(shared, [rank["rows"] for rank in ranks])
         run_state.data.replay.load([rank["replay"] for rank in ranks if rank["replay"] is not None], layout)
+        run_state.data.in_flight.load(held for rank in ranks if (held := rank.get("in_flight")) is not None)
         if layout.dp_sp_rank < len(ranks):
             set_random_state(ranks[layout.dp_sp_rank]["random"])
 

@@ -82,10 +82,16 @@ class WriteMetrics(L.Callback):
         iteration = run_state.data.iteration
         assert iteration is not None, "an epoch has trained on an iteration"
         self.totals_so_far = self.totals_so_far.after(metrics_log.iteration, iteration.sample_info)
+        data, number = run_state.data, metrics_log.iteration - 1
         metrics = iteration_metrics(
-            iteration, run_state.data.timer.seconds, metrics_log.clock.read(), self.totals_so_far
+            iteration,
+            data.timer.seconds,
+            metrics_log.clock.read(),
+            self.totals_so_far,
+            policy_version=number if data.source.is_fresh else None,
         )
-        if not run_state.data.source.has_rewards:
+        metrics |= data.ledger_metrics()
+        if not data.source.has_rewards:
             metrics = {name: value for name, value in metrics.items() if not name.startswith("reward/")}
         metrics_log.add(Record("iteration", run_state.step, metrics_log.iteration, {**metrics, **metrics_log.counts}))
         if self.context.is_rank_zero and self.config.histograms:

@@ -631,8 +631,26 @@ class DemonstratedEnvironment(Environment, Protocol):
         """One such triple for each test prompt."""
 
 
-class RolloutEngine(Protocol):
-    """Samples responses of the policy, from ``start`` to ``close`` of a run. Every rank has one and calls it in step.
+class Responder(Protocol):
+    """Responds to requests, as far as whoever runs episodes needs to know."""
+
+    @property
+    def version(self) -> int:
+        """Iterations of training behind the weights that it samples with."""
+
+    def generate(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
+        """One completion per request, in the order they finish; closing the generator gives up those in flight.
+
+        Args:
+            requests: read as far as there is room, again after each completion. None says that there is no request at
+                the moment; the caller gives it only while some are in flight, and may have more once it has received
+                their completions.
+        """
+
+
+class RolloutEngine(Responder, Protocol):
+    """Samples responses of the policy, from ``start`` to ``close`` of a run. Every rank has one and calls it in step,
+    ``generate`` too, also without requests.
 
     Random numbers are keyed by (seed, sample id, position), so the engine that draws a sample, and what is drawn
     beside it, change nothing.
@@ -641,10 +659,6 @@ class RolloutEngine(Protocol):
     """
 
     takes_weights: ClassVar[bool]
-
-    @property
-    def version(self) -> int:
-        """Iterations of training behind the weights that it samples with."""
 
     def start(self) -> None:
         """Acquire what the engine needs; called once, before anything else, with the strategy set up."""
@@ -656,15 +670,6 @@ class RolloutEngine(Protocol):
             weights: (Hugging Face name, whole tensor), one at a time and the same on every rank. Making each is a
                 collective of a sharded strategy, so every rank reads the stream to its end.
             version: iterations of training behind them.
-        """
-
-    def generate(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
-        """One completion per request, in the order they finish; closing the generator gives up those in flight.
-
-        Args:
-            requests: read as far as there is room, again after each completion. None says that there is no request at
-                the moment; the caller gives it only while some are in flight, and may have more once it has received
-                their completions. Every rank calls ``generate`` equally often, also without requests.
         """
 
     def close(self) -> None:
@@ -688,6 +693,35 @@ class ProvableEngine(RolloutEngine, Protocol):
 
     def likely_stale(self) -> str:
         """Which weights did not change with the last update, in words; empty where that is not known."""
+
+
+@runtime_checkable
+class ConcurrentEngine(RolloutEngine, Protocol):
+    """An engine that responds beside training: in threads, while its other methods are called.
+
+    ``update_weights`` may come while responses are under way; ``Completion.versions`` says what drew which token. No
+    request goes out from then until ``resume``.
+    """
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank asks; the others repeat the tokens of one that does."""
+
+    def beside(self) -> Responder:
+        """Responds in any thread of a rank that asks, without the other ranks; ``close`` ends what is under way.
+
+        Every rank calls it, since from then on requests may be under way while weights change.
+        """
+
+    def resume(self) -> None:
+        """Let requests go out again, once the new weights are proven."""
+
+    def shared(self, work: Callable[[], Item]) -> Item:
+        """What ``work`` gives on the rank that asks, also on those that repeat its tokens; every rank calls it.
+
+        Raises:
+            RLModuleError: on all of these, where it failed.
+        """
 
 
 class Evaluator(Protocol):

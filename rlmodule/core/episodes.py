@@ -7,7 +7,7 @@ the episode. Leaves out who implements what (``contract.py``) and what becomes o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch import Tensor
 from rlmodule.core.types import RewardResult
 
 STOP, LENGTH = "stop", "length"  # why a response ends: by itself, or cut at a limit
+# What becomes of responses under way when weights change: they end first, are cut off and gone on with, or go on.
+WAIT, ABORT, KEEP = PAUSES = ("wait", "abort", "keep")
 
 Message = Mapping[str, Any]  # role, content, and what else the chat template knows
 
@@ -61,6 +63,15 @@ class GenerationRequest:
     version: int = 0
     drawing: Drawing | None = None
 
+    def after(self, token_ids: tuple[int, ...]) -> GenerationRequest:
+        """The request for the rest of the response, of which these tokens are drawn."""
+        return replace(
+            self,
+            prompt_ids=(*self.prompt_ids, *token_ids),
+            max_tokens=self.max_tokens - len(token_ids),
+            first_position=self.first_position + len(token_ids),
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Completion:
@@ -72,6 +83,7 @@ class Completion:
         logprobs: [R] float32, in nats, under the distribution that each token was drawn from.
         finish_reason: ``stop`` (ended by itself) or ``length`` (cut after ``max_tokens``; nothing is appended).
         version: iterations of training behind the weights that drew it; the oldest where weights changed in between.
+        versions: [R] int64, likewise of each token; None where one version drew all of them.
         text: the tokens decoded, without special tokens.
         raw_text: the same with them, for environments that read marks such as ``[TOOL_CALLS]``; engines leave it empty,
             and whoever runs episodes of several turns fills it in.
@@ -84,6 +96,7 @@ class Completion:
     version: int
     text: str
     raw_text: str = ""
+    versions: Tensor | None = None
 
 
 @dataclass(frozen=True)

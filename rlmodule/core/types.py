@@ -93,7 +93,9 @@ class Sample:
         text: the decoded response; for rewards and logs only.
         is_padding: a padding sample, which no count or metric includes.
         teacher_logprob: [R] float32 log-probability of each token under a teacher, from stored rollouts, or None.
-        version: number of iterations that the sampling policy had been trained for.
+        version: number of iterations that the sampling policy had been trained for; the fewest where it changed.
+        token_versions: [R] int64, the same of each token, observations as what came before them; None where one
+            policy drew all.
     """
 
     sample_id: int
@@ -107,6 +109,7 @@ class Sample:
     is_padding: bool = False
     teacher_logprob: Tensor | None = None
     version: int = 0
+    token_versions: Tensor | None = None
 
     def __post_init__(self) -> None:
         assert self.response_ids.shape == self.loss_mask.shape, "one mask entry per response token"
@@ -130,7 +133,7 @@ class Sample:
         mask = torch.zeros(len(self.loss_mask) + 1, dtype=torch.bool)
         mask[-1] = True
         ids = torch.cat([self.response_ids, self.response_ids[-1:]])  # any token id will do
-        return replace(self, response_ids=ids, loss_mask=mask, rollout_logprob=None)
+        return replace(self, response_ids=ids, loss_mask=mask, rollout_logprob=None, token_versions=None)
 
 
 @dataclass(frozen=True)
@@ -162,12 +165,16 @@ class ScoredSample:
         score: its reward.
         baseline: reward of the greedy response to the same prompt (ReMax); None if unscored or not needed.
         answer: text of the last of several responses, which is what was scored; None for the sample's text.
+        is_replayed: it was trained on in an earlier iteration already.
+        is_stale: it was drawn by a policy too old to be learned from, and is not scored.
     """
 
     sample: Sample
     score: RewardResult
     baseline: float | None = None
     answer: str | None = None
+    is_replayed: bool = False
+    is_stale: bool = False
 
 
 @dataclass(frozen=True, eq=False)

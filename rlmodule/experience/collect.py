@@ -6,7 +6,9 @@ Leaves out where they come from (``experience/sources.py``) and what is told of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,15 +18,32 @@ from rlmodule.algorithm.shaping import first_groups, has_reward_variance
 from rlmodule.core.contract import Collectives
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import Sample, ScoredSample
-from rlmodule.experience.failures import check_not_all_failed, reward_counts
+from rlmodule.experience.failures import check_not_all_failed, check_not_all_stale, reward_counts
 from rlmodule.experience.gathering import gather_sample_info
 from rlmodule.experience.sample_table import SampleTable
 
 
+@dataclass(frozen=True)
+class Collected:
+    """The samples of an iteration.
+
+    Args:
+        mine: those of this rank.
+        sample_info: facts of all ranks' samples.
+        metrics: of collecting them.
+        left_out: facts of those that were collected and are not learned from.
+    """
+
+    mine: Sequence[Sample]
+    sample_info: SampleTable
+    metrics: dict[str, float]
+    left_out: SampleTable = field(default_factory=partial(SampleTable.of, ()))
+
+
 def collect_groups(
     collect: Callable[[], list[ScoredSample]], objective: Objective, collectives: Collectives
-) -> tuple[list[Sample], SampleTable, dict[str, float]]:
-    """(this rank's samples, facts of all, metrics); asks for more where flat groups are to be replaced.
+) -> Collected:
+    """The samples of an iteration; asks for more where flat groups are to be replaced.
 
     Which groups stay follows from the facts, which every rank has: the first ones that tell anything, in the order
     of the prompts. When the rounds are used up the iteration is smaller; when no group tells anything, the last
@@ -39,8 +58,9 @@ def collect_groups(
 
     mine, sample_info = last_mine, last_info = more()
     if not config.filter_groups.enable:
+        check_not_all_stale(sample_info)
         check_not_all_failed(sample_info, "the iteration")
-        return mine, sample_info, reward_counts(sample_info)
+        return Collected(mine, sample_info, reward_counts(sample_info))
     num_groups = len(np.unique(sample_info.metas.group_id))
     rounds = 1
     kept = _groups_with_variance(sample_info, num_groups)
@@ -48,6 +68,7 @@ def collect_groups(
         last_mine, last_info = more()
         mine, sample_info, rounds = mine + last_mine, SampleTable.joined([sample_info, last_info]), rounds + 1
         kept = _groups_with_variance(sample_info, num_groups)
+    check_not_all_stale(sample_info)
     check_not_all_failed(sample_info, "the iteration")
     rewards = sample_info.reward[sample_info.is_scored].tolist()
     metrics = {
@@ -57,11 +78,13 @@ def collect_groups(
         "filter_groups/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
     }
     if not kept:
-        return last_mine, last_info, metrics
-    return (
+        mine, kept = last_mine, set(last_info.metas.group_id.tolist())
+    is_kept = np.isin(sample_info.metas.group_id, list(kept))
+    return Collected(
         [s for s in mine if s.group_id in kept],
-        sample_info.where(np.isin(sample_info.metas.group_id, list(kept))),
+        sample_info.where(is_kept),
         metrics,
+        sample_info.where(~is_kept),
     )
 
 

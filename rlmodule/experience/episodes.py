@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlmodule.core.config import at_least, more_than
-from rlmodule.core.contract import Episode, RolloutEngine
+from rlmodule.core.contract import Episode, Responder
 from rlmodule.core.episodes import LENGTH, STOP, Completion, Done, Drawing, GenerationRequest, Message, Observation
 from rlmodule.core.errors import DataError, RLModuleError
 from rlmodule.core.types import Prompt, RewardResult, Sample
@@ -125,7 +125,7 @@ class EpisodeRunner:
     max_response_length: int
     config: EpisodesConfig = field(default_factory=EpisodesConfig)
 
-    def run(self, engine: RolloutEngine, requests: Sequence[EpisodeRequest]) -> list[FinishedEpisode]:
+    def run(self, engine: Responder, requests: Sequence[EpisodeRequest]) -> list[FinishedEpisode]:
         """Run episodes to their ends, in one call of the engine; returns them in the order of ``requests``.
 
         Raises:
@@ -135,7 +135,7 @@ class EpisodeRunner:
         assert len(finished) == len(requests), f"{len(requests)} episodes were asked for, {len(finished)} have ended"
         return [finished[request.sample_id] for request in requests]
 
-    def stream(self, engine: RolloutEngine, requests: Iterable[EpisodeRequest]) -> Iterator[FinishedEpisode]:
+    def stream(self, engine: Responder, requests: Iterable[EpisodeRequest]) -> Iterator[FinishedEpisode]:
         """The same, each episode as soon as it ends.
 
         Raises:
@@ -240,8 +240,8 @@ class RunningEpisode:
         runner: has limits and chat format.
         version: of the engine's weights.
         prompt: the row, with the prompt that the episode opened with.
-        ids, logprobs, masks: token ids [R] int64, log-probabilities [R] float32 and loss mask [R] bool of each response
-            and each observation so far.
+        ids, logprobs, masks, versions: token ids [R] int64, log-probabilities [R] float32, loss mask [R] bool and
+            versions [R] int64 of the weights, of each response and each observation so far.
         completions: the responses so far.
         turn_rewards: of those that were answered; None where the environment gave none.
     """
@@ -253,6 +253,7 @@ class RunningEpisode:
     ids: list[Tensor] = field(default_factory=list)
     logprobs: list[Tensor] = field(default_factory=list)
     masks: list[Tensor] = field(default_factory=list)
+    versions: list[Tensor] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
     _episode: Episode | None = field(default=None, init=False)
@@ -266,7 +267,7 @@ class RunningEpisode:
 
     def answered(self, completion: Completion) -> Callable[[], Observation | Done]:
         """Take a response; the call that asks the environment what follows."""
-        self._append(completion.token_ids, completion.logprobs, is_sampled=True)
+        self._append(completion.token_ids, completion.logprobs, versions=_versions_of(completion))
         self.completions.append(completion)
         assert self._episode is not None, "an episode begins before its first response"
         return partial(self._episode.reply, self._with_raw_text(completion))
@@ -329,7 +330,7 @@ class RunningEpisode:
         ids = self._ids_of(reply, lambda messages: chat.encode_observation(messages, after=token))
         if self.length + len(ids) >= self.runner.max_response_length:  # no room for another response
             return self._cut()
-        self._append(torch.tensor(ids, dtype=torch.int64), torch.zeros(len(ids)), is_sampled=False)
+        self._append(torch.tensor(ids, dtype=torch.int64), torch.zeros(len(ids)))
         return None
 
     def _cut(self) -> FinishedEpisode:
@@ -343,10 +344,13 @@ class RunningEpisode:
             return self._failed(Failure("".join(traceback.format_exception(error))))
         return self._ended(LENGTH, end)
 
-    def _append(self, ids: Tensor, logprobs: Tensor, *, is_sampled: bool) -> None:
+    def _append(self, ids: Tensor, logprobs: Tensor, *, versions: Tensor | None = None) -> None:
+        """Add a response with the versions that drew it, or what the environment says."""
         self.ids.append(ids)
         self.logprobs.append(logprobs)
-        self.masks.append(torch.full(ids.shape, is_sampled))
+        self.masks.append(torch.full(ids.shape, versions is not None))
+        before = int(self.versions[-1][-1]) if self.versions else self.version
+        self.versions.append(torch.full(ids.shape, before) if versions is None else versions)
 
     def let_go(self) -> None:
         """Nothing follows: what the environment holds for this episode may go."""
@@ -360,7 +364,7 @@ class RunningEpisode:
             self.let_go()
         if not self.ids:  # a sample has a token
             end = self.runner.chat.end_tokens()[0]
-            self._append(torch.tensor([end]), torch.zeros(1), is_sampled=False)
+            self._append(torch.tensor([end]), torch.zeros(1))
         self.turn_rewards.clear()
         counts = {"failed": 1.0, "timed_out": float(failure.timed_out)}
         text = f"{self._location}, turn {len(self.completions)}:\n{failure.text}"
@@ -369,6 +373,7 @@ class RunningEpisode:
     def _ended(self, finish_reason: str, end: Done) -> FinishedEpisode:
         ids, decode = torch.cat(self.ids), self.runner.chat.tokenizer.decode
         answer = self.completions[-1].text if self.completions else ""
+        versions = torch.cat(self.versions)
         sample = Sample(
             sample_id=self.request.sample_id,
             group_id=self.request.group_id,
@@ -378,7 +383,8 @@ class RunningEpisode:
             rollout_logprob=torch.cat(self.logprobs),
             finish_reason=finish_reason,
             text=answer if len(self.ids) == 1 else str(decode(ids, skip_special_tokens=True)),
-            version=min((completion.version for completion in self.completions), default=self.version),
+            version=int(versions.min()),
+            token_versions=None if bool((versions == versions[0]).all()) else versions,
         )
         given = [value or 0.0 for value in self.turn_rewards]
         return FinishedEpisode(
@@ -413,3 +419,12 @@ class RunningEpisode:
 
     def _error(self, because: str, fix: str) -> DataError:
         return DataError(location=self._location, because=because, fix=fix)
+
+
+def _versions_of(completion: Completion) -> Tensor:
+    """[R] int64, the version that drew each token."""
+    return (
+        torch.full_like(completion.token_ids, completion.version)
+        if completion.versions is None
+        else completion.versions
+    )

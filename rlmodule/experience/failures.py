@@ -26,10 +26,22 @@ def check_not_all_failed(sample_info: SampleTable, of_what: str) -> None:
         raise TrainingError(f"the reward failed on all {failed} responses of {of_what}. {first_failure(sample_info)}")
 
 
+def check_not_all_stale(sample_info: SampleTable) -> None:
+    """End the run when every sample was drawn by a policy too old to be learned from.
+
+    Raises:
+        TrainingError: the same on every rank.
+    """
+    if len(sample_info) and sample_info.is_stale.all():
+        raise TrainingError(
+            f"all {len(sample_info)} responses of the iteration are older than rollout.max_staleness allows, so "
+            "nothing is learned. Raise rollout.max_staleness, or lower rollout.ahead"
+        )
+
+
 def reward_counts(sample_info: SampleTable) -> dict[str, float]:
-    """``reward/NAME`` for what rewards count, such as ``failed``, over all samples of the newest policy."""
-    newest = drawn_last(sample_info)
-    listed = {name: column.listed for name, column in sorted(newest.counts.items())}
+    """``reward/NAME`` for what rewards count, such as ``failed``, over all samples that are not trained on again."""
+    listed = {name: column.listed for name, column in sorted(drawn_last(sample_info).counts.items())}
     return {f"reward/{name}": float(sum(values)) for name, values in listed.items() if values}
 
 
@@ -46,6 +58,6 @@ def first_failure(sample_info: SampleTable) -> str:
 
 
 def drawn_last(sample_info: Sequence[SampleInfo]) -> SampleTable:
-    """The samples of the newest policy; all of them where none is trained on again."""
+    """The samples that are not trained on again."""
     table = SampleTable.of(sample_info)
-    return table.where(table.version == table.version.max(initial=0))
+    return table.where(~table.is_replayed)

@@ -60,6 +60,9 @@ def _info_of(scored: ScoredSample) -> SampleInfo:
         dict(score.diagnostics),
         dict(score.counts),
         score.failure,
+        scored.is_replayed,
+        scored.is_stale,
+        sample.token_versions is not None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -49,6 +50,7 @@ class Iteration:
         experience: this rank's rows.
         sampler: hands out this rank's mini-batches.
         metrics: facts of the iteration to log, the same on every rank.
+        left_out: samples that were collected for it and are no part of it, by sample id.
     """
 
     sample_info: SampleTable
@@ -56,3 +58,4 @@ class Iteration:
     experience: Experience
     sampler: BalancedSampler
     metrics: Mapping[str, float] = field(default_factory=dict)
+    left_out: SampleTable = field(default_factory=partial(SampleTable.of, ()))

@@ -39,7 +39,12 @@ class RunTotals:
 
 
 def iteration_metrics(
-    iteration: Iteration, seconds: Mapping[str, float], elapsed: Mapping[str, Elapsed], totals_so_far: RunTotals
+    iteration: Iteration,
+    seconds: Mapping[str, float],
+    elapsed: Mapping[str, Elapsed],
+    totals_so_far: RunTotals,
+    *,
+    policy_version: int | None = None,
 ) -> dict[str, float]:
     """Everything that is logged once per iteration.
 
@@ -48,13 +53,14 @@ def iteration_metrics(
         seconds: wall clock by phase of collecting, from the stopwatch of the data module.
         elapsed: the clock of the iteration: ``collect``, ``update`` and perhaps ``validate``.
         totals_so_far: the run with this iteration counted in.
+        policy_version: of the policy that began to train on it; None where it drew none of the samples.
     """
     tokens = int(without_padding(iteration.sample_info).metas.length.sum())
     drawn = drawn_last(iteration.sample_info)
     return {
         **reward_metrics(drawn),
         **length_metrics(drawn),
-        **staleness_metrics(iteration.sample_info),
+        **staleness_metrics(iteration.sample_info, policy_version),
         **advantage_metrics(iteration),
         **iteration.metrics,
         **time_metrics(seconds, elapsed, tokens),
@@ -113,10 +119,10 @@ def _first_of(first: Numbers | None, second: Numbers | None) -> list[float]:
 def length_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
     """``response_length/*`` and ``prompt_length/*`` in tokens per sample; ``clip_ratio`` is the share that was cut.
 
-    A sample that failed has no say in it: how far it got depends on when it failed.
+    A sample that failed has no say in it, since how far it got depends on when it failed, nor one that is too old.
     """
     counted = without_padding(sample_info)
-    counted = counted.where(~counted.failed)
+    counted = counted.where(~counted.failed & ~counted.is_stale)
     return {
         **min_mean_max("response_length", counted.metas.response_len.astype(float).tolist()),
         "response_length/clip_ratio": mean(counted.truncated.astype(float).tolist()),
@@ -124,17 +130,23 @@ def length_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
     }
 
 
-def staleness_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
-    """``rollout/staleness/*``, in iterations since a response was drawn; nothing where all were drawn by one policy."""
+def staleness_metrics(sample_info: Sequence[SampleInfo], policy_version: int | None = None) -> dict[str, float]:
+    """``rollout/staleness/*``: iterations since the oldest token of a response was drawn; nothing where all are new.
+
+    Args:
+        sample_info: of the samples that are trained on, those too old among them.
+        policy_version: as in ``iteration_metrics``; None for the newest of the samples.
+    """
     counted = without_padding(sample_info)
-    ages = (counted.version.max(initial=0) - counted.version).astype(float).tolist()
+    newest = counted.version.max(initial=0) if policy_version is None else policy_version
+    ages = (newest - counted.version).astype(float).tolist()
     if not any(ages):
         return {}
-    replayed = mean([float(age > 0) for age in ages])
     return {
         "rollout/staleness/mean": mean(ages),
         "rollout/staleness/max": max(ages),
-        "rollout/staleness/replayed": replayed,
+        "rollout/staleness/replayed": mean(counted.is_replayed.astype(float).tolist()),
+        "rollout/staleness/mixed": mean(counted.is_mixed.astype(float).tolist()),
     }
 
 

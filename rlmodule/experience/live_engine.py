@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rlmodule.core.contract import ProvableEngine, RolloutEngine
+from rlmodule.core.contract import ConcurrentEngine, ProvableEngine, RolloutEngine
 from rlmodule.experience.canary import Canary
 
 
@@ -45,6 +45,8 @@ class LiveEngine:
             self._engine.update_weights(weights, version)
             if self.canary is not None and isinstance(self._engine, ProvableEngine):
                 self.canary(self._engine)
+            if isinstance(self._engine, ConcurrentEngine):
+                self._engine.resume()
             self._loaded = version
         return self._engine
 

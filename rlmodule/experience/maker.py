@@ -40,14 +40,16 @@ class ExperienceMaker:
         """Run every stage; ``collect`` gives this rank's responses and may fail, which then every rank learns."""
         scorer, advantage_stage = self.scorer, self.advantage_stage
         objective, layout, collectives = scorer.objective, scorer.strategy.layout, scorer.strategy.collectives
-        mine, sample_info, metrics = collect_groups(collect, objective, collectives)
+        collected = collect_groups(collect, objective, collectives)
+        sample_info, metrics = collected.sample_info, collected.metrics
         # Values, energies and KL come from passes over the plan; without them advantages are known before it is made.
         inputs = None if self._needs_scores else advantage_stage.inputs(sample_info, {}, metrics)
         advantages = advantage_stage.advantages(inputs)
         with timer.phase("plan"):
             sampler = self.make_sampler(self._metas(sample_info, advantages))
         with timer.phase("exchange"):
-            here = dict(zip(sample_info.positions_of(s.sample_id for s in mine), mine, strict=True))
+            positions = sample_info.positions_of(s.sample_id for s in collected.mine)
+            here = dict(zip(positions, collected.mine, strict=True))
             held = redistribute(here, sampler.owners(sampler.first_pass, here), layout, collectives)
         speakers = sampler.speakers(sampler.first_pass, held)
         rows = scorer(
@@ -77,6 +79,7 @@ class ExperienceMaker:
             scorer.experience(rows, len(sample_info)),
             sampler,
             metrics,
+            collected.left_out,
         )
 
     @property
@@ -121,7 +124,8 @@ class ExperienceMaker:
         sampler.load_state_dict(saved.sampler)
         owners = sampler.owners(sampler.plans, saved.rows)
         mine = {p: row for p, row in saved.rows.items() if self.scorer.strategy.layout.dp_rank in owners.get(p, ())}
-        return Iteration(info, saved.advantages, self.scorer.experience(mine, len(info)), sampler, saved.metrics)
+        experience = self.scorer.experience(mine, len(info))
+        return Iteration(info, saved.advantages, experience, sampler, saved.metrics, saved.left_out)
 
     def packed(self, experience: Experience, share: RankShare) -> MiniBatch:
         """One mini-batch on the host, where copies to a CUDA device do not wait for it."""

@@ -6,7 +6,7 @@ Leaves out the weights that correct for what the policy has learned since (``alg
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlmodule.checkpoint.samples import PlainState, scored_samples_from, scored_samples_state
@@ -40,7 +40,7 @@ class ReplayMemory:
         """The kept responses that are young enough, then the new ones of ``iteration``, which are kept from now on."""
         young = [s for s in self._kept if s.sample.version >= iteration - self.staleness]
         self._kept = [*young, *new] if self.staleness else []
-        return [*young, *new]
+        return [*(replace(s, is_replayed=True) for s in young), *new]
 
     def state(self) -> PlainState | None:
         """What this rank keeps, as plain values and tensors; None without replay."""

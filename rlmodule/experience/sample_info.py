@@ -18,10 +18,12 @@ class SampleInfo:
         parts: named components of the reward.
         truncated: whether the response was cut at the limit.
         baseline: reward of the greedy response to the same prompt, where there is one.
-        version: iterations trained before it was drawn.
+        version: iterations trained before it was drawn, before its oldest token where weights changed.
         diagnostics: further numbers that the reward gives, for logs.
         counts: what the reward counts, for logs.
         failure: what went wrong where the reward function failed, empty for all but a rank's first; None elsewhere.
+        is_replayed, is_stale: as in ScoredSample.
+        is_mixed: its tokens were drawn by more than one version.
     """
 
     meta: SampleMeta
@@ -33,3 +35,6 @@ class SampleInfo:
     diagnostics: Mapping[str, float] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
     failure: str | None = None
+    is_replayed: bool = False
+    is_stale: bool = False
+    is_mixed: bool = False

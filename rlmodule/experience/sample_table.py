@@ -44,6 +44,7 @@ class SampleTable(Sequence[SampleInfo]):
         truncated: [n] bool.
         version: [n] int64.
         failed: [n] bool, whether the reward function failed.
+        is_replayed, is_stale, is_mixed: [n] bool, as in SampleInfo.
         parts, diagnostics, counts: numbers by name.
         failures: sample id -> what went wrong, for a rank's first; not of samples that were left out since.
     """
@@ -54,6 +55,9 @@ class SampleTable(Sequence[SampleInfo]):
     truncated: Bools
     version: Ints
     failed: Bools
+    is_replayed: Bools
+    is_stale: Bools
+    is_mixed: Bools
     parts: Mapping[str, Numbers]
     diagnostics: Mapping[str, Numbers]
     counts: Mapping[str, Numbers]
@@ -71,6 +75,9 @@ class SampleTable(Sequence[SampleInfo]):
             np.array([f.truncated for f in samples], bool),
             np.array([f.version for f in samples], np.int64),
             np.array([f.failure is not None for f in samples], bool),
+            np.array([f.is_replayed for f in samples], bool),
+            np.array([f.is_stale for f in samples], bool),
+            np.array([f.is_mixed for f in samples], bool),
             _columns([f.parts for f in samples]),
             _columns([f.diagnostics for f in samples]),
             _columns([f.counts for f in samples]),
@@ -90,6 +97,9 @@ class SampleTable(Sequence[SampleInfo]):
             np.concatenate([t.truncated for t in tables]),
             np.concatenate([t.version for t in tables]),
             np.concatenate([t.failed for t in tables]),
+            np.concatenate([t.is_replayed for t in tables]),
+            np.concatenate([t.is_stale for t in tables]),
+            np.concatenate([t.is_mixed for t in tables]),
             _joined([t.parts for t in tables], sizes),
             _joined([t.diagnostics for t in tables], sizes),
             _joined([t.counts for t in tables], sizes),
@@ -115,6 +125,9 @@ class SampleTable(Sequence[SampleInfo]):
             self.truncated[positions],
             self.version[positions],
             self.failed[positions],
+            self.is_replayed[positions],
+            self.is_stale[positions],
+            self.is_mixed[positions],
             taken(self.parts),
             taken(self.diagnostics),
             taken(self.counts),
@@ -164,6 +177,9 @@ class SampleTable(Sequence[SampleInfo]):
             diagnostics,
             counts,
             self.failures.get(meta.sample_id, "") if self.failed[index] else None,
+            bool(self.is_replayed[index]),
+            bool(self.is_stale[index]),
+            bool(self.is_mixed[index]),
         )
 
 

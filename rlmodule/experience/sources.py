@@ -25,7 +25,7 @@ class Source(Protocol):
     """Gives this rank's share of an iteration's samples.
 
     ``has_rewards``: rewards differ from sample to sample, so they are worth logging.
-    ``is_fresh``: the current policy draws the samples.
+    ``is_fresh``: the policy that is trained draws the samples.
     """
 
     has_rewards: ClassVar[bool]
@@ -83,21 +83,23 @@ class RolloutSource:
 
     def collect(self, iteration: int, timer: Timer) -> list[ScoredSample]:
         """The ``n`` samples of each row, with their rewards."""
-        mine = self.draw()
+        requests = self.requests()
         with timer.phase("rollout"):
-            engine = self.engine()
-            rows = select_rows(self.prompts, [row for _, row in mine])
-            finished = self.episodes.run(
-                engine, self._requests([(c, row) for (c, _), row in zip(mine, rows, strict=True)])
-            )
+            finished = self.episodes.run(self.engine(), requests)
         with timer.phase("reward"):
-            scored = with_rewards(finished, self.reward)
-        count = len(mine) * self.n
-        baselines = {s.sample.group_id: s.score.value for s in scored[count:]}
-        return [replace(s, baseline=baselines.get(s.sample.group_id)) for s in scored[:count]]
+            return self.scored(finished)
 
-    def _requests(self, rows: Sequence[tuple[int, Prompt]]) -> list[EpisodeRequest]:
-        """The samples of the iteration, then the greedy responses, whose ids are negative so that no sample has one."""
+    def scored(self, finished: Sequence[FinishedEpisode]) -> list[ScoredSample]:
+        """The samples with their rewards and those of the greedy responses, in the order of their requests."""
+        scored = with_rewards(finished, self.reward)
+        baselines = {s.sample.group_id: s.score.value for s in scored if s.sample.sample_id < 0}
+        return [replace(s, baseline=baselines.get(s.sample.group_id)) for s in scored if s.sample.sample_id >= 0]
+
+    def requests(self) -> list[EpisodeRequest]:
+        """Take the rows of an iteration: this rank's samples, then greedy responses, whose ids are negative."""
+        mine = self.draw()
+        prompts = select_rows(self.prompts, [row for _, row in mine])
+        rows = [(counter, prompt) for (counter, _), prompt in zip(mine, prompts, strict=True)]
         samples = [
             EpisodeRequest(row, counter * self.n + number, counter, self.seed)
             for counter, row in rows

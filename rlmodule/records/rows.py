@@ -46,7 +46,8 @@ def to_row(scored: ScoredSample, iteration: int, tokenizer: Decoder, sampling: M
     """One response as plain values; everything that ``data.rollouts`` needs to train on it again.
 
     ``logprobs`` are the sampler's, in nats, rounded to float32, under the distribution that ``sampling`` describes;
-    ``loss_mask`` is present only if some token is not trained on; ``reward`` is null if the response could not be
+    ``loss_mask`` is present only if some token is not trained on, and ``token_versions`` (iterations that the policy
+    which drew a token had been trained for) only if they differ; ``reward`` is null if the response could not be
     scored; ``reward_diagnostics`` has what a reward function reports beside its components.
     """
     sample, prompt = scored.sample, scored.sample.prompt
@@ -68,6 +69,8 @@ def to_row(scored: ScoredSample, iteration: int, tokenizer: Decoder, sampling: M
     }
     if logged := {**scored.score.diagnostics, **scored.score.counts}:
         row["reward_diagnostics"] = {name: _finite_or_none(value) for name, value in sorted(logged.items())}
+    if sample.token_versions is not None:
+        row["token_versions"] = sample.token_versions.tolist()
     if not bool(sample.loss_mask.all()):
         row["loss_mask"] = sample.loss_mask.int().tolist()
     return row

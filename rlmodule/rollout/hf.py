@@ -46,6 +46,7 @@ class HFRolloutConfig:
     cache_gb: float | None = None  # gigabytes of keys and values at most, on each process; null: of all those responses
 
     in_process: ClassVar[bool] = True
+    pauses: ClassVar[tuple[str, ...]] = ()  # it samples with the weights that are being trained
 
     def __post_init__(self) -> None:
         at_least("max_batch_size", self.max_batch_size, 1)

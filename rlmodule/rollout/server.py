@@ -6,6 +6,7 @@ Leaves out starting them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from rlmodule.rollout.parts.server_settings import ServerSettings
 from rlmodule.rollout.parts.sglang_api import SGLangApi
 from rlmodule.rollout.parts.weight_folder import WeightFolder, choose_root
 
-DIALECTS = {"sglang": SGLangApi, "openai": CompletionsApi}
+DIALECTS: Mapping[str, type[SGLangApi | CompletionsApi]] = {"sglang": SGLangApi, "openai": CompletionsApi}
 
 
 @ROLLOUTS.register
@@ -39,6 +40,11 @@ class ServerRolloutConfig(ServerSettings):
                 because="rollout=server uses servers that run already",
                 fix="Use url=http://HOST:PORT, or rollout=vllm, which starts its own",
             )
+
+    @property
+    def own_pauses(self) -> tuple[str, ...]:
+        """SGLang cuts off; of responses that go on it does not say which weights drew which token."""
+        return DIALECTS[self.api].pauses
 
     def connect(self, context: EngineContext) -> ServerEngine:
         """The engine of a run; adapters are merged for it."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from rlmodule.core.config import at_least, one_of
+from rlmodule.core.episodes import ABORT, KEEP, WAIT
 from rlmodule.core.errors import ConfigError
 from rlmodule.models.served import chunks_of, merged_weights
 from rlmodule.rollout import ROLLOUTS
@@ -94,6 +95,11 @@ class VLLMRolloutConfig(ServerSettings):
             because = "command is the whole command, and takes neither python nor arguments"
             raise ConfigError(key="command", got=self.command, because=because, fix="Write them into command")
 
+    @property
+    def own_pauses(self) -> tuple[str, ...]:
+        """vLLM pauses in each of its ways."""
+        return ABORT, KEEP
+
     def connect(self, context: EngineContext) -> ServerEngine:
         """The engine of a run."""
         layout, is_ours = context.strategy.layout, not self.urls
@@ -106,7 +112,12 @@ class VLLMRolloutConfig(ServerSettings):
         name = POLICY_NAME if is_ours else ""
         own = OwnServers(self._own(context, folder), self.restarts) if is_ours and layout.is_rank_zero else OwnServers()
         return ServerEngine(
-            self, context, lambda client: VLLMApi(client, name), folder, own, self._transfer(context, folder)
+            self,
+            context,
+            lambda client: VLLMApi(client, name, keeps=context.pause == KEEP),
+            folder,
+            own,
+            self._transfer(context, folder),
         )
 
     def _transfer(self, context: EngineContext, folder: WeightFolder) -> VLLMTransfer | None:
@@ -143,7 +154,7 @@ class VLLMRolloutConfig(ServerSettings):
         log = context.run_dir / "rollout"
         return tuple(
             OwnServer(
-                self.command or self.serve(folder, context.sampling.max_response_length),
+                self.command or self.serve(folder, context.sampling.max_response_length, context.pause),
                 folder.model,
                 self.host,
                 free_port(self.host),
@@ -154,7 +165,7 @@ class VLLMRolloutConfig(ServerSettings):
             for number in range(self.servers)
         )
 
-    def serve(self, folder: WeightFolder, max_response_length: int) -> list[str]:
+    def serve(self, folder: WeightFolder, max_response_length: int, pause: str = WAIT) -> list[str]:
         """The words of ``vllm serve``; no sampling value is left to the server."""
         lora = folder.policy.lora
         words: Mapping[str, object] = {
@@ -173,6 +184,7 @@ class VLLMRolloutConfig(ServerSettings):
             command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
         if self.weight_transfer != DISK:
             command += ["--weight-transfer-config", json.dumps({"backend": self.weight_transfer})]
+        command += ["--enable-scale-out"] if pause == KEEP else []  # answers then say which weights drew which token
         return [*command, *(["--enable-sleep-mode"] if self.sleep else []), *self.arguments]
 
     def environment(self, number: int = 0) -> dict[str, str]:

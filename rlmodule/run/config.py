@@ -27,6 +27,7 @@ from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.data.config import DataConfig
 from rlmodule.environments import ENVIRONMENTS
 from rlmodule.evaluation.config import ValConfig
+from rlmodule.experience.ahead import AheadConfig
 from rlmodule.experience.episodes import EpisodesConfig
 from rlmodule.experience.replay import ReplayConfig
 from rlmodule.loggers import LOGGERS, LoggerConfig
@@ -125,6 +126,7 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     rollout: EngineConfig = field(default_factory=HFRolloutConfig)
     replay: ReplayConfig = field(default_factory=ReplayConfig)
+    ahead: AheadConfig = field(default_factory=AheadConfig)
     val: ValConfig = field(default_factory=ValConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     loss: Loss = field(default_factory=PPOClip)
@@ -154,7 +156,7 @@ class RunConfig:
         data = convert(DataConfig, node.data, "data")
         algorithm = convert(AlgorithmConfig, node.algorithm, "algorithm")
         model = convert(ModelConfig, node.model, "model")
-        sampling, replay, rollout = _rollout_section(node.rollout)
+        sampling, replay, ahead, rollout = _rollout_section(node.rollout)
         loss, imitates = component(LOSSES, node.loss), algorithm.source == DEMONSTRATIONS
         has_advantage = "advantage" in loss.needs and not imitates
         return cls(
@@ -164,6 +166,7 @@ class RunConfig:
             sampling=sampling,
             rollout=rollout,
             replay=replay,
+            ahead=ahead,
             val=convert(ValConfig, node.val, "val"),
             algorithm=algorithm if data.rollouts is None else algorithm.for_stored_rollouts(),
             loss=loss,
@@ -381,12 +384,12 @@ def component(registry: Registry[Any], node: Any, key: str | None = None) -> Any
     return convert(registry.chosen(node, key), node, key or registry.kind, ignore=("name",))
 
 
-def _rollout_section(node: DictConfig) -> tuple[SamplingConfig, ReplayConfig, EngineConfig]:
-    """One section on the command line: how responses are drawn, how long they are kept, and the engine's own keys."""
-    sampling, replay, engine = convert_parts(
-        (SamplingConfig, ReplayConfig, ROLLOUTS.chosen(node)), node, "rollout", ignore=("name",)
+def _rollout_section(node: DictConfig) -> tuple[SamplingConfig, ReplayConfig, AheadConfig, EngineConfig]:
+    """One section on the command line: how and when responses are drawn, how long they are kept, the engine's keys."""
+    sampling, replay, ahead, engine = convert_parts(
+        (SamplingConfig, ReplayConfig, AheadConfig, ROLLOUTS.chosen(node)), node, "rollout", ignore=("name",)
     )
-    return sampling, replay, engine
+    return sampling, replay, ahead, engine
 
 
 def _environment(node: DictConfig) -> tuple[Environment | None, EpisodesConfig]:

@@ -55,6 +55,11 @@ class TrainingDataset(ABC):
     def samples_per_row(self) -> float:
         """Samples that a row gives, on average."""
 
+    @property
+    def group_size(self) -> int | None:
+        """Samples that every row gives; None where rows differ."""
+        return int(self.samples_per_row)
+
     @abstractmethod
     def describe(self) -> str:
         """Number and kind of the rows, for the run plan."""
@@ -287,6 +292,11 @@ class StoredRollouts(TrainingDataset):
     def samples_per_row(self) -> float:
         """Mean group size; stored groups may differ in size."""
         return len(self.table.lengths) / len(self.table)
+
+    @property
+    def group_size(self) -> None:
+        """Groups are as large as they were stored."""
+        return None
 
     def describe(self) -> str:
         """Number of responses, groups and files."""

@@ -351,6 +351,7 @@ class Run:
             run_dir=self.run_dir.root,
         )
         logged = LoggedRun(self.run_dir.root, context.name, context.tags, context.hparams, step)
+        module.after_step = datamodule.count_step
         trainer = build_trainer(config, self.machine, self.run_dir, strategy, callbacks, logged=logged)
         return RunParts(trainer, module, datamodule, context, checkpoint)
 
@@ -390,7 +391,7 @@ class Run:
                         "optimizer": asdict(s.optimizer),
                         "algorithm": asdict(s.algorithm),
                         "batching": asdict(s.batching),
-                        "rollout": asdict(s.sampling) | vars(s.rollout) | asdict(s.replay),
+                        "rollout": asdict(s.sampling) | vars(s.rollout) | asdict(s.replay) | asdict(s.ahead),
                         "seed": s.general.seed,
                     }
                 ),

@@ -92,7 +92,14 @@ def unread(config: RunConfig, run_steps: int) -> list[str]:
         config: of the run.
         run_steps: optimizer steps of the whole run.
     """
-    rules = (_switched_off(config), _divisor(config), _warmup(config, run_steps), _best(config), _replies(config))
+    rules = (
+        _switched_off(config),
+        _divisor(config),
+        _warmup(config, run_steps),
+        _best(config),
+        _replies(config),
+        _ahead(config),
+    )
     return [found for rule in rules for found in rule]
 
 
@@ -151,3 +158,8 @@ def _replies(config: RunConfig) -> Iterator[str]:
     episodes = config.episodes
     if not episodes.num_workers and episodes.reply_seconds != _default(episodes, "reply_seconds"):
         yield f"environment.reply_seconds={episodes.reply_seconds:g} is read only with environment.num_workers above 0"
+
+
+def _ahead(config: RunConfig) -> Iterator[str]:
+    if not config.ahead.ahead and config.ahead.pause != _default(config.ahead, "pause"):
+        yield f"rollout.pause={config.ahead.pause} is read only with rollout.ahead above 0"

@@ -4,6 +4,7 @@ One server on a CPU, started by the first run and killed (-9) in the middle of a
 head size (32), since the attention of vLLM on CPUs knows few.
 """
 
+import copy
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rlmodule.core.episodes import KEEP, PAUSES, WAIT
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import Prompt
 from rlmodule.data.end_tokens import EndTokens
@@ -58,6 +60,10 @@ REQUESTS = [
 ]  # four prompts, each asked four times
 
 
+PROMPTS = [Prompt(i, (5 + i, 6, 7, 8), "") for i in range(8)]
+LONG = 150  # tokens, so that weights change in the middle
+
+
 def new_policy(lora=None):
     """Random weights, larger than usual, so that its distributions are far from flat."""
     config = ModelConfig(architecture=ARCHITECTURE, tokenizer="byte", lora=lora or LoraConfig())
@@ -79,7 +85,18 @@ def real_sizes(monkeypatch):
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    """A server that the tests of this file share; RLMODULE_VLLM_URL names one that runs already."""
+    """A server that the tests of this file share."""
+    yield from server_with(tmp_path_factory, WAIT, "--enable-lora", "--max-lora-rank", "8")
+
+
+@pytest.fixture(scope="module")
+def url_without_adapters(tmp_path_factory):
+    """Likewise; with adapters vLLM on a CPU ends when it is asked for log-probabilities of a prompt while it draws."""
+    yield from server_with(tmp_path_factory, KEEP)
+
+
+def server_with(tmp_path_factory, pause, *words):
+    """The address of a server; RLMODULE_VLLM_URL names one that runs already."""
     if "RLMODULE_VLLM_URL" in os.environ:
         yield os.environ["RLMODULE_VLLM_URL"]
         return
@@ -87,7 +104,7 @@ def url(tmp_path_factory):
     weights = WeightFolder(folder, new_policy(), byte_tokenizer(), torch.float32)
     weights.write(weights.policy.lm.state_dict().items())
     config = VLLMRolloutConfig(python=PYTHON, max_prompt_length=176)
-    command = [*config.serve(weights, LENGTH), "--enforce-eager", "--enable-lora", "--max-lora-rank", "8"]
+    command = [*config.serve(weights, LENGTH, pause), "--enforce-eager", *words]
     port, log = free_port("127.0.0.1"), folder / "log"
     server = OwnServer(
         command, weights.model, "127.0.0.1", port, log, folder / "none", config.environment() | environment
@@ -97,9 +114,9 @@ def url(tmp_path_factory):
     server.close()
 
 
-def served_by(url, policy, folder, **keys):
-    config = VLLMRolloutConfig(url=url, max_prompt_length=160, num_requests=16, start_seconds=1500.0, **keys)
-    return served.Served(policy, config, folder, ends=EndTokens((EOS,)))
+def served_by(url, policy, folder, *, pause=WAIT):
+    config = VLLMRolloutConfig(url=url, max_prompt_length=160, num_requests=16, start_seconds=1500.0)
+    return served.Served(policy, config, folder, ends=EndTokens((EOS,)), pause=pause)
 
 
 def test_weights_arrive_and_are_proven(url, tmp_path, capsys):
@@ -145,6 +162,53 @@ def test_an_adapter_alone_is_synced(url, tmp_path, capsys):
     run.engine.close()
     with capsys.disabled():
         print("", *run.said, sep="\n")
+
+
+@pytest.mark.parametrize("pause", PAUSES)
+@torch.no_grad()
+def test_weights_change_while_responses_are_under_way(url_without_adapters, tmp_path, capsys, pause):
+    """Each token has the log-probability that the weights which it names give it, through two changes."""
+    policy = new_policy()
+    run = served_by(url_without_adapters, policy, tmp_path, pause=pause)
+    requests = [ask(request_prompt, i, max_tokens=LONG) for i, request_prompt in enumerate(PROMPTS * 4)]
+    reader = served.InThread(run.engine().beside(), requests)
+    snapshots, seconds = [copy.deepcopy(policy)], []
+    for _ in range(2):
+        time.sleep(0.3)
+        run.train(lambda name: 0.02)
+        snapshots.append(copy.deepcopy(policy))
+        began = time.monotonic()
+        run.engine()
+        seconds.append(round(time.monotonic() - began, 2))
+    found = reader.join(600)
+    run.engine.close()
+    assert sorted(found) == list(range(len(requests)))
+    gaps = [
+        (served.logprobs_of(snapshots, request, found[request.sample_id]) - found[request.sample_id].logprobs).abs()
+        for request in requests
+    ]
+    mixed = sum(c.versions is not None for c in found.values())
+    with capsys.disabled():
+        worst, tokens = float(torch.cat(gaps).max()), sum(map(len, gaps))
+        print(
+            f"\n{pause}: {mixed} of {len(found)} responses of several versions, {tokens} tokens, "
+            f"{worst:.1e} nats at most from the weights they name; seconds of the changes: {seconds}"
+        )
+    assert torch.cat(gaps).max() < 1e-3
+    assert (mixed > 0) == (pause != WAIT)
+
+
+def test_a_run_draws_beside_training(url_without_adapters, tmp_path, capsys):
+    folder, url = tmp_path / "run", url_without_adapters
+    keys = ("debug=fast", "rollout=vllm", f"rollout.url={url}", "rollout.ahead=1", "rollout.pause=abort", *SORT[:1])
+    process, out = train(folder, *keys, "rollout_correction=tis", "trainer.max_epochs=3", *SORT[4:7], SORT[8])
+    assert process.wait() == 0, out.read_text()[-3000:]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    last = [r for r in records if r["kind"] == "iteration"][-1]
+    samples = [json.loads(line)["sample_id"] for file in (folder / "rollouts").glob("*.jsonl") for line in file.open()]
+    assert sorted(samples) == list(range(3 * 8 * 4))
+    with capsys.disabled():
+        print("", {k: v for k, v in last.items() if k.startswith(("samples/", "rollout/", "rollout_corr/"))}, sep="\n")
 
 
 SEEDS = [int(word) for word in os.environ.get("RLMODULE_VLLM_SEEDS", "0,1,2").split(",")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rlmodule.core.episodes import WAIT
 from rlmodule.core.types import POLICY
 from rlmodule.data.end_tokens import EndTokens
 from rlmodule.experience.canary import Canary, PolicyScores
@@ -18,11 +20,12 @@ from rlmodule.models.served import base_weights, merged_weights, write_model
 from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.rollout.parts.sampling import SamplingConfig
 from rlmodule.rollout.vllm import VLLMRolloutConfig
-from tests.helpers.tiny import single
+from tests.helpers.tiny import single, stock
 from tests.rollout.engines import END, LIMIT, TinyTokenizer
 from tests.rollout.small_server import Server
 
 MAX_PROMPT = 16
+PATIENCE = 30.0  # seconds until a thread is taken for hanging
 FILE_BYTES = 20_000  # of weights: the tiny model has several files
 
 
@@ -37,6 +40,7 @@ class Served:
         *,
         strategy: Any = None,
         ends: EndTokens | None = None,
+        pause: str = WAIT,
         **sampling: Any,
     ) -> None:
         self.policy, self.strategy = policy, strategy or single({POLICY: policy})
@@ -49,6 +53,7 @@ class Served:
             torch.device("cpu"),
             policy,
             run_dir,
+            pause,
         )
         canary = Canary(PolicyScores(self.strategy, 0), self.said.append)
         connect = lambda: config.connect(context)  # noqa: E731
@@ -78,7 +83,7 @@ def served(policy: PolicyModel, tmp_path: Path, *faults: str, servers: int = 1, 
     start = start_weights(policy, tmp_path / "start")
     seconds = keys.pop("seconds", 0.0)
     there = [Server(start, faults, seconds=seconds) for _ in range(servers)]
-    sampling = {name: keys.pop(name) for name in ("temperature", "top_k", "ends", "strategy") if name in keys}
+    sampling = {name: keys.pop(name) for name in ("temperature", "top_k", "ends", "strategy", "pause") if name in keys}
     made = config or VLLMRolloutConfig
     config = made(
         url=[server.url for server in there],
@@ -91,3 +96,37 @@ def served(policy: PolicyModel, tmp_path: Path, *faults: str, servers: int = 1, 
         made.engine.close()
         for server in there:
             server.close()
+
+
+class InThread:
+    """Responses that a thread reads."""
+
+    def __init__(self, responder, requests):
+        self.found, self.problem = {}, None
+        self.thread = threading.Thread(target=self._read, args=(responder, requests), daemon=True)
+        self.thread.start()
+
+    def _read(self, responder, requests):
+        try:
+            for completion in responder.generate(requests):
+                self.found[completion.sample_id] = completion
+        except Exception as error:
+            self.problem = error
+
+    def join(self, patience=PATIENCE):
+        self.thread.join(patience)
+        assert not self.thread.is_alive(), "it hangs"
+        if self.problem is not None:
+            raise self.problem
+        return self.found
+
+
+def logprobs_of(policies, request, completion):
+    """[R] of each token by the weights that are said to have drawn it."""
+    ids = torch.tensor([[*request.prompt_ids, *completion.token_ids.tolist()]])
+    versions = completion.versions
+    if versions is None:
+        versions = torch.full_like(completion.token_ids, completion.version)
+    rows = torch.stack([stock(policy)(input_ids=ids).logits[0].log_softmax(-1) for policy in policies])
+    places = torch.arange(len(request.prompt_ids) - 1, ids.shape[1] - 1)
+    return rows[versions, places, completion.token_ids]

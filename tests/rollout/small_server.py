@@ -1,6 +1,7 @@
 """A small server of vLLM's and SGLang's protocols around a model that it really holds, with faults to plant.
 
-In a thread, or as a process: ``python tests/rollout/small_server.py FOLDER HOST PORT [FAULT ...]``. It loads folders by
+In a thread, or as a process: ``python tests/rollout/small_server.py FOLDER HOST PORT [FAULT ...] [SECONDS]``, which
+each token then takes at least. It loads folders by
 itself and samples with transformers, so weights that it did not take are really old.
 """
 
@@ -14,10 +15,12 @@ import queue
 import sys
 import threading
 import time
+from collections.abc import Callable
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import torch
 from safetensors.torch import load_file
@@ -111,12 +114,19 @@ class Model:
             self.cache[ids] = last
         return last
 
-    def draw(self, ask: dict[str, Any]) -> dict[str, Any]:
-        """ids, log-probabilities, likeliest tokens of each place, finish reason."""
+    def draw(self, ask: dict[str, Any], may_go_on: Callable[[int], bool] = lambda drawn: True) -> dict[str, Any]:
+        """ids, log-probabilities, likeliest tokens and weight version of each place, finish reason.
+
+        ``may_go_on`` is asked before each token; False cuts the response off.
+        """
         rng = torch.Generator().manual_seed(ask["seed"])
-        ids, logprobs, tops = list(ask["prompt"]), [], []
+        ids, logprobs, tops, versions = list(ask["prompt"]), [], [], []
         temperature = ask["temperature"] * (0.5 if "temperature" in self.faults else 1.0)
         while True:
+            if not may_go_on(len(logprobs)):
+                drawn = ids[len(ask["prompt"]) :]
+                return {"ids": drawn, "logprobs": logprobs, "tops": tops, "finish": "abort", "versions": versions}
+            versions.append(self.version)
             with self.lock:
                 logits = self.next_logits(tuple(ids), is_prompt=len(ids) == len(ask["prompt"]))
             plain = logits.log_softmax(-1)
@@ -135,9 +145,9 @@ class Model:
             drawn = ids[len(ask["prompt"]) :]
             ends = set(ask["ends"]) - ({*ask["ends"]} if "goes_on" in self.faults else set())
             if token in ends or ("ends" in self.faults and len(drawn) == 3):
-                return {"ids": drawn, "logprobs": logprobs, "tops": tops, "finish": "stop"}
+                return {"ids": drawn, "logprobs": logprobs, "tops": tops, "finish": "stop", "versions": versions}
             if len(drawn) == ask["max_tokens"]:
-                return {"ids": drawn, "logprobs": logprobs, "tops": tops, "finish": "length"}
+                return {"ids": drawn, "logprobs": logprobs, "tops": tops, "finish": "length", "versions": versions}
 
     def score(self, ids: tuple[int, ...]) -> list[float]:
         with self.lock:
@@ -162,6 +172,11 @@ class Server:
         folder: of the model; None waits until ``open`` is called.
         faults: names in FAULTS.
         seconds: that each response takes at least.
+
+    Attributes:
+        before_token: called with what is asked and the tokens drawn so far, before each further one.
+        paused: abort or keep while it is paused; new requests then wait.
+        num_cut_off: responses that a pause has cut off.
     """
 
     def __init__(
@@ -175,6 +190,9 @@ class Server:
         self.came: dict[str, torch.Tensor] | None = None
         self.calls: list[str] = []
         self.is_asleep = False
+        self.before_token: Callable[[dict[str, Any], int], None] = lambda ask, drawn: None
+        self.paused, self.num_pauses, self.num_cut_off = "", 0, 0
+        self.change = threading.Condition()
         self.http = Listener((host, port), handler_of(self))
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.02,), daemon=True)
         self.thread.start()
@@ -195,13 +213,35 @@ class Server:
         self.in_flight += 1
         self.most = max(self.most, self.in_flight)
         try:
+            cuts = self.num_pauses
             time.sleep(self.seconds)
             self.requests.append(ask)
-            found = self.model.draw(ask)
+            found = self.model.draw(ask, lambda drawn: self.may_go_on(ask, drawn, cuts))
             self.served += 1
+            self.num_cut_off += found["finish"] == "abort"
             return found
         finally:
             self.in_flight -= 1
+
+    def may_go_on(self, ask: dict[str, Any], drawn: int, cuts: int) -> bool:
+        self.before_token(ask, drawn)
+        with self.change:
+            while self.paused and self.num_pauses == cuts:
+                self.change.wait(0.05)
+            return self.num_pauses == cuts
+
+    def pause(self, mode: str) -> dict[str, Any]:
+        with self.change:
+            self.paused = mode
+            self.num_pauses += mode == "abort"
+            self.change.notify_all()
+        return {}
+
+    def resume(self) -> dict[str, Any]:
+        with self.change:
+            self.paused = ""
+            self.change.notify_all()
+        return {}
 
 
 def handler_of(server: Server) -> type[BaseHTTPRequestHandler]:
@@ -218,7 +258,7 @@ def handler_of(server: Server) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
-            self._answer(json.loads(self.rfile.read(length) or b"{}"))
+            self._answer(json.loads(self.rfile.read(length) or b"{}") | dict(parse_qsl(urlsplit(self.path).query)))
 
         def _answer(self, body: dict[str, Any]) -> None:
             path = self.path.split("?")[0]
@@ -252,6 +292,19 @@ def completions(server: Server, body: dict[str, Any]) -> dict[str, Any]:
     logprobs = {"token_logprobs": found["logprobs"], "top_logprobs": top}
     choice = {"token_ids": found["ids"], "logprobs": logprobs, "finish_reason": found["finish"]}
     return {"choices": [choice | {"prompt_logprobs": prompt if scores else None}]}
+
+
+def tokens_in_and_out(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's other dialect, which says what weights drew each token."""
+    params = body["sampling_params"]
+    found = server.draw({**params, "prompt": body["token_ids"], "ends": params["stop_token_ids"]})
+    versions = found["versions"]
+    starts = [i for i, version in enumerate(versions) if i == 0 or version != versions[i - 1]]
+    spans = zip(starts, [*starts[1:], len(versions)], strict=True)
+    content = [{"token_id": t, "logprob": v} for t, v in zip(found["ids"], found["logprobs"], strict=True)]
+    choice = {"token_ids": found["ids"], "logprobs": {"content": content}, "finish_reason": found["finish"]}
+    weights = [{"version": versions[start], "start": start, "end": end} for start, end in spans]
+    return {"choices": [choice | {"weight_versions": weights}]}
 
 
 def generate(server: Server, body: dict[str, Any]) -> dict[str, Any]:
@@ -359,8 +412,11 @@ ROUTES = {
     "/update_weight_version": set_version,
     "/weight_info": lambda server, body: {"weight_version": server.model.version},
     "/weight_checker": lambda server, body: {"checksums": server.model.digests()},
-    "/pause_generation": lambda server, body: {},
-    "/continue_generation": lambda server, body: {},
+    "/inference/v1/generate": tokens_in_and_out,
+    "/pause": lambda server, body: server.pause(body["mode"]),
+    "/resume": lambda server, body: server.resume(),
+    "/pause_generation": lambda server, body: server.pause(body["mode"]),
+    "/continue_generation": lambda server, body: server.resume(),
     "/sleep": fall_asleep,
     "/wake_up": wake_up,
     "/get_world_size": lambda server, body: {"world_size": 1},
@@ -374,4 +430,8 @@ ROUTES = {
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder, host, port, *planted = sys.argv[1:]
-    Server(Path(folder), tuple(planted), host=host, port=int(port)).thread.join()
+    pace = [float(word) for word in planted if word not in FAULTS]
+    server = Server(Path(folder), tuple(word for word in planted if word in FAULTS), host=host, port=int(port))
+    if pace:
+        server.before_token = lambda ask, drawn: time.sleep(pace[0])
+    server.thread.join()

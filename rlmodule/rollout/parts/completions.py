@@ -9,17 +9,21 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from rlmodule.core.episodes import LENGTH, STOP
+from rlmodule.core.episodes import ABORT, LENGTH, STOP
 from rlmodule.rollout.parts.http_api import QUICK, RELOAD, HTTPApi
 from rlmodule.rollout.parts.http_client import ServerRefusedError
 from rlmodule.rollout.parts.server_api import Draw, Drawn, ServerFacts
+
+FINISHED = {"stop": STOP, "abort": ABORT}  # and anything else is a limit
 
 
 @dataclass(eq=False)
 class CompletionsApi(HTTPApi):
     """A server of completions. ``model`` is the name it serves the policy under; empty asks for its only model."""
+
+    pauses: ClassVar[tuple[str, ...]] = ()
 
     model: str = ""
 
@@ -40,8 +44,10 @@ class CompletionsApi(HTTPApi):
         """One response, with the log-probability of each token drawn."""
         choice = self._choice(draw, {"logprobs": 0})
         try:
+            finish_reason = FINISHED.get(choice["finish_reason"], LENGTH)
+            if finish_reason == ABORT and not choice["token_ids"]:
+                return Drawn((), (), ABORT)
             ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            finish_reason = STOP if choice["finish_reason"] == "stop" else LENGTH
         except (KeyError, TypeError):
             raise self.unreadable("token ids and log-probabilities") from None
         if ids is None or logprobs is None or len(ids) != len(logprobs):

@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.contract import RolloutEngine, Strategy
+from rlmodule.core.episodes import WAIT
 from rlmodule.models.policy import PolicyModel
 from rlmodule.rollout.parts.sampling import SamplingConfig
 
@@ -29,6 +30,7 @@ class EngineContext:
         device: of this rank.
         policy: the model as it was built, for its configuration and its adapters; the strategy has its weights.
         run_dir: of the run, for logs and weights on their way to a server.
+        pause: one of PAUSES, what becomes of responses under way when weights change.
     """
 
     sampling: SamplingConfig
@@ -38,6 +40,7 @@ class EngineContext:
     device: torch.device
     policy: PolicyModel
     run_dir: Path
+    pause: str = WAIT
 
 
 class EngineConfig(Protocol):
@@ -50,6 +53,10 @@ class EngineConfig(Protocol):
 
     def places(self, row_bytes: int) -> int | None:
         """Responses drawn side by side at most, each with so many bytes of keys and values; None without a limit."""
+
+    @property
+    def pauses(self) -> tuple[str, ...]:
+        """What it can do with responses under way when weights change; none where it cannot draw beside training."""
 
     def connect(self, context: EngineContext) -> RolloutEngine:
         """The engine of a run, not started yet."""

@@ -35,6 +35,13 @@ class HTTPApi:
         """It takes none."""
         raise AssertionError("adapters are merged for it")
 
+    def pause(self, mode: str) -> None:
+        """It cannot."""
+        raise AssertionError("its responses end before its weights change")
+
+    def resume(self) -> None:
+        """It was never paused."""
+
     def checksums(self) -> Mapping[str, str]:
         """It gives none."""
         return {}

@@ -39,11 +39,18 @@ class Draw:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A response as a server gives it: [R] token ids and log-probabilities, and ``stop`` or ``length``."""
+    """A response as a server gives it.
+
+    Args:
+        token_ids, logprobs: [R].
+        finish_reason: ``stop``, ``length``, or ``abort`` where it was cut off; it may then be empty.
+        versions: [R] of the weights that drew each token; empty where the server does not say.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: str
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,12 @@ class ServerApi(Protocol):
 
     def checksums(self) -> Mapping[str, str]:
         """A digest of each tensor, by the server's own names; empty where it gives none."""
+
+    def pause(self, mode: str) -> None:
+        """Draw no further token until ``resume``; requests under way are cut off (``abort``), or kept (``keep``)."""
+
+    def resume(self) -> None:
+        """Go on, with kept requests and new ones."""
 
     def sleep(self) -> None:
         """Give the device memory of weights, keys and values back until ``wake_up``."""

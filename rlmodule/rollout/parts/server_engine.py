@@ -14,22 +14,24 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-from rlmodule.core.episodes import LENGTH, STOP, Completion, GenerationRequest, Probe
+from rlmodule.core.contract import Responder
+from rlmodule.core.episodes import ABORT, LENGTH, STOP, Completion, GenerationRequest, Probe
 from rlmodule.core.errors import ConfigError, EnginesGoneError, RLModuleError, TrainingError, in_one_line
 from rlmodule.ops.random import uniform_of_token
 from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.rollout.parts.http_client import HTTPClient, ServerGoneError, ServerRefusedError
 from rlmodule.rollout.parts.own_server import OwnServers
 from rlmodule.rollout.parts.routing import Place, Router, none_left
-from rlmodule.rollout.parts.server_api import Draw, ServerApi, WeightTransfer
+from rlmodule.rollout.parts.server_api import Draw, Drawn, ServerApi, WeightTransfer
 from rlmodule.rollout.parts.server_checks import ServerChecks, check_response
 from rlmodule.rollout.parts.server_settings import ServerSettings
+from rlmodule.rollout.parts.weight_change import WeightChange
 from rlmodule.rollout.parts.weight_folder import WeightFolder, Weights
 
 T = TypeVar("T")
@@ -69,6 +71,12 @@ class ServerEngine:
     _said: list[tuple[float, ...]] = field(default_factory=list, init=False)  # log-probabilities of fixed sequences
     _digests: dict[str, dict[str, str]] = field(default_factory=dict, init=False)  # url -> before the last update
     _is_asleep: bool = field(default=False, init=False)
+    _places: threading.Semaphore = field(default_factory=threading.Semaphore, init=False)  # for requests in flight
+    _calls: set[threading.Event] = field(default_factory=set, init=False)  # of ``generate``, each set to give it up
+    _change: WeightChange = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._change = WeightChange(self.context.pause, self, lambda: self._running.in_use)
 
     # ---- the life of the engine
 
@@ -77,6 +85,8 @@ class ServerEngine:
 
     def close(self) -> None:
         """End the servers that are ours and take the weights away."""
+        for given_up in list(self._calls):
+            given_up.set()
         if self.transfer is not None:
             self.transfer.close()
         self.own.close()
@@ -108,12 +118,15 @@ class ServerEngine:
                 self.folder.write(weights)
             return self._hand_over(version, is_new=self._router is None), self._urls
 
-        lost, urls = self._from_first(hand_over, reads=weights)
-        self.own.watch()
-        if len(lost) == len(urls):
-            raise none_left(lost)
-        self._router = Router([Place(self._api(url), why=lost.get(url)) for url in urls], self._revive, self._say)
-        self.version = version
+        with self._change.around(lambda: self._check_versions(self._running)):
+            lost, urls = self.on_first(hand_over, reads=weights)
+            self.own.watch()
+            if len(lost) == len(urls):
+                raise none_left(lost)
+            if self._router is None:
+                self._places = threading.Semaphore(self.settings.num_requests * len(urls))
+            self._router = Router([Place(self._api(url), why=lost.get(url)) for url in urls], self._revive, self._say)
+            self.version = version
 
     @property
     def _is_direct(self) -> bool:
@@ -198,12 +211,13 @@ class ServerEngine:
         try:
             seconds = GRACE_SECONDS if self.settings.urls else self.settings.start_seconds
             self._wait_until_ready(api.url, seconds, given_up)
-            if api.version() != str(self.version):
-                if self._is_direct:
-                    self._say(f"rollout server {api.url} is left out until the next update, which it is sent")
-                    return False
-                self._load(api, self.version)
-            return self._agrees(api)
+            with self._change.lock:
+                if api.version() != str(self.version):
+                    if self._is_direct:
+                        self._say(f"rollout server {api.url} is left out until the next update, which it is sent")
+                        return False
+                    self._load(api, self.version)
+                return self._agrees(api)
         except (ServerGoneError, ServerRefusedError) as error:
             self._say(f"rollout server {api.url} did not come back: {error}")
             return False
@@ -227,7 +241,7 @@ class ServerEngine:
             self._wake_all()
             return self._asked_for_probes(self._running.in_use)
 
-        found, self._said = self._from_first(ask)
+        found, self._said = self.on_first(ask)
         return found
 
     def likely_stale(self) -> str:
@@ -287,7 +301,7 @@ class ServerEngine:
         """
         self._wake_together()
         try:
-            if self._leader == self.context.strategy.layout.rank:
+            if self.is_leader:
                 yield from self._shared(self._asked(requests))
             else:
                 yield from self._handed(requests)
@@ -296,6 +310,7 @@ class ServerEngine:
 
     def _asked(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
         router, given_up = self._running, threading.Event()
+        self._calls.add(given_up)
         self._check_versions(router)
         room = self.settings.num_requests * len(router.places)
         answers: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
@@ -304,7 +319,7 @@ class ServerEngine:
             try:
                 while True:
                     while in_flight < room and (request := next(waiting, None)) is not None:
-                        threads.submit(self._answer, request, router, given_up, answers)
+                        threads.submit(self._answer, request, given_up, answers)
                         in_flight += 1
                     if not in_flight:
                         break
@@ -315,27 +330,50 @@ class ServerEngine:
                     yield answer
             finally:
                 given_up.set()
+                self._calls.discard(given_up)
                 if in_flight:
                     router.hang_up()
-        self._check_versions(router)
+        self._check_versions(self._running)
 
     def _answer(
         self,
         request: GenerationRequest,
-        router: Router,
         given_up: threading.Event,
         answers: queue.SimpleQueue[Completion | Exception],
     ) -> None:
         """Put one completion, or what kept it from coming, into ``answers``; runs in a thread."""
         try:
             if not given_up.is_set():
-                draw = self._draw_of(request)
-                url, drawn = router.ask(lambda api: (api.url, api.draw(draw)), given_up)
+                url, drawn = self._drawn(request, given_up)
                 spelled = lambda ids: self.context.end_tokens.spelled(ids, self.context.tokenizer)  # noqa: E731
-                ids, ended = check_response(url, draw, drawn, spelled)
-                answers.put(self._completion(request, ids, drawn.logprobs[: len(ids)], STOP if ended else LENGTH))
+                ids, ended = check_response(url, self._draw_of(request), drawn, spelled)
+                answers.put(self._completion(request, ids, drawn, STOP if ended else LENGTH))
         except Exception as error:
             answers.put(error)
+
+    def _drawn(self, request: GenerationRequest, given_up: threading.Event) -> tuple[str, Drawn]:
+        """(server, one response); where it was cut off the next weights go on with what there is of it."""
+        whole = Drawn((), (), ABORT)
+        while True:
+            draw = self._draw_of(request.after(whole.token_ids))
+            with self._places, self._change.gate.passage(given_up):
+                version = self.version
+                url, part = self._running.ask(partial(self._ask, draw), given_up)
+            versions = part.versions or (version,) * len(part.token_ids)
+            whole = Drawn(
+                whole.token_ids + part.token_ids,
+                whole.logprobs + part.logprobs,
+                part.finish_reason,
+                whole.versions + versions,
+            )
+            if whole.finish_reason != ABORT or len(whole.token_ids) >= request.max_tokens:
+                return url, whole
+
+    def _ask(self, draw: Draw, api: ServerApi) -> tuple[str, Drawn]:
+        drawn = api.draw(draw)
+        if drawn.finish_reason == ABORT and self._change.gate.is_open:
+            raise ServerGoneError(f"{api.url} aborted a request")
+        return api.url, drawn
 
     def _draw_of(self, request: GenerationRequest) -> Draw:
         sampling, ends = self.context.sampling, self.context.end_tokens
@@ -353,12 +391,21 @@ class ServerEngine:
         )
 
     def _completion(
-        self, request: GenerationRequest, ids: tuple[int, ...], logprobs: tuple[float, ...], finish_reason: str
+        self, request: GenerationRequest, ids: tuple[int, ...], drawn: Drawn, finish_reason: str
     ) -> Completion:
-        assert request.version <= self.version, "a request wants newer weights than these"
+        """The first tokens of what was drawn, ``ids``, as a completion."""
+        logprobs, versions = drawn.logprobs[: len(ids)], drawn.versions[: len(ids)]
+        assert request.version <= min(versions), "a request wants newer weights than these"
         text = str(self.context.tokenizer.decode(list(ids), skip_special_tokens=True))
-        tensors = torch.tensor(ids, dtype=torch.int64), torch.tensor(logprobs, dtype=torch.float32)
-        return Completion(request.sample_id, *tensors, finish_reason, self.version, text)
+        return Completion(
+            request.sample_id,
+            torch.tensor(ids, dtype=torch.int64),
+            torch.tensor(logprobs, dtype=torch.float32),
+            finish_reason,
+            min(versions),
+            text,
+            versions=None if min(versions) == max(versions) else torch.tensor(versions, dtype=torch.int64),
+        )
 
     def _check_versions(self, router: Router) -> None:
         """Leave out a server that was started anew behind our back, and has other weights than those that were proven.
@@ -368,32 +415,62 @@ class ServerEngine:
         """
         for api in router.in_use:
             try:
-                there = api.version()
+                with self._change.lock:
+                    there = api.version()
+                    is_same = self._agrees(api) if there is None else there == str(self.version)
             except (ServerGoneError, ServerRefusedError):
                 continue  # found out by the next request
-            is_same = self._agrees(api) if there is None else there == str(self.version)
             if not is_same:
                 raise TrainingError(
                     f"the rollout server {api.url} has weights of version {there}, not {self.version}: it was started "
                     "anew, or somebody else updates it. Its responses are not trained on. Go on with resume=auto"
                 )
 
+    # ---- beside training
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank asks."""
+        return self._leader == self.context.strategy.layout.rank
+
+    def beside(self) -> Responder:
+        """The same responses from any thread; from now on weights change with care for those under way."""
+        self._change.is_on = True
+        return Beside(self)
+
+    def resume(self) -> None:
+        """Let requests go out again."""
+        self._change.resume()
+
+    def shared(self, work: Callable[[], T]) -> T:
+        """What ``work`` gives on the rank that asks, also where its tokens are repeated."""
+        return self._from(self._leader, work) if self._is_repeated else work()
+
     # ---- ranks
 
-    def _from_first(self, work: Callable[[], T], reads: Iterable[object] = ()) -> T:
-        """What ``work`` gives on the first rank, on every rank.
+    def gather(self, item: T) -> list[T]:
+        """The item of every rank, on every rank."""
+        return self.context.strategy.gather_from_all(item)
+
+    def on_first(self, work: Callable[[], T], reads: Iterable[object] = ()) -> T:
+        """What ``work`` gives on the first rank, on every rank."""
+        return self._from(0, work, reads)
+
+    def _from(self, rank: int, work: Callable[[], T], reads: Iterable[object] = ()) -> T:
+        """What ``work`` gives on one rank, on every rank that names the same; every rank calls it.
 
         Args:
+            rank: where it is called.
             work: is called there alone.
             reads: a stream that ``work`` reads and that every rank must read to its end, also where ``work`` fails.
 
         Raises:
-            RLModuleError: on every rank, when it failed.
+            RLModuleError: on every such rank, when it failed.
         """
         outcome: list[T] = []
         problem: RLModuleError | None = None
         try:
-            if self._is_first:
+            if self.context.strategy.layout.rank == rank:
                 outcome.append(work())
         except RLModuleError as error:
             problem = error
@@ -402,7 +479,7 @@ class ServerEngine:
         for _ in reads:
             pass
         told = problem if problem is None or isinstance(problem, EnginesGoneError) else TrainingError(str(problem))
-        outcomes, first = self.context.strategy.gather_from_all((outcome, told))[0]
+        outcomes, first = self.context.strategy.gather_from_all((outcome, told))[rank]
         if problem is not None or first is not None:
             raise problem or first  # type: ignore[misc]  # one of them is there
         return outcomes[0]
@@ -465,13 +542,13 @@ class ServerEngine:
     def _wake_together(self) -> None:
         """Before responses are asked for: awake, on every rank."""
         if self.settings.sleep:
-            self._from_first(self._wake_all)
+            self.on_first(self._wake_all)
 
     def _sleep_together(self) -> None:
         """After the last response of every rank."""
         if self.settings.sleep:
             self.context.strategy.gather_from_all(None)
-            self._from_first(self._put_to_sleep)
+            self.on_first(self._put_to_sleep)
 
     def _put_to_sleep(self) -> None:
         for api in self._running.in_use:
@@ -510,6 +587,22 @@ class ServerEngine:
 
     def _say(self, line: str) -> None:
         print(line, flush=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Beside:
+    """Responds by the servers of an engine, in a thread of its rank alone."""
+
+    engine: ServerEngine
+
+    @property
+    def version(self) -> int:
+        """Of the weights that the servers have now."""
+        return self.engine.version
+
+    def generate(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
+        """As the engine's own, without other ranks."""
+        return self.engine._asked(requests)
 
 
 def _seed_of(request: GenerationRequest) -> int:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import torch
 
 from rlmodule.core.config import at_least, more_than, one_of
+from rlmodule.core.episodes import WAIT
 from rlmodule.core.errors import ConfigError
 
 AUTO = "auto"
@@ -49,6 +50,16 @@ class ServerSettings:
     def places(self, row_bytes: int) -> int | None:
         """No limit: servers see to their own memory."""
         return None
+
+    @property
+    def pauses(self) -> tuple[str, ...]:
+        """What its servers can do with responses under way; none where they sleep while the trainer trains."""
+        return () if self.sleep else (WAIT, *self.own_pauses)
+
+    @property
+    def own_pauses(self) -> tuple[str, ...]:
+        """What they can do beside letting responses end."""
+        return ()
 
     def promised_dtype(self, trainer: torch.dtype | None) -> torch.dtype:
         """What servers compute in; ``trainer`` is its compute type, None for that of float32 weights."""

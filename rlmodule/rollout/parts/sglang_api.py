@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from rlmodule.core.episodes import LENGTH, STOP
+from rlmodule.core.episodes import ABORT, LENGTH, STOP
 from rlmodule.rollout.parts.http_api import QUICK, RELOAD, HTTPApi
-from rlmodule.rollout.parts.http_client import ServerGoneError, ServerRefusedError
+from rlmodule.rollout.parts.http_client import ServerRefusedError
 from rlmodule.rollout.parts.server_api import Draw, Drawn, ServerFacts
 
 
 @dataclass(eq=False)
 class SGLangApi(HTTPApi):
     """One SGLang server."""
+
+    pauses: ClassVar[tuple[str, ...]] = (ABORT,)
 
     @property
     def lacks(self) -> tuple[str, ...]:
@@ -55,9 +57,7 @@ class SGLangApi(HTTPApi):
             raise self.unreadable("output_ids and output_token_logprobs") from None
         if len(ids) != len(logprobs):
             raise self.unreadable("a log-probability for each token")
-        if kind == "abort":
-            raise ServerGoneError(f"{self.url} aborted a request")
-        return Drawn(tuple(ids), tuple(logprobs), STOP if kind == "stop" else LENGTH)
+        return Drawn(tuple(ids), tuple(logprobs), {"stop": STOP, "abort": ABORT}.get(kind, LENGTH))
 
     def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         """Log-probabilities of ``ids[1:]``; one token is drawn on the way."""
@@ -93,6 +93,14 @@ class SGLangApi(HTTPApi):
         said = self.client.get("/get_model_info", timeout=QUICK)
         found = said.get("weight_version") if isinstance(said, Mapping) else None
         return None if found is None else str(found)
+
+    def pause(self, mode: str) -> None:
+        """``abort`` returns what was drawn of every request; a later ``load`` pauses once more."""
+        self.client.post("/pause_generation", {"mode": mode})
+
+    def resume(self) -> None:
+        """Take requests again."""
+        self.client.post("/continue_generation", {})
 
     def sleep(self) -> None:
         """Free the memory of keys and values; the server has to run with ``--enable-memory-saver``."""

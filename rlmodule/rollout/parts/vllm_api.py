@@ -14,21 +14,30 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from rlmodule.rollout.parts.completions import CompletionsApi
+from rlmodule.core.episodes import LENGTH
+from rlmodule.rollout.parts.completions import FINISHED, CompletionsApi
 from rlmodule.rollout.parts.http_api import QUICK
 from rlmodule.rollout.parts.http_client import ServerGoneError, ServerRefusedError
-from rlmodule.rollout.parts.server_api import ServerFacts
+from rlmodule.rollout.parts.server_api import Draw, Drawn, ServerFacts
 
 ADAPTER_NAME = "rlmodule_adapter"
 DEVELOPMENT = "VLLM_SERVER_DEV_MODE=1"
+GENERATE = "/inference/v1/generate"
 NOT_FOUND = 404
 OF_NOTHING = sha256(b"").hexdigest()
 
 
 @dataclass(eq=False)
 class VLLMApi(CompletionsApi):
-    """One vLLM server. ``level`` of its sleep: 1 keeps the weights in host memory."""
+    """One vLLM server.
 
+    Args:
+        keeps: whether responses go on over a change of weights; they are then asked for where answers say which
+            weights drew which token.
+        level: of its sleep: 1 keeps the weights in host memory.
+    """
+
+    keeps: bool = False
     level: int = 1
 
     @property
@@ -54,6 +63,40 @@ class VLLMApi(CompletionsApi):
             max_length=model.get("max_model_len"),
             defaults=overridden if isinstance(overridden, Mapping) else {},
         )
+
+    def draw(self, draw: Draw) -> Drawn:
+        """One response; with ``keeps`` by ``/inference/v1/generate``, which answers with spans of weight versions."""
+        if not self.keeps:
+            return super().draw(draw)
+        choice = self._generated(draw)
+        try:
+            ids = tuple(choice["token_ids"] or ())
+            logprobs = tuple(float(at["logprob"]) for at in choice["logprobs"]["content"]) if ids else ()
+            spans = choice["weight_versions"] or ()
+            versions = tuple(int(span["version"]) for span in spans for _ in range(span["start"], span["end"]))
+            finish_reason = FINISHED.get(choice["finish_reason"], LENGTH)
+        except (KeyError, TypeError, ValueError):
+            raise self.unreadable("token ids, log-probabilities and weight_versions") from None
+        if not len(ids) == len(logprobs) == len(versions):
+            raise self.unreadable("a log-probability and a weight version for each token")
+        return Drawn(ids, logprobs, finish_reason, versions)
+
+    def _generated(self, draw: Draw) -> Mapping[str, Any]:
+        params = {**self._body(draw), "logprobs": 0, "detokenize": bool(draw.end_texts)}
+        for name in ("model", "prompt", "return_token_ids"):
+            del params[name]
+        body = {"model": self.model, "token_ids": list(draw.prompt_ids), "sampling_params": params}
+        try:
+            said = self.client.post(GENERATE, body)
+            [choice] = said["choices"]
+        except ServerRefusedError as error:
+            if error.status != NOT_FOUND:
+                raise
+            hint = "rollout.pause=keep needs it started with --enable-scale-out"
+            raise ServerRefusedError(f"{self.url} has no {GENERATE}: {hint}", NOT_FOUND) from None
+        except (KeyError, TypeError, ValueError):
+            raise self.unreadable("one choice") from None
+        return choice  # type: ignore[no-any-return]
 
     def load(self, folder: Path, version: int) -> None:
         """``reload_weights`` on every worker, then a new prefix cache and the version."""
@@ -123,6 +166,14 @@ class VLLMApi(CompletionsApi):
             return {str(name): str(digest) for name, digest in items if digest != OF_NOTHING}
         return {}
 
+    def pause(self, mode: str) -> None:
+        """In the way that has the same name there."""
+        self._development("POST", f"/pause?mode={mode}")
+
+    def resume(self) -> None:
+        """Go on."""
+        self._development("POST", "/resume")
+
     def sleep(self) -> None:
         """Free device memory; the server has to run with ``--enable-sleep-mode``."""
         self._development("POST", f"/sleep?level={self.level}")
@@ -132,7 +183,8 @@ class VLLMApi(CompletionsApi):
         self._development("POST", "/wake_up")
 
     def _begin_version(self, version: int) -> None:
-        said = self._development("POST", "/reset_prefix_cache")
+        # Requests that are kept read their own tokens anew, by the new weights.
+        said = self._development("POST", "/reset_prefix_cache" + ("?reset_running_requests=true" if self.keeps else ""))
         if isinstance(said, Mapping) and said.get("success") is False:
             raise ServerRefusedError(f"{self.url} kept its prefix cache, which is of earlier weights", 200)
         self._development("POST", "/update_weight_version", {"new_version": str(version)})

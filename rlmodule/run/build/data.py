@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -23,11 +23,14 @@ from rlmodule.datamodule import RLDataModule
 from rlmodule.evaluation.offline import DemonstrationEvaluator, OfflineEvaluator, PairEvaluator, SeveralSets
 from rlmodule.evaluation.prompts import PromptEvaluator
 from rlmodule.experience.advantage_stage import AdvantageStage
+from rlmodule.experience.ahead import AheadSource
+from rlmodule.experience.in_flight import InFlight
+from rlmodule.experience.ledger import Ledger
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.reference_cache import ReferenceLogprobCache
 from rlmodule.experience.replay import ReplayMemory
 from rlmodule.experience.scoring import Scorer
-from rlmodule.experience.sources import OfflineSource, RowSampler, Source
+from rlmodule.experience.sources import OfflineSource, RolloutSource, RowSampler, Source
 from rlmodule.models.shape import shape_of
 from rlmodule.run.build.engine import build_engine
 from rlmodule.run.config import RunConfig
@@ -68,11 +71,18 @@ def build_datamodule(
         models,
         run_dir,
         lambda: made.policy_version,
+        pause=s.ahead.pause,
     )
+    source = dataset.source(RowSampler(stream, s.algorithm.train_batch_size, layout), engine)
+    in_flight = InFlight(stream)
+    if s.ahead.ahead:
+        assert isinstance(source, RolloutSource), "checked before a run"
+        in_flight = InFlight(stream, asdict(s.sampling) | {"seed": s.general.seed})
+        source = AheadSource(source, s.ahead, in_flight, s.trainer.max_epochs)
     controller = KLController(s.algorithm.kl_in_reward) if s.algorithm.use_kl_in_reward else None
     kept = None if s.algorithm.is_sampled else ReferenceLogprobCache()
     made = RLDataModule(
-        dataset.source(RowSampler(stream, s.algorithm.train_batch_size, layout), engine),
+        source,
         stream,
         partial(
             build_maker,
@@ -87,6 +97,8 @@ def build_datamodule(
         evaluators=build_evaluators(s, dataset, objective, strategy, engine),
         kl_controller=controller,
         replay=ReplayMemory(s.replayed),
+        ledger=Ledger(dataset.group_size),
+        in_flight=in_flight,
         engine=engine,
         start=start,
     )

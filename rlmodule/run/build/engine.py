@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.contract import RolloutEngine, Strategy
+from rlmodule.core.episodes import WAIT
 from rlmodule.core.types import POLICY
 from rlmodule.data.end_tokens import EndTokens
 from rlmodule.experience.canary import Canary, PolicyScores
@@ -28,6 +29,8 @@ def build_engine(
     models: Mapping[str, nn.Module],
     run_dir: Path,
     version: Callable[[], int] = lambda: 0,
+    *,
+    pause: str = WAIT,
 ) -> LiveEngine:
     """What samples responses, and proves after every update that it has the policy's weights.
 
@@ -40,13 +43,14 @@ def build_engine(
         models: of the run, as they were built.
         run_dir: for logs, and weights on their way.
         version: iterations of training behind the policy's weights now.
+        pause: what becomes of responses under way when they change.
     """
 
     def connect() -> RolloutEngine:
         policy = models[POLICY]
         assert isinstance(policy, PolicyModel), "responses are sampled from a policy"
         return engine.connect(
-            EngineContext(sampling, end_tokens(), tokenizer, strategy, strategy.root_device, policy, run_dir)
+            EngineContext(sampling, end_tokens(), tokenizer, strategy, strategy.root_device, policy, run_dir, pause)
         )
 
     def say(line: str) -> None:

@@ -14,6 +14,7 @@ from rlmodule.run.preflight.batches import check_equal_counts, check_kept_groups
 from rlmodule.run.preflight.groups import check_groups, check_pairs
 from rlmodule.run.preflight.lengths import check_budget, check_positions
 from rlmodule.run.preflight.responses import (
+    check_ahead,
     check_old_logprob,
     check_reward,
     check_rollout_weight,
@@ -42,6 +43,7 @@ OF_SETTINGS: tuple[Callable[[RunConfig], None], ...] = (
     check_rollout_weight,
     check_stored,
     check_staleness,
+    check_ahead,
     check_temperature,
 )
 OF_LAYOUT: tuple[Callable[[RunConfig, Layout], None], ...] = (check_budget, check_equal_counts)

@@ -58,6 +58,45 @@ def check_rollout_weight(config: RunConfig) -> None:
         )
 
 
+def check_ahead(config: RunConfig) -> None:
+    """Responses are drawn ahead where servers draw them, and something makes up for their age."""
+    ahead, algorithm, engine = config.ahead, config.algorithm, name_of(type(config.rollout))
+    corrects = algorithm.rollout_correction.mode in ("truncate", "mask") or algorithm.uses_rollout_logprob
+    for is_wrong, because, fix in (
+        (config.dataset != ROLLOUTS, "nothing is sampled here", "Use rollout.ahead=0"),
+        (
+            config.rollout.in_process,
+            f"rollout={engine} samples with the processes that train, which cannot do both at a time",
+            "Use rollout=vllm or rollout=server",
+        ),
+        (
+            not config.rollout.pauses,
+            "servers that sleep while the trainer trains draw nothing then",
+            "Use rollout.sleep=false",
+        ),
+        (
+            not corrects,
+            f"with algorithm.rollout_correction.mode={algorithm.rollout_correction.mode} and algorithm.old_logprob="
+            f"{algorithm.old_logprob} nothing corrects for what was learned since a response was drawn",
+            "Use algorithm.rollout_correction.mode=truncate, or algorithm.old_logprob=rollout",
+        ),
+        (
+            config.replay.staleness > 0,
+            f"rollout.staleness={config.replay.staleness} trains on old responses again",
+            "Use one of the two",
+        ),
+    ):
+        if ahead.ahead and is_wrong:
+            raise ConfigError(key="rollout.ahead", got=ahead.ahead, because=because, fix=fix)
+    if ahead.ahead and ahead.pause not in config.rollout.pauses:
+        raise ConfigError(
+            key="rollout.pause",
+            got=ahead.pause,
+            because=f"servers of rollout={engine} cannot do that, or do not say then which weights drew which token",
+            fix=f"Use one of: {', '.join(config.rollout.pauses)}",
+        )
+
+
 def check_staleness(config: RunConfig) -> None:
     """Old responses are trained on again where somebody draws new ones, and weights make up for their age."""
     staleness, algorithm = config.replay.staleness, config.algorithm
