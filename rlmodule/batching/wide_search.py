@@ -79,8 +79,8 @@ class _Swaps:
         tokens = np.bincount(cells.cell, cells.problem.length, len(cells.step))
         free = cells.problem.token_budget * cells.width - tokens
         grows = cells.problem.length[given][:, None] - self.length
-        keeps = (grows <= free[self.other]) & (-grows <= free[highest])
-        return np.logical_and(keeps, self.other != highest)
+        keeps: NDArray[np.bool_] = (grows <= free[self.other]) & (-grows <= free[highest]) & (self.other != highest)
+        return keeps
 
     def new_heights(self, cells: WideCells, height: Floats, highest: int, given: Ints) -> Floats:
         """[X, Y + C] height of the micro-step of ``highest``, plus what the swap adds to another micro-step."""
