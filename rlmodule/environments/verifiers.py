@@ -239,7 +239,8 @@ def _client_class() -> Any:
 
         def __init__(self, ask: Any) -> None:
             super().__init__(None)
-            self.ask, self.waiting = ask, None
+            self.ask = ask
+            self.waiting: Any = None
 
         async def get_response(self, prompt: Any, model: str, *_: Any, **__: Any) -> Any:
             self.waiting = asyncio.get_running_loop().create_future()

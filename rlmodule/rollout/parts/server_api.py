@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -136,8 +136,8 @@ class ServerApi(Protocol):
 class WeightTransfer(Protocol):
     """Weights from the trainer's device to those of servers, without a folder between them."""
 
-    def send(self, servers: Sequence[ServerApi], weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, str]:
-        """Have servers take the weights off a strategy's stream; address -> why, for those that did not.
+    def send(self, servers: Sequence[Any], weights: Iterable[tuple[str, Tensor]], version: int) -> dict[str, str]:
+        """Have servers of its dialect take the weights off a strategy's stream; address -> why, for those that did not.
 
         A server that is lost in it is left out of the next one too, unless it can be reached anew.
         """

@@ -56,7 +56,7 @@ class Conversation:
     def begin(cls, loaded: LoadedModels, *, greedy: bool) -> Conversation:
         """A conversation with a policy, in this process whatever engine its run has."""
         config, environment = loaded.run.config, loaded.prompts.environment
-        has_tools = isinstance(environment, ToolEnvironment) and config.data.apply_chat_template
+        tools = environment if isinstance(environment, ToolEnvironment) and config.data.apply_chat_template else None
         return cls(
             config.data.chat_format(loaded.tokenizer),
             HFRolloutConfig().connect(loaded.context()),
@@ -64,7 +64,7 @@ class Conversation:
             positions_of(loaded.run.hf_config),
             config.general.seed,
             greedy,
-            tools=environment if has_tools else None,
+            tools=tools,
             max_turns=config.episodes.max_turns,
         )
 
