@@ -86,7 +86,7 @@ LIBRARIES = {
     "rlmodule/checkpoint": TORCH,
     "rlmodule/algorithm": TORCH,
     "rlmodule/training": TORCH,
-    "rlmodule/experience": TORCH,
+    "rlmodule/experience": TORCH | {"numpy"},
     "rlmodule/evaluation": {"numpy"},
     "rlmodule/module.py": TORCH | {"lightning"},
     "rlmodule/datamodule.py": TORCH | {"lightning"},

@@ -13,6 +13,7 @@ from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, RewardResult, Sample, SampleMeta, ScoredSample
 from rlmodule.experience.iteration import Experience, Iteration
 from rlmodule.experience.sample_info import SampleInfo
+from rlmodule.experience.sample_table import SampleTable
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -38,7 +39,7 @@ def iteration_of(sample_info: Sequence[SampleInfo], advantages: Sequence[float] 
         [f.meta for f in sample_info], BatchingConfig(mini_batch_size=8), Layout(), seed=0, iteration=0
     )
     held = None if advantages is None else torch.tensor(advantages, dtype=torch.float64)
-    return Iteration(sample_info, held, Experience({}, 0, len(sample_info)), sampler)
+    return Iteration(SampleTable.of(sample_info), held, Experience({}, 0, len(sample_info)), sampler)
 
 
 def scored(sample_id: int, prompt: str, response: str, reward: float | None, **parts: float) -> ScoredSample:

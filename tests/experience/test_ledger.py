@@ -6,6 +6,7 @@ import pytest
 
 from rlmodule.core.errors import TrainingError
 from rlmodule.experience.ledger import Ledger, fates_of
+from rlmodule.experience.sample_table import SampleTable
 from tests.callbacks.builders import info, iteration_of
 from tests.helpers.runs import run_small
 
@@ -15,7 +16,7 @@ GROUP = 2
 def whole(rows=range(2), *, left_out=(), **changes):
     """An iteration with two samples of each row."""
     facts = [info(GROUP * row + i, float(i), group=row) for row in rows for i in range(GROUP)]
-    return replace(iteration_of([replace(f, **changes) for f in facts]), left_out=left_out)
+    return replace(iteration_of([replace(f, **changes) for f in facts]), left_out=SampleTable.of(left_out))
 
 
 def settled(*iterations, skipped=()):
@@ -43,8 +44,8 @@ def test_iterations_add_up_to_the_rows_of_the_stream():
     [
         (whole(range(1)), "1 rows came without all their samples, the first is number 1"),
         (whole(range(3)), "1 rows were not due, the first is number 2"),
-        (replace(whole(), left_out=[info(0, 1.0, group=0)]), "1 samples came twice, the first is number 0"),
-        (replace(whole(), left_out=[info(9, 1.0, group=1)]), "1 rows came with more samples than they have"),
+        (replace(whole(), left_out=SampleTable.of([info(0, 1.0, group=0)])), "1 samples came twice, the first is number 0"),
+        (replace(whole(), left_out=SampleTable.of([info(9, 1.0, group=1)])), "1 rows came with more samples than they have"),
         (iteration_of([info(i, 1.0, group=i // 2) for i in range(3)]), "1 rows came without all their samples"),
     ],
 )
@@ -66,8 +67,9 @@ def test_a_sample_has_one_fate():
         replace(info(5, 1.0, group=0), is_replayed=True),
     ]
     iteration = iteration_of(facts)
-    iteration.sampler.metas[3] = replace(iteration.sampler.metas[3], has_gradient=False)
-    iteration = replace(iteration, left_out=[info(6, 1.0, group=3), replace(info(7, None, group=3), failure="")])
+    iteration.sampler.metas.has_gradient[3] = False
+    left_out = [info(6, 1.0, group=3), replace(info(7, None, group=3), failure="")]
+    iteration = replace(iteration, left_out=SampleTable.of(left_out))
     assert fates_of(iteration) == ["trained", "failed", "stale", "dropped", "failed", "dropped", "failed"]
 
 
