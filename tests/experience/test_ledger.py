@@ -44,8 +44,14 @@ def test_iterations_add_up_to_the_rows_of_the_stream():
     [
         (whole(range(1)), "1 rows came without all their samples, the first is number 1"),
         (whole(range(3)), "1 rows were not due, the first is number 2"),
-        (replace(whole(), left_out=SampleTable.of([info(0, 1.0, group=0)])), "1 samples came twice, the first is number 0"),
-        (replace(whole(), left_out=SampleTable.of([info(9, 1.0, group=1)])), "1 rows came with more samples than they have"),
+        (
+            replace(whole(), left_out=SampleTable.of([info(0, 1.0, group=0)])),
+            "1 samples came twice, the first is number 0",
+        ),
+        (
+            replace(whole(), left_out=SampleTable.of([info(9, 1.0, group=1)])),
+            "1 rows came with more samples than they have",
+        ),
         (iteration_of([info(i, 1.0, group=i // 2) for i in range(3)]), "1 rows came without all their samples"),
     ],
 )
