@@ -117,7 +117,7 @@ class Broken(PPOClip):
 @pytest.mark.ranks
 def test_a_loss_that_depends_on_the_cut_fails(tmp_path: Path) -> None:
     run, command = parity_in(tmp_path, "command.layouts=[half_budget]", "command.steps=2")
-    run.config = replace(run.config, loss=DividedByItsOwnSamples())
+    run = replace(run, config=replace(run.config, loss=DividedByItsOwnSamples()))
     passed, results, printed = results_of(run, command)
     assert not passed
     assert results["single"]["result"] == "PASS"
@@ -129,7 +129,7 @@ def test_a_loss_that_depends_on_the_cut_fails(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_a_reference_that_cannot_train_ends_it_with_its_traceback(tmp_path: Path) -> None:
     run, command = parity_in(tmp_path, "command.layouts=[single]")
-    run.config = replace(run.config, loss=Broken())
+    run = replace(run, config=replace(run.config, loss=Broken()))
     with pytest.raises(
         TrainingError, match=r"(?s)one process alone cannot train this model.*ZeroDivisionError: planted"
     ):

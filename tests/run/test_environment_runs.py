@@ -55,8 +55,7 @@ class Talks:
 def fit(run_dir, *overrides):
     # Half of the bytes end a response, so that there are second turns.
     run = small_run(run_dir, f"rollout.stop_token_ids=[{','.join(map(str, range(128)))}]", *overrides)
-    run.config = replace(run.config, environment=Talks(), episodes=EpisodesConfig(), reward=run.config.reward)
-    del run.dataset  # of the environment it was read with
+    run = replace(run, config=replace(run.config, environment=Talks(), episodes=EpisodesConfig()))
     run.check()
     run.fit()
     return read_records(run_dir / "metrics.jsonl")
