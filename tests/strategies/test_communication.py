@@ -278,7 +278,7 @@ def test_a_step_in_two_stages_sends_each_micro_batch_on_and_back_once(dp_size):
             assert m > 2
             of_stage = {"c10d::send": m + 1, "c10d::recv_": m + 1, **NORM, "c10d::broadcast_": 1 + 2}
             sharded = {
-                "c10d::_allgather_base_": (2 * OF_A_STAGE - 1) * m,
+                "c10d::_allgather_base_": (2 * OF_A_STAGE - 2) * m,
                 "c10d::_reduce_scatter_base_": OF_A_STAGE * m,
                 **METRICS,
             }
