@@ -98,7 +98,8 @@ class RLDataModule(L.LightningDataModule):
         if self._loader is not None and made is not None and made.sampler.consumed == self._begun_at:
             return self._loader
         self._settle()
-        number = self.next_iteration - (self._pending_partial is not None)
+        is_resumed = self._pending_partial is not None
+        number = self.next_iteration - is_resumed
         self.start(number)
         self.timer, self.collected = Timer(), []
         maker = self.make(number)
@@ -108,9 +109,7 @@ class RLDataModule(L.LightningDataModule):
         else:
             self._skipped = set()
             self.iteration = self._made(maker, number)
-        if self.ledger is not None:
-            self.ledger.check(self.iteration, self.in_flight.first_row)
-        self._is_settled = False
+        self._is_settled = not self._counts(self.iteration, is_resumed=is_resumed)
         self.next_iteration = number + 1
         self._begun_at = self.iteration.sampler.consumed
         self._loader = PackedAhead(self.iteration.sampler, partial(maker.packed, self.iteration.experience))
@@ -123,6 +122,7 @@ class RLDataModule(L.LightningDataModule):
             iteration = maker(lambda: self._collect(number), self.timer)
         except EnginesGoneError:
             self.in_flight.abandon(place)  # its rows are taken again by the run that goes on
+            self.replay.forget(number)
             raise
         self._warn_if_cut(iteration, number)
         self._warn_of_failures(iteration.sample_info)
@@ -133,6 +133,17 @@ class RLDataModule(L.LightningDataModule):
         assert self.iteration is not None, "a step trains on an iteration"
         if not result.stepped:
             self._skipped.add(self.iteration.sampler.consumed - 1)
+
+    def _counts(self, iteration: Iteration, *, is_resumed: bool) -> bool:
+        """Check the samples of an iteration that begins; whether they will be entered into the ledger."""
+        if self.ledger is None:
+            return False
+        rows = self.in_flight.first_row
+        if is_resumed and self.ledger.rows is None:  # its checkpoint knows nothing of the samples that it left out
+            self.ledger.rows = rows
+            return False
+        self.ledger.check(iteration, rows, is_resumed=is_resumed)
+        return True
 
     def _settle(self) -> None:
         """Enter the iteration into the ledger of samples once all of it was trained on."""

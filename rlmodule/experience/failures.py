@@ -22,7 +22,7 @@ def check_not_all_failed(sample_info: SampleTable, of_what: str) -> None:
         TrainingError: with the first failure; the same on every rank.
     """
     failed = num_failed(sample_info)
-    if failed and failed == len(sample_info):
+    if failed and failed == len(sample_info) - int(sample_info.is_stale.sum()):
         raise TrainingError(f"the reward failed on all {failed} responses of {of_what}. {first_failure(sample_info)}")
 
 

@@ -74,10 +74,14 @@ class InFlight:
         stream: gives the rows; the same on every rank.
         settings: of sampling. Episodes of a checkpoint that were drawn with other ones are asked for again. None where
             nothing runs beside training.
+        takes_over: whether episodes of a checkpoint may be used at all; not where rows or environment are others.
     """
 
-    def __init__(self, stream: PromptStream, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, stream: PromptStream, settings: Mapping[str, Any] | None = None, *, takes_over: bool = True
+    ) -> None:
         self.stream = stream
+        self.takes_over = takes_over
         self.settings = settings
         self.flights: deque[Flight] = deque()
         self._kept: dict[int, FinishedEpisode] = {}  # ended before the run was resumed, by sample id
@@ -126,7 +130,7 @@ class InFlight:
     def load(self, states: Iterable[Mapping[str, Any]]) -> None:
         """Take over the episodes of all saved ranks; each rank uses those of its own rows."""
         for state in states:
-            if state["settings"] == self.settings:
+            if self.takes_over and state["settings"] == self.settings:
                 self._kept |= {episode.sample.sample_id: episode for episode in episodes_from(state)}
 
 

@@ -28,7 +28,7 @@ class Ledger:
     Args:
         group_size: samples of each row; None where rows differ.
         rows: rows of the stream whose samples are counted: those before this place, and no other. None after a
-            checkpoint without a ledger, whose counts begin with the next iteration.
+            checkpoint without a ledger, whose counts begin with the first iteration after it.
         samples: all that these rows gave.
         counts: fate -> samples. ``trained`` were part of an optimizer step that was taken; ``failed`` have no reward;
             ``stale`` were drawn by too old a policy; ``dropped`` are the others: groups that were filtered, responses
@@ -39,13 +39,15 @@ class Ledger:
     rows: int | None = 0
     samples: int = 0
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FATES, 0))
+    _saved_size: int | None = field(default=None, init=False)  # group size of the run that saved it
 
-    def check(self, iteration: Iteration, rows: int) -> None:
+    def check(self, iteration: Iteration, rows: int, *, is_resumed: bool = False) -> None:
         """Refuse an iteration that has not got every sample of its rows once.
 
         Args:
             iteration: that is to be trained on.
             rows: place in the stream after its rows.
+            is_resumed: whether a checkpoint interrupted it; its samples are as many as that run drew.
 
         Raises:
             TrainingError: names the first rows and samples; the same on every rank.
@@ -57,10 +59,11 @@ class Ledger:
         due, is_due = np.arange(self.rows, rows), (groups >= self.rows) & (groups < rows)
         came = np.zeros(len(due), np.int64)
         came[groups[is_due] - self.rows] = sizes[is_due]
-        least = self.group_size or 1
+        size = self._saved_size if is_resumed else self.group_size
+        least = size or 1
         ids, times = np.unique(new.sample_id, return_counts=True)
         lacking, others, twice = due[came < least], groups[~is_due], ids[times > 1]
-        surplus = due[(came > least) & (self.group_size is not None)]
+        surplus = due[(came > least) & (size is not None)]
         wrong = (
             ("came without all their samples", "rows", lacking),
             ("came with more samples than they have", "rows", surplus),
@@ -106,13 +109,15 @@ class Ledger:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; the same on every rank."""
-        return {"rows": self.rows, "samples": self.samples, "counts": dict(self.counts)}
+        counts = {"rows": self.rows, "samples": self.samples, "counts": dict(self.counts)}
+        return {**counts, "group_size": self.group_size}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Go on where ``state`` was taken; None is of a checkpoint without a ledger."""
         self.rows = None if state is None else state["rows"]
         if state is not None:
             self.samples, self.counts = state["samples"], dict(state["counts"])
+            self._saved_size = state["group_size"]
 
 
 def new_samples(iteration: Iteration) -> SampleTable:

@@ -42,6 +42,10 @@ class ReplayMemory:
         self._kept = [*young, *new] if self.staleness else []
         return [*(replace(s, is_replayed=True) for s in young), *new]
 
+    def forget(self, iteration: int) -> None:
+        """Leave out the responses of an iteration, which are drawn again."""
+        self._kept = [s for s in self._kept if s.sample.version < iteration]
+
     def state(self) -> PlainState | None:
         """What this rank keeps, as plain values and tensors; None without replay."""
         return scored_samples_state(self._kept) if self.staleness else None

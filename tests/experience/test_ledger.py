@@ -106,3 +106,12 @@ def test_a_run_counts_the_samples_of_its_groups_that_were_filtered(tmp_path):
         assert record["samples/trained"] > 0
         assert record["samples/in_flight"] == 0
     assert taken > 32, "some iteration took more than one round"
+
+
+def test_an_iteration_that_was_interrupted_has_as_many_samples_as_its_run_drew():
+    """``rollout.n`` may be another one after a resume: of the iterations that begin then."""
+    saved, later = settled(whole()), Ledger(GROUP + 1)
+    later.load_state_dict(saved.state_dict())
+    later.check(whole(range(2, 4)), 4, is_resumed=True)
+    with pytest.raises(TrainingError, match="2 rows came without all their samples"):
+        later.check(whole(range(2, 4)), 4)

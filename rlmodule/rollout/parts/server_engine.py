@@ -70,6 +70,7 @@ class ServerEngine:
     _apis: dict[str, ServerApi] = field(default_factory=dict, init=False)
     _said: list[tuple[float, ...]] = field(default_factory=list, init=False)  # log-probabilities of fixed sequences
     _digests: dict[str, dict[str, str]] = field(default_factory=dict, init=False)  # url -> before the last update
+    _was_probed: bool = field(default=False, init=False)  # whether some weights were proven already
     _is_asleep: bool = field(default=False, init=False)
     _places: threading.Semaphore = field(default_factory=threading.Semaphore, init=False)  # for requests in flight
     _calls: set[threading.Event] = field(default_factory=set, init=False)  # of ``generate``, each set to give it up
@@ -127,6 +128,8 @@ class ServerEngine:
                 self._places = threading.Semaphore(self.settings.num_requests * len(urls))
             self._router = Router([Place(self._api(url), why=lost.get(url)) for url in urls], self._revive, self._say)
             self.version = version
+            # What was said before is of other weights: nothing counts until these are proven.
+            self._was_probed, self._said = self._was_probed or bool(self._said), []
 
     @property
     def _is_direct(self) -> bool:
@@ -259,7 +262,7 @@ class ServerEngine:
     def _asked_for_probes(self, apis: Sequence[ServerApi]) -> tuple[list[Probe], list[tuple[float, ...]]]:
         """Probes of every server, and what the first says of the fixed sequences; all answer side by side."""
         temperature = self.context.sampling.temperature
-        prompts = self._prompts[: LATER if self._said else PROBES]
+        prompts = self._prompts[: LATER if self._was_probed else PROBES]
         asked = [(api, number, prompt) for api in apis for number, prompt in enumerate(prompts)]
 
         def drawn(api: ServerApi, number: int, prompt: tuple[int, ...]) -> Probe:

@@ -97,8 +97,9 @@ class WeightChange:
 
     def _pause_servers(self, paused: list[ServerApi]) -> None:
         def pause() -> None:
-            paused[:] = self.servers()
-            for api in paused:
+            for api in self.servers():
+                if api not in paused:  # one that is lost meanwhile is told to go on as well
+                    paused.append(api)
                 with suppress(ServerGoneError):  # found out by who asks it
                     api.pause(self.pause)
 

@@ -77,7 +77,8 @@ def build_datamodule(
     in_flight = InFlight(stream)
     if s.ahead.ahead:
         assert isinstance(source, RolloutSource), "checked before a run"
-        in_flight = InFlight(stream, asdict(s.sampling) | {"seed": s.general.seed})
+        settings = asdict(s.sampling) | {"seed": s.general.seed}
+        in_flight = InFlight(stream, settings, takes_over=not s.general.resume_changed)
         source = AheadSource(source, s.ahead, in_flight, s.trainer.max_epochs)
     controller = KLController(s.algorithm.kl_in_reward) if s.algorithm.use_kl_in_reward else None
     kept = None if s.algorithm.is_sampled else ReferenceLogprobCache()
