@@ -65,7 +65,13 @@ class AcceleratorMemory:
 
 def memory_of(device: torch.device) -> DeviceMemory | None:
     """The memory of an accelerator; None for a device that does not count what tensors take."""
-    return None if device.type in ("cpu", "mps") else AcceleratorMemory(device)
+    if device.type in ("cpu", "mps"):
+        return None
+    try:
+        torch.accelerator.get_memory_info(device)
+    except (RuntimeError, NotImplementedError):  # some allocators do not say
+        return None
+    return AcceleratorMemory(device)
 
 
 @dataclass
@@ -79,6 +85,7 @@ class Foresight:
 
     keep_groups: bool = False
     memory_of: Callable[[torch.device], DeviceMemory | None] = memory_of
+    _measured: set[str] = field(default_factory=set)  # models, the same ones on every process
     _took: dict[str, float] = field(default_factory=dict)  # bytes per token of each model's longest row so far
     _longest: dict[str, int] = field(default_factory=dict)
 
@@ -90,9 +97,11 @@ class Foresight:
         rows, memory = mini_batch.micro_batches, self.memory_of(strategy.root_device)
         layout = strategy.layout
         shares_rows = max(layout.sp_size, layout.max_sp_size, layout.pp_size) > 1
-        if memory is None or shares_rows or name not in self._took:
+        if memory is None or shares_rows or name not in self._measured:
             return rows
-        fits = min(strategy.gather_from_all(USABLE * memory.room() / self._took[name]))
+        took = self._took.get(name)
+        found = strategy.gather_from_all(math.inf if took is None else USABLE * memory.room() / took)
+        fits = max(1.0, min(found))
         if fits >= mini_batch.longest_row:
             return rows
         parts = [cut(row, math.floor(fits), keep_groups=self.keep_groups) for row in rows]
@@ -107,16 +116,21 @@ class Foresight:
         ]
 
     @contextmanager
-    def measuring(self, strategy: Strategy, name: str, rows: Sequence[MicroBatch]) -> Iterator[None]:
-        """Encloses the passes of a mini-batch; the longest row so far, or one as long, says what a token takes."""
+    def measuring(self, strategy: Strategy, name: str, rows: Sequence[MicroBatch], longest_row: int) -> Iterator[None]:
+        """Encloses the passes of a mini-batch; the longest row so far, or one as long, says what a token takes.
+
+        What is needed whatever the row (gathered weights, gradients) is counted with it. So rows of less than half the
+        length of ``longest_row``, over all processes, say nothing.
+        """
         memory = self.memory_of(strategy.root_device)
         if memory is None:
             yield
             return
         memory.watch()
         yield
+        self._measured.add(name)
         longest = max(len(row.input_ids) for row in rows)
-        if longest >= self._longest.get(name, 0):
+        if longest >= self._longest.get(name, 0) and 2 * longest >= longest_row:
             self._longest[name] = longest
             self._took[name] = max(memory.rise(), 1) / longest
 

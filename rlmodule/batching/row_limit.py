@@ -76,7 +76,7 @@ class RowLimit:
 
         if strategy.exchanges_within_rows:
             rows = mini_batch.micro_batches if is_tried else self._foresight.cut(strategy, name, mini_batch)
-            with _ends_in_words(rows), self._foresight.measuring(strategy, name, rows):
+            with _ends_in_words(rows), self._foresight.measuring(strategy, name, rows, longest):
                 metrics = train(rows)
             if len(rows) == len(mini_batch.micro_batches):
                 self._note_fitted(longest)

@@ -247,6 +247,7 @@ class RunConfig:
             ),
             loss=SFT(),
             batching=BatchingConfig(mini_batch_size=warm.batch_size),
+            ahead=AheadConfig(),
             optimizer=optimizer,
             trainer=replace(
                 self.trainer,

@@ -78,7 +78,10 @@ def test_a_row_is_cut_only_once_rows_before_it_say_so():
     strategy, memory = single({"policy": tiny_policy()}), SmallMemory(len(row.input_ids))
     foresight = Foresight(memory_of=lambda device: memory)
     assert foresight.cut(strategy, "policy", mini_batch) is mini_batch.micro_batches
-    with foresight.measuring(strategy, "policy", [row]):
+    with foresight.measuring(strategy, "policy", [row], 3 * len(row.input_ids)):
+        memory.rows.append(len(row.input_ids))
+    assert foresight.cut(strategy, "policy", mini_batch) is mini_batch.micro_batches, "a short row says nothing"
+    with foresight.measuring(strategy, "policy", [row], len(row.input_ids)):
         memory.rows.append(len(row.input_ids))
     assert len(foresight.cut(strategy, "other", mini_batch)) == 1, "another model has other needs"
     with pytest.warns(UserWarning, match="would not fit"):  # 95 % of the room

@@ -122,7 +122,7 @@ class Conversation:
             num_calls += len(calls)
             for message in messages:
                 print(f"[{message['name']}] {message['content']}")
-            self.ids = ids = (*ids, *self.chat.encode_observation(messages, after=ids[-1]))
+            ids = (*ids, *self.chat.encode_observation(messages, after=ids[-1]))  # kept once something follows
         print(f"[no answer after {self.max_turns} responses, environment.max_turns]")
 
     def answer(self, line: str) -> None:

@@ -213,7 +213,11 @@ class Place:
         elif self.folder is not None:
             run = replace(run, config=run.config.starting_from(str(self.folder)))
             run = replace(run, config=replace(run.config, model=replace(run.config.model, lora=LoraConfig())))
-        run = replace(run, config=replace(run.config, model=replace(run.config.model, **PLAIN)))
+        model, batching = replace(run.config.model, **PLAIN), run.config.batching
+        # How ranks shared rows belongs to training; a process now has whole rows, which may be as long.
+        budget = batching.max_token_len_per_gpu * batching.max_sp_size
+        batching = replace(batching, max_sp_size=1, max_token_len_per_gpu=budget)
+        run = replace(run, config=replace(run.config, model=model, batching=batching))
         hf_config = run.hf_config  # read before the tokenizer: its errors say more of a folder that is no model
         check_tokenizer(run.config.model, run.tokenizer, hf_config)
         return run
