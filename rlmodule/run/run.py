@@ -116,7 +116,22 @@ class Run:
         config = RunConfig.read(node)
         if config.backend == AUTO_BACKEND:
             config = replace(config, backend="single" if Machine(config.trainer).is_alone else "ddp")
-        run = cls(config, run_dir, registry, node.strategy, packaged=packaged_path(config))
+        return cls.of(config, run_dir, registry, node.strategy)
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        run_dir: RunDirectory,
+        registry: StrategyRegistry,
+        strategy_node: Mapping[str, Any] | None = None,
+    ) -> Run:
+        """The run of a configuration that may leave learning rate, budget and folder to the model (``resolve.py``).
+
+        Raises:
+            ConfigError: not even one sample fits.
+        """
+        run = cls(config, run_dir, registry, strategy_node or {}, packaged=packaged_path(config))
         return replace(run, config=resolved(config, lambda settled: replace(run, config=settled).plan_with()))
 
     def unpack_model(self) -> None:
