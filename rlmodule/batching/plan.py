@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, compress
@@ -244,13 +244,9 @@ def plan_batch(
     Raises:
         ConfigError: an invalid setting, or a sample (or group, with ``keep_groups``) that is larger than a limit.
     """
-    sizes = {"dp_size": dp_size, "multiple_of": multiple_of, "min_steps": min_steps}
-    assert min(sizes.values()) >= 1, f"sizes are positive, got {sizes}"
-    assert widest in widths_of(dp_size), f"widest={widest} is no power of two that divides {dp_size} ranks"
-    one_of("batching.planner", planner, PLANNERS)
-    one_of("batching.order", order, ORDERS)
+    _check({"dp_size": dp_size, "multiple_of": multiple_of, "min_steps": min_steps}, planner, order)
+    _check_widest(widest, dp_size, is_shared_by_tokens=micro_batch_size is None and planner != "karmarkar_karp")
     cost, metas = Workload() if cost is None else cost, SampleMetas.of(metas)
-    assert widest == 1 or (micro_batch_size is None and planner != "karmarkar_karp"), "only token budgets are shared"
     limits = Limits(mini_batch_size, token_budget, micro_batch_size, sp_size, widest)
     limits.check_samples(metas)
     units = units_of(metas, cost, keep_groups=keep_groups, share_prompts=share_prompts)
@@ -270,6 +266,17 @@ def plan_batch(
     planned = np.sort(np.concatenate([np.zeros(0, np.int64), *(plan.position_array for plan in plans)]))
     assert np.array_equal(planned, np.flatnonzero(units.is_computed)), "all plans hold each computed sample once"
     return tuple(plans)
+
+
+def _check(sizes: Mapping[str, int], planner: str, order: str) -> None:
+    assert min(sizes.values()) >= 1, f"sizes are positive, got {sizes}"
+    one_of("batching.planner", planner, PLANNERS)
+    one_of("batching.order", order, ORDERS)
+
+
+def _check_widest(widest: int, dp_size: int, *, is_shared_by_tokens: bool) -> None:
+    assert widest in widths_of(dp_size), f"widest={widest} is no power of two that divides {dp_size} ranks"
+    assert widest == 1 or is_shared_by_tokens, "only token budgets are shared"
 
 
 def _membership(units: Units, planner: str, mini_batch_size: int, seed: int) -> list[Ints]:
