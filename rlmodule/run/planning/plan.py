@@ -12,7 +12,7 @@ from functools import cached_property
 
 from rlmodule.algorithm.config import ROLLOUTS
 from rlmodule.batching.workload import ModelShape
-from rlmodule.core.errors import ConfigError, RLModuleError
+from rlmodule.core.errors import ConfigError, DependencyError, RLModuleError
 from rlmodule.core.layout import Layout
 from rlmodule.core.sharding import Sharding
 from rlmodule.models.description import PRECISIONS, SEPARATE
@@ -87,8 +87,15 @@ class Plan:
 
     @cached_property
     def layout_problem(self) -> RLModuleError | None:
-        """Why the strategy cannot have this number of processes; None where it can."""
-        return _error_of(lambda: self.strategy.build())
+        """Why the strategy cannot have this number of processes; None where it can.
+
+        Raises:
+            DependencyError: a package of the strategy is missing, which alone knows what the strategy needs.
+        """
+        found = _error_of(lambda: self.strategy.build())
+        if isinstance(found, DependencyError):
+            raise found
+        return found
 
     @property
     def budget(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from rlmodule import cli
-from rlmodule.core.errors import ConfigError
+from rlmodule.core.errors import ConfigError, DependencyError
 from rlmodule.core.sharding import Sharding
 from rlmodule.models import footprint
 from rlmodule.records.run_directory import RunDirectory
@@ -23,7 +23,7 @@ from rlmodule.run.planning.plan import Plan
 from rlmodule.run.planning.work import Lengths, seconds, sent_bytes
 from rlmodule.run.run import Run
 from rlmodule.run.scoring_cost import scoring_in_words
-from strategies.registry import STRATEGIES
+from strategies.registry import STRATEGIES, StrategyRegistry
 
 FILES = ("data=files", "data.train_files=[absent.jsonl]")
 SEVEN = ("model=qwen7b", "strategy=fsdp2", "trainer.devices=8", "trainer.accelerator=gpu", *FILES)
@@ -451,3 +451,15 @@ def test_stages_of_a_pipeline_share_blocks_and_a_plan_says_how_long_they_wait():
     [problem] = data_of(plan_of(*SEVEN, "strategy.pp_size=29", "trainer.devices=29"))["problems"]
     assert (problem["key"], problem["got"]) == ("strategy.pp_size", "29")
     assert "28 blocks" in problem["because"]
+
+
+def test_a_strategy_whose_package_is_missing_is_not_planned_as_another(monkeypatch):
+    """Its layout is not known then; a plan of one process would be numbers of nothing."""
+    words = ("strategy=deepspeed", "trainer.devices=2")
+
+    def lookup(*_: object, **__: object) -> object:
+        raise DependencyError(package="deepspeed", needed_by="strategy=deepspeed", extra="deepspeed")
+
+    monkeypatch.setattr(StrategyRegistry, "lookup", lookup)
+    with pytest.raises(DependencyError, match=r"pip install 'rlmodule\[deepspeed\]'"):
+        data_of(plan_of(*words))
