@@ -26,7 +26,7 @@ from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.rollout.parts.http_client import HTTPClient, ServerGoneError, ServerRefusedError
 from rlmodule.rollout.parts.own_server import OwnServers
 from rlmodule.rollout.parts.ranks import RankGroup
-from rlmodule.rollout.parts.routing import Place, Router, none_left
+from rlmodule.rollout.parts.routing import ATTEMPTS, FAILED, Place, Router, none_left
 from rlmodule.rollout.parts.server_api import ServerApi, WeightTransfer
 from rlmodule.rollout.parts.server_checks import ServerChecks
 from rlmodule.rollout.parts.server_proof import ServerProof
@@ -205,20 +205,37 @@ class ServerEngine:
     # ---- servers that are lost
 
     def _revive(self, api: ServerApi, given_up: threading.Event) -> bool:
-        """Bring a lost server back with the weights of now: ours is being started again, another has moments."""
-        try:
-            seconds = GRACE_SECONDS if self.settings.urls else self.settings.start_seconds
-            self._wait_until_ready(api.url, seconds, given_up)
-            with self._change.lock:
-                if api.version() != str(self.version):
-                    if self._is_direct:
-                        self._say(f"rollout server {api.url} is left out until the next update, which it is sent")
-                        return False
-                    self._load(api, self.version)
-                return self._agrees(api)
-        except (ServerGoneError, ServerRefusedError) as error:
-            self._say(f"rollout server {api.url} did not come back: {error}")
-            return False
+        """Bring a lost server back with the weights of now, and see that they are."""
+        return self._comes_back(api, self._agrees, given_up)
+
+    def _comes_back(
+        self,
+        api: ServerApi,
+        agrees: Callable[[ServerApi], bool] = lambda api: True,
+        given_up: threading.Event | None = None,
+    ) -> bool:
+        """Whether a server has the weights of now within its time: ours is being started again, another has moments.
+
+        One that answers and is lost once more is waited for as long.
+        """
+        seconds = GRACE_SECONDS if self.settings.urls else self.settings.start_seconds
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self._wait_until_ready(api.url, max(deadline - time.monotonic(), 0.0), given_up)
+                with self._change.lock:
+                    if api.version() != str(self.version):
+                        if self._is_direct:
+                            self._say(f"rollout server {api.url} is left out until the next update, which it is sent")
+                            return False
+                        self._load(api, self.version)
+                    return agrees(api)
+            except (ServerGoneError, ServerRefusedError) as error:
+                is_over = time.monotonic() > deadline or (given_up is not None and given_up.is_set())
+                if is_over or self.own.has_ended(api.url) or getattr(error, "status", FAILED) < FAILED:
+                    self._say(f"rollout server {api.url} did not come back: {error}")
+                    return False
+                time.sleep(POLL_SECONDS)
 
     def _agrees(self, api: ServerApi) -> bool:
         """Whether a server says today what the servers said when their weights were proven."""
@@ -234,6 +251,14 @@ class ServerEngine:
 
         def ask() -> tuple[list[Probe], list[tuple[float, ...]]]:
             self._wake_all()
+            for _ in range(ATTEMPTS - 1):
+                try:
+                    return self._proof.asked(self._running.in_use)
+                except (ServerGoneError, ServerRefusedError) as error:
+                    if getattr(error, "status", FAILED) < FAILED:
+                        raise
+                    self._say(f"rollout server lost while its weights were proven: {error}")
+                    self._running.leave_out(self._comes_back)
             return self._proof.asked(self._running.in_use)
 
         found, self._proof.said = self._ranks.on_first(ask)

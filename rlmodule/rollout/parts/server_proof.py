@@ -16,6 +16,7 @@ import torch
 from rlmodule.core.episodes import Probe
 from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.rollout.parts.server_api import Draw, ServerApi
+from rlmodule.rollout.parts.server_checks import check_tokens
 
 PROBES, LATER = 4, 1  # fixed sequences at the start, and of them after every later update
 PROBE_LENGTH = 150  # tokens of each at most: more than a block of any server's prefix cache
@@ -53,8 +54,8 @@ class ServerProof:
         limit = AGREEMENT[self.dtype]
         for prompt, then in zip(self.prompts, self.said, strict=False):
             now = api.score(prompt)
-            if len(then) != len(now) or max(abs(a - b) for a, b in zip(then, now, strict=True)) > limit:
-                return False
+            if len(then) != len(now) or not all(abs(a - b) <= limit for a, b in zip(then, now, strict=True)):
+                return False  # a value that is no number agrees with nothing
         return True
 
     def keep_digests(self, api: ServerApi) -> None:
@@ -82,6 +83,7 @@ class ServerProof:
 
         def drawn(api: ServerApi, number: int, prompt: tuple[int, ...]) -> Probe:
             found = api.draw(Draw(prompt, DRAWN, temperature, seed=number))
+            check_tokens(api.url, found, self.context.vocab_size)
             ids, logprobs = torch.tensor(found.token_ids), torch.tensor(found.logprobs)
             return Probe(f"{api.url}, tokens that it drew", prompt, ids, logprobs)
 
@@ -99,9 +101,8 @@ class ServerProof:
     @cached_property
     def prompts(self) -> list[tuple[int, ...]]:
         """The fixed sequences: token ids drawn once, evenly over the vocabulary, ends and special tokens left out."""
-        config = self.context.policy.lm.config.get_text_config()
         left_out = {*self.context.end_tokens.ids, *self.context.tokenizer.all_special_ids}
-        allowed = torch.tensor([token for token in range(config.vocab_size) if token not in left_out])
+        allowed = torch.tensor([token for token in range(self.context.vocab_size) if token not in left_out])
         length = max(2, min(PROBE_LENGTH, self.max_length - DRAWN))
         rng = torch.Generator().manual_seed(20261130)
         picked = allowed[torch.randint(len(allowed), (PROBES, length), generator=rng)]

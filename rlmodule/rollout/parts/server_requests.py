@@ -21,7 +21,7 @@ from rlmodule.rollout.parts.gate import Gate
 from rlmodule.rollout.parts.http_client import ServerGoneError
 from rlmodule.rollout.parts.routing import Router
 from rlmodule.rollout.parts.server_api import Draw, Drawn, ServerApi
-from rlmodule.rollout.parts.server_checks import check_response
+from rlmodule.rollout.parts.server_checks import check_response, check_tokens
 
 
 @dataclass(eq=False)
@@ -93,6 +93,7 @@ class ServerRequests:
         try:
             if not given_up.is_set():
                 url, drawn = self._drawn(request, given_up)
+                check_tokens(url, drawn, self.context.vocab_size)
                 spelled = lambda ids: self.context.end_tokens.spelled(ids, self.context.tokenizer)  # noqa: E731
                 ids, ended = check_response(url, self._draw_of(request), drawn, spelled)
                 answers.put(self._completion(request, ids, drawn, STOP if ended else LENGTH))
