@@ -34,7 +34,7 @@ class Verifiers:
     arguments: dict[str, Any] = field(default_factory=dict)  # of its load_environment
     train_size: int = 8192  # rows at most
     test_size: int = 256  # held-out rows at most; of an environment without any, the last ones of the others
-    tool_format: str = AUTO  # how calls are written: hermes, qwen_xml, llama_json, pythonic, mistral; auto: by template
+    tool_format: str = AUTO  # how calls are written: hermes, qwen_xml, llama_json, pythonic, mistral, deepseek; or auto
     observation_role: str = "user"  # role of what is shown; tool where the environment has tools
 
     has_many_answers: ClassVar[bool] = True

@@ -24,6 +24,7 @@ from rlmodule.core.episodes import LENGTH, STOP, Completion, Done, Drawing, Gene
 from rlmodule.core.errors import DataError, RLModuleError
 from rlmodule.core.types import Prompt, RewardResult, Sample
 from rlmodule.data.chat import ChatError, ChatFormat
+from rlmodule.experience.checked_replies import WrongReplyError, checked_end, checked_observation
 from rlmodule.experience.replies import Failure, Replies
 
 
@@ -287,10 +288,14 @@ class RunningEpisode:
         """
         if isinstance(reply, Failure):
             return self._failed(reply)
-        if isinstance(reply, Done) and self.completions:
-            return self._ended(self.completions[-1].finish_reason, reply)
-        if not isinstance(reply, Observation):
-            return self._failed(Failure(f"the environment gave {reply!r:.200}; an Observation or Done was due"))
+        try:
+            if isinstance(reply, Done) and self.completions:
+                return self._ended(self.completions[-1].finish_reason, checked_end(reply))
+            if not isinstance(reply, Observation):
+                raise WrongReplyError("an Observation or Done was due")
+            reply = checked_observation(reply, len(self.runner.chat.tokenizer))
+        except WrongReplyError as error:
+            return self._failed(Failure(f"the environment gave {reply!r:.200}; {error}"))
         if self.completions:
             return self._show(reply)
         self._open(reply)
@@ -337,7 +342,7 @@ class RunningEpisode:
         """The end where a limit is reached."""
         assert self._episode is not None, "only an episode that runs can be cut"
         try:
-            end = self._episode.cut()
+            end = checked_end(self._episode.cut())
         except RLModuleError:
             raise
         except Exception as error:

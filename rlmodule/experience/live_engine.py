@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from rlmodule.core.contract import ConcurrentEngine, ProvableEngine, RolloutEngine
@@ -49,6 +50,11 @@ class LiveEngine:
                 self._engine.resume()
             self._loaded = version
         return self._engine
+
+    @property
+    def promised_dtype(self) -> torch.dtype | None:
+        """What its copy of the policy computes in; None where it has none, or is not there."""
+        return self._engine.promised_dtype if isinstance(self._engine, ProvableEngine) else None
 
     def close(self) -> None:
         """Close the engine, where one was built; a later call would build another."""

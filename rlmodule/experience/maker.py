@@ -14,6 +14,7 @@ from rlmodule.core.types import MiniBatch, SampleMeta, ScoredSample, TrainingSam
 from rlmodule.experience.advantage_stage import AdvantageStage, PerResponse, with_advantages
 from rlmodule.experience.collect import collect_groups
 from rlmodule.experience.correction import compared, recounted, without_rejected, without_rejected_rewards
+from rlmodule.experience.drawn_tokens import DrawnCheck
 from rlmodule.experience.iteration import Experience, Iteration
 from rlmodule.experience.iteration_state import SavedIteration
 from rlmodule.experience.redistribute import all_gather_dict, redistribute, spoken_for
@@ -30,11 +31,13 @@ class ExperienceMaker:
         scorer: asks the models.
         advantage_stage: makes advantages of what they say.
         make_sampler: metas of the iteration -> its sampler.
+        check_drawn: refuses responses that are not the policy's; None believes them.
     """
 
     scorer: Scorer
     advantage_stage: AdvantageStage
     make_sampler: Callable[[Sequence[SampleMeta]], BalancedSampler]
+    check_drawn: DrawnCheck | None = None
 
     def __call__(self, collect: Callable[[], list[ScoredSample]], timer: Timer) -> Iteration:
         """Run every stage; ``collect`` gives this rank's responses and may fail, which then every rank learns."""
@@ -59,6 +62,8 @@ class ExperienceMaker:
             with_energy=advantage_stage.needs_energy,
             with_next_value=advantage_stage.needs_next_value,
         )
+        if self.check_drawn is not None:
+            self.check_drawn(spoken_for(rows, speakers, layout))
         rows, kept = compared(rows, spoken_for(rows, speakers, layout), objective.config, collectives, metrics)
         if self._needs_scores:
             counted = without_rejected_rewards(sample_info, kept, collectives) if self._rejects else sample_info

@@ -14,7 +14,7 @@ from rlmodule.experience.in_flight import InFlight
 from rlmodule.models.building import build_policy
 from rlmodule.records.metrics_log import read_records
 from rlmodule.rollout.parts import server_checks
-from rlmodule.rollout.parts.server_engine import _seed_of
+from rlmodule.rollout.parts.server_requests import seed_of
 from tests.helpers.kills import Moment, killed_run
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, rollouts, run_small, small_run
@@ -84,7 +84,7 @@ def ids_of(run_dir):
 
 def seeds_of(samples):
     """Seeds of the requests for these samples, by which a server knows them."""
-    return {_seed_of(GenerationRequest((), sample, 0, 1)): sample for sample in samples}
+    return {seed_of(GenerationRequest((), sample, 0, 1)): sample for sample in samples}
 
 
 def hold_back(server, samples, until):

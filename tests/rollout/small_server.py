@@ -175,6 +175,8 @@ class Server:
 
     Attributes:
         before_token: called with what is asked and the tokens drawn so far, before each further one.
+        changed: called with the path, what was asked and what it would answer; gives what it answers instead, or itself
+            writes to the handler that it is given, and gives None.
         paused: abort or keep while it is paused; new requests then wait.
         num_cut_off: responses that a pause has cut off.
     """
@@ -191,6 +193,9 @@ class Server:
         self.calls: list[str] = []
         self.is_asleep = False
         self.before_token: Callable[[dict[str, Any], int], None] = lambda ask, drawn: None
+        self.changed: Callable[[str, dict[str, Any], Any, BaseHTTPRequestHandler], Any] = lambda path, ask, found, to: (
+            found
+        )
         self.paused, self.num_pauses, self.num_cut_off = "", 0, 0
         self.change = threading.Condition()
         self.http = Listener((host, port), handler_of(self))
@@ -272,7 +277,9 @@ def handler_of(server: Server) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 self.connection.close()
                 return
-            data = json.dumps(found if found is not None else {"error": "no such path"}).encode()
+            if path in ROUTES and (found := server.changed(path, body, found, self)) is None:
+                return
+            data = json.dumps(found if path in ROUTES else {"error": "no such path"}).encode()
             self.send_response(200 if path in ROUTES else 404)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()

@@ -17,7 +17,7 @@ from rlmodule.core.episodes import ABORT, KEEP, PAUSES, WAIT
 from rlmodule.core.errors import EnginesGoneError, TrainingError
 from rlmodule.core.layout import Layout
 from rlmodule.core.types import POLICY
-from rlmodule.rollout.parts import server_checks, server_engine
+from rlmodule.rollout.parts import server_checks, server_engine, server_requests
 from rlmodule.rollout.server import ServerRolloutConfig
 from rlmodule.rollout.vllm import VLLMRolloutConfig
 from tests.helpers.ranks import run_on_ranks
@@ -65,7 +65,7 @@ def test_the_order_in_which_responses_end_changes_none_of_them(tmp_path):
         engine = run.engine()
         assert isinstance(engine, ConcurrentEngine)
         for sign in (1, -1):
-            delays = {server_engine._seed_of(r): 0.01 * (5 + sign * (i - 5)) for i, r in enumerate(requests)}
+            delays = {server_requests.seed_of(r): 0.01 * (5 + sign * (i - 5)) for i, r in enumerate(requests)}
             server.before_token = lambda ask, drawn, delays=delays: time.sleep(delays.get(ask["seed"], 0.0))
             reader = InThread(engine.beside(), requests)
             assert tokens_of(generate(engine, requests[:3])) == expected[:3]

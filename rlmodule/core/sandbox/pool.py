@@ -202,6 +202,8 @@ class Pool:
             reply = json.loads(child.connection.recv_bytes(RESULT_BYTES))
         except (EOFError, OSError):
             reply = {"call": child.call, "fault": f"the process that ran it {self._discard(child)}"}
+        except (ValueError, RecursionError) as error:
+            reply = {"call": child.call, "fault": f"what it returned cannot be read: {type(error).__name__}"}
         if reply.pop("call") != child.call:
             return  # of an earlier call, from something that it left running
         self._show(child)

@@ -6,6 +6,7 @@ Leaves out the formats (``formats/``) and running what is called (``tools.py``).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -15,8 +16,9 @@ from rlmodule.core.registry import Registry
 
 AUTO = "auto"
 # Whose marks are looked for in a template first: some templates have the marks of two formats.
-BY_TEMPLATE = ("qwen_xml", "hermes", "mistral", "pythonic", "llama_json")
+BY_TEMPLATE = ("qwen_xml", "hermes", "mistral", "deepseek", "pythonic", "llama_json")
 WITHOUT_TEMPLATE = "pythonic"  # the shortest, for models that have learned none
+BESIDE_ARGUMENTS = frozenset({"name", "id", "type"})  # what a call may have beside its arguments
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,31 @@ def format_for(template: str, name: str = AUTO) -> ToolFormat:
     return TOOL_FORMATS.get(name, "environment.tool_format")()
 
 
-def after_reasoning(text: str) -> str:
-    """What a response says once it has thought: a call that is only thought of is none."""
-    return text.rpartition("</think>")[2]
+def after_reasoning(text: str, opens: str = "<tool_call>", closes: str = "</tool_call>") -> str:
+    """What a response says beside its thoughts: a call that is only thought of is none.
+
+    A thought may have begun in the prompt, and one that is not ended holds the rest. What a call between ``opens`` and
+    ``closes`` has in its arguments is no mark of a thought.
+    """
+    marks = re.compile("|".join(map(re.escape, ("<think>", "</think>", opens, closes))))
+    said, begin, inside = "", 0, ""
+    for found in marks.finditer(text):
+        mark = found[0]
+        if mark == "</think>" and (inside != opens or text.find(closes, found.end()) < 0):
+            said, begin, inside = said if inside == "<think>" else "", found.end(), ""
+        elif mark == "<think>" and not inside:
+            said, inside = said + text[begin : found.start()], mark
+        elif mark == (opens if not inside else closes) and inside != "<think>":
+            inside = "" if inside else opens
+    return said if inside == "<think>" else said + text[begin:]
 
 
 def read_call(value: Any, arguments_key: str = "arguments") -> ToolCall | MalformedCall:
     """A call out of JSON: a mapping with ``name`` and arguments, which may be JSON text once more."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return MalformedCall('a call is a JSON object with "name" and "' + arguments_key + '"')
+    if arguments_key not in value and set(value) - BESIDE_ARGUMENTS:
+        return MalformedCall(f'the arguments of a call are under "{arguments_key}"')
     arguments = value.get(arguments_key, {})
     if isinstance(arguments, str):
         try:

@@ -25,6 +25,7 @@ from rlmodule.environments.parts.tool_calls import (
 from rlmodule.environments.parts.tools import Tool, Toolbox, ToolLimits
 
 OBSERVATION_ROLES = ("tool", "user")
+MAX_CALLS = 32  # of one response that are made
 Self = TypeVar("Self", bound="ToolEnvironment")
 
 
@@ -32,7 +33,7 @@ Self = TypeVar("Self", bound="ToolEnvironment")
 class ToolEnvironment(ABC):
     """Rows with an answer, and tools to find it with. A subclass says which tools, and what an answer is worth."""
 
-    tool_format: str = AUTO  # how calls are written: hermes, qwen_xml, llama_json, pythonic, mistral; auto: by template
+    tool_format: str = AUTO  # how calls are written: hermes, qwen_xml, llama_json, pythonic, mistral, deepseek; or auto
     tool_seconds: float = 5.0  # that a call may take
     tool_memory_mb: int = 512  # MiB that a call may use
     tool_characters: int = 2000  # of a result that are shown
@@ -71,17 +72,22 @@ class ToolEnvironment(ABC):
         return [{**row, "tools": schemas} for row in rows]
 
     def results(self, calls: Sequence[ToolCall | MalformedCall], before: int = 0) -> tuple[list[Message], int]:
-        """(messages with what the calls give, in order, how many of them are errors).
+        """(messages with what the calls give, in order, how many of them are errors); calls beyond MAX_CALLS are one.
 
         Args:
             calls: of one response.
             before: calls of earlier responses in the episode, which the names of these are counted on from.
         """
+        if len(calls) > MAX_CALLS:
+            rest = MalformedCall(
+                f"{len(calls) - MAX_CALLS} more calls were not made: a response has {MAX_CALLS} at most"
+            )
+            calls = [*calls[:MAX_CALLS], rest]
         results = [self.toolbox.run(call) for call in calls]
         messages: list[Message] = [
             {
                 "role": self.observation_role,
-                "name": getattr(call, "name", "unknown"),
+                "name": self.toolbox.name_of(call),
                 "tool_call_id": f"call{before + number:05d}",  # nine characters, as Mistral's templates want
                 "content": result.text,
             }

@@ -152,6 +152,11 @@ class Toolbox:
         """What the chat template is given."""
         return [tool.schema for tool in self.tools]
 
+    def name_of(self, call: ToolCall | MalformedCall) -> str:
+        """Of the tool that is called; ``unknown`` where there is none, whatever the policy calls it."""
+        name = getattr(call, "name", "")
+        return name if name in self._by_name else "unknown"
+
     def run(self, call: ToolCall | MalformedCall) -> ToolResult:
         """The result of a call; an error where there is no such tool, arguments are wrong, or the tool fails."""
         if isinstance(call, MalformedCall):
@@ -203,7 +208,11 @@ class Toolbox:
             last = outcome.fault.strip().splitlines()[-1]  # of a traceback: what went wrong
             return self._error(last)
         value = outcome.result
-        return ToolResult(self._shortened(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)))
+        try:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        except RecursionError:
+            return self._error("the result is nested too deeply")
+        return ToolResult(self._shortened(text))
 
     def _error(self, text: str) -> ToolResult:
         return ToolResult(self._shortened(f"error: {text}"), is_error=True)

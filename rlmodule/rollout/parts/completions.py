@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlmodule.core.episodes import ABORT, LENGTH, STOP
-from rlmodule.rollout.parts.http_api import QUICK, RELOAD, HTTPApi
+from rlmodule.rollout.parts.http_api import QUICK, RELOAD, HTTPApi, token_ids, whole_number
 from rlmodule.rollout.parts.http_client import ServerRefusedError
 from rlmodule.rollout.parts.server_api import Draw, Drawn, ServerFacts
 
@@ -37,7 +37,8 @@ class CompletionsApi(HTTPApi):
         models = self.client.get("/v1/models", timeout=QUICK)
         with suppress(KeyError, IndexError, TypeError):
             self.model = self.model or str(models["data"][0]["id"])
-            return ServerFacts("an OpenAI-compatible server", max_length=models["data"][0].get("max_model_len"))
+            length = whole_number(models["data"][0].get("max_model_len"))
+            return ServerFacts("an OpenAI-compatible server", max_length=length)
         return ServerFacts("an OpenAI-compatible server")
 
     def draw(self, draw: Draw) -> Drawn:
@@ -47,20 +48,22 @@ class CompletionsApi(HTTPApi):
             finish_reason = FINISHED.get(choice["finish_reason"], LENGTH)
             if finish_reason == ABORT and not choice["token_ids"]:
                 return Drawn((), (), ABORT)
-            ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        except (KeyError, TypeError):
-            raise self.unreadable("token ids and log-probabilities") from None
-        if ids is None or logprobs is None or len(ids) != len(logprobs):
+            ids, logprobs = token_ids(choice["token_ids"]), choice["logprobs"]["token_logprobs"]
+            drawn = Drawn(ids, tuple(map(float, logprobs)), finish_reason)
+        except (KeyError, TypeError, ValueError):
+            raise self.unreadable("token ids and log-probabilities, which are numbers") from None
+        if len(drawn.token_ids) != len(drawn.logprobs):
             raise self.unreadable("token ids with a log-probability each")
-        return Drawn(tuple(ids), tuple(map(float, logprobs)), finish_reason)
+        return drawn
 
     def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         """Log-probabilities of ``ids[1:]``; one token is drawn on the way."""
         choice = self._choice(Draw(ids, 1), {"prompt_logprobs": 0})
-        found = choice.get("prompt_logprobs")
-        if not found or len(found) != len(ids):
-            raise self.unreadable("prompt_logprobs")
-        return tuple(float(at[str(token)]["logprob"]) for token, at in zip(ids[1:], found[1:], strict=True))
+        try:
+            found = choice["prompt_logprobs"][1:]
+            return tuple(float(at[str(token)]["logprob"]) for token, at in zip(ids[1:], found, strict=True))
+        except (KeyError, TypeError, ValueError):
+            raise self.unreadable("prompt_logprobs, one for each token of the prompt") from None
 
     def likeliest(self, draw: Draw, count: int) -> Mapping[int, float]:
         """The likeliest next tokens; ``return_tokens_as_token_ids`` names them by their ids."""

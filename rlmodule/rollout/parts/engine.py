@@ -42,6 +42,11 @@ class EngineContext:
     run_dir: Path
     pause: str = WAIT
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the policy knows."""
+        return int(self.policy.lm.config.get_text_config().vocab_size)
+
 
 class EngineConfig(Protocol):
     """The settings of one engine. Frozen dataclass whose fields are its own config keys; sampling is not among them.

@@ -1,6 +1,6 @@
 """Lets requests through to servers, and holds new ones back while the servers' weights change.
 
-Leaves out what becomes of those that are under way then (``server_engine.py``).
+Leaves out what becomes of those that are under way then (``server_requests.py``).
 """
 
 from __future__ import annotations

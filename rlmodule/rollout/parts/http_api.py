@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
+from typing import Any
 
 from rlmodule.rollout.parts.http_client import HTTPClient, ServerGoneError, ServerRefusedError
 
@@ -57,3 +59,13 @@ class HTTPApi:
     def unreadable(self, what: str) -> ServerRefusedError:
         """The error for an answer in which ``what`` is missing."""
         return ServerRefusedError(f"{self.url} answered without {what}", 200)
+
+
+def token_ids(given: Iterable[Any]) -> tuple[int, ...]:
+    """Token ids of an answer; TypeError where one is no whole number."""
+    return tuple(map(index, given))
+
+
+def whole_number(given: Any) -> int | None:
+    """A limit that a server names; None where it names none, or something else."""
+    return given if isinstance(given, int) and given > 0 else None

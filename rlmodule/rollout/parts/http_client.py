@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,7 +19,16 @@ from typing import Any
 from urllib.parse import urlsplit
 
 WORDS_OF_SERVER = 500  # characters of an error message
-BROKEN = (502, 503, 504)  # what a proxy says whose server has ended, and a server that is ending
+BUSY, ENDING = 429, 503
+BROKEN = (
+    BUSY,
+    502,
+    ENDING,
+    504,
+)  # what a proxy says whose server has ended, and a server that is ending, or has no room
+WAIT_SECONDS = 1.0  # for a busy server that does not say how long
+POLL_SECONDS = 0.1
+CHUNK_BYTES = 1 << 16
 
 
 class ServerGoneError(Exception):
@@ -87,13 +97,22 @@ class HTTPClient:
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None) -> Any:
         data, calls = None if body is None else json.dumps(body).encode(), self._calls_broken_off
-        try:
-            status, said = self._once(method, path, data, timeout)
-        except _ClosedWhileIdleError as error:
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        while True:
+            try:
+                status, wait, said = self._once(method, path, data, deadline)
+            except _ClosedWhileIdleError as error:
+                if self._calls_broken_off != calls:
+                    raise ServerGoneError(str(error)) from None
+                self._close_idle()  # as old as this one, or older
+                status, wait, said = self._once(method, path, data, deadline)
+            if wait is None or time.monotonic() + wait >= deadline:
+                break
+            until = time.monotonic() + wait
+            while time.monotonic() < until and self._calls_broken_off == calls:
+                time.sleep(min(wait, POLL_SECONDS))
             if self._calls_broken_off != calls:
-                raise ServerGoneError(str(error)) from None
-            self._close_idle()  # as old as this one, or older
-            status, said = self._once(method, path, data, timeout)
+                break
         if status in BROKEN:
             raise ServerGoneError(f"{self.url}{path}: {status} {_words(said)}")
         if status >= 300:
@@ -102,14 +121,14 @@ class HTTPClient:
             return json.loads(said)
         return None
 
-    def _once(self, method: str, path: str, data: bytes | None, timeout: float | None) -> tuple[int, bytes]:
-        """(status, body) of one answer."""
-        connection = self._connection(timeout)
+    def _once(self, method: str, path: str, data: bytes | None, deadline: float) -> tuple[int, float | None, bytes]:
+        """(status, seconds until it wants to be asked again or None, body) of one answer."""
+        connection = self._connection(max(deadline - time.monotonic(), POLL_SECONDS))
         was_open = connection.sock is not None
         try:
             connection.request(method, path, data, self._headers())
             answer = connection.getresponse()
-            said = answer.status, answer.read()
+            said = answer.status, _wait_of(answer), _read(answer, deadline)
             with self._lock:
                 self._idle.append(connection)
             return said
@@ -122,7 +141,7 @@ class HTTPClient:
         finally:
             self._busy.discard(connection)
 
-    def _connection(self, timeout: float | None) -> http.client.HTTPConnection:
+    def _connection(self, timeout: float) -> http.client.HTTPConnection:
         """A connection that nobody uses, the one used last, or a new one."""
         with self._lock:
             found = self._idle.pop() if self._idle else None
@@ -131,7 +150,7 @@ class HTTPClient:
             assert parts.hostname is not None, "addresses are checked before they are used"
             made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
             found = made(parts.hostname, parts.port)
-        found.timeout = self.timeout if timeout is None else timeout
+        found.timeout = timeout
         if found.sock is not None:
             found.sock.settimeout(found.timeout)
         self._busy.add(found)
@@ -140,6 +159,27 @@ class HTTPClient:
     def _headers(self) -> dict[str, str]:
         key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
         return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+
+
+def _read(answer: http.client.HTTPResponse, deadline: float) -> bytes:
+    """The whole body; one that comes byte by byte may not take longer than one that comes late."""
+    parts = []
+    while part := answer.read1(CHUNK_BYTES):
+        parts.append(part)
+        if time.monotonic() > deadline:
+            raise TimeoutError("the answer was not whole in time")
+    if answer.length:
+        raise http.client.IncompleteRead(b"".join(parts), answer.length)
+    answer.read()  # nothing is left, which frees the connection for the next request
+    return b"".join(parts)
+
+
+def _wait_of(answer: http.client.HTTPResponse) -> float | None:
+    """Seconds after which a busy server wants to be asked again; None where it did not say that it is busy."""
+    said = answer.headers.get("Retry-After")
+    if answer.status != BUSY and not (answer.status == ENDING and said is not None):
+        return None
+    return float(said) if said is not None and said.strip().isdecimal() else WAIT_SECONDS
 
 
 def _words(said: bytes) -> str:

@@ -110,6 +110,19 @@ class Router:
         for api in self.in_use:
             api.hang_up()
 
+    def leave_out(self, comes_back: Callable[[ServerApi], bool]) -> None:
+        """Use those servers that come back, and the others no more until the next update.
+
+        Raises:
+            EnginesGoneError: none does.
+        """
+        for place in self.places:
+            if place.why is None and not comes_back(place.api):
+                place.why = "it was lost, and did not come back"
+                self.lost += 1
+        if not self.in_use:
+            raise none_left({place.api.url: str(place.why) for place in self.places})
+
     def _take(self, given_up: threading.Event) -> tuple[Place, int]:
         """(the server with the fewest requests in flight, its life); waits where all are lost and some come back."""
         with self._change:

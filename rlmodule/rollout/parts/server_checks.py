@@ -172,6 +172,22 @@ class ServerChecks:
         return settings + (f"; defaults of its own, each overridden by the run: {own}" if own else "")
 
 
+def check_tokens(url: str, drawn: Drawn, vocab_size: int) -> None:
+    """Every token that came is one of the policy's.
+
+    Raises:
+        ConfigError: one is not.
+    """
+    beyond = next((token for token in drawn.token_ids if not 0 <= token < vocab_size), None)
+    if beyond is not None:
+        raise ConfigError(
+            key="rollout.url",
+            got=url,
+            because=f"it answered with token {beyond}, and the policy has the tokens 0 to {vocab_size - 1}",
+            fix="Start it with the policy's own folder",
+        )
+
+
 def check_response(
     url: str, draw: Draw, drawn: Drawn, spelled: Callable[[list[int]], bool]
 ) -> tuple[tuple[int, ...], bool]:

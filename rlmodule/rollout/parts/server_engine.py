@@ -1,35 +1,36 @@
 """An engine that samples by HTTP servers: weights to them, requests among them, a lost one brought back or dropped.
 
-The first rank writes the weights, starts servers and looks after them; every data rank sends its own requests. Ranks
-that repeat the tokens of another (tensor ranks, pipeline stages) are handed its completions. Leaves out dialects
-(``vllm_api.py``, ``sglang_api.py``) and whether the weights arrived (``experience/canary.py``).
+The first rank writes the weights, starts servers and looks after them; every data rank sends its own requests
+(``server_requests.py``). Ranks that repeat the tokens of another (tensor ranks, pipeline stages) are handed its
+completions (``ranks.py``). Leaves out dialects (``vllm_api.py``, ``sglang_api.py``) and whether the weights arrived
+(``server_proof.py`` asks, ``experience/canary.py`` compares).
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from typing import ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
 from rlmodule.core.contract import Responder
-from rlmodule.core.episodes import ABORT, LENGTH, STOP, Completion, GenerationRequest, Probe
-from rlmodule.core.errors import ConfigError, EnginesGoneError, RLModuleError, TrainingError, in_one_line
-from rlmodule.ops.random import uniform_of_token
+from rlmodule.core.episodes import Completion, GenerationRequest, Probe
+from rlmodule.core.errors import ConfigError, RLModuleError, TrainingError
 from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.rollout.parts.http_client import HTTPClient, ServerGoneError, ServerRefusedError
 from rlmodule.rollout.parts.own_server import OwnServers
-from rlmodule.rollout.parts.routing import Place, Router, none_left
-from rlmodule.rollout.parts.server_api import Draw, Drawn, ServerApi, WeightTransfer
-from rlmodule.rollout.parts.server_checks import ServerChecks, check_response
+from rlmodule.rollout.parts.ranks import RankGroup
+from rlmodule.rollout.parts.routing import ATTEMPTS, FAILED, Place, Router, none_left
+from rlmodule.rollout.parts.server_api import ServerApi, WeightTransfer
+from rlmodule.rollout.parts.server_checks import ServerChecks
+from rlmodule.rollout.parts.server_proof import ServerProof
+from rlmodule.rollout.parts.server_requests import Beside, ServerRequests
 from rlmodule.rollout.parts.server_settings import ServerSettings
 from rlmodule.rollout.parts.weight_change import WeightChange
 from rlmodule.rollout.parts.weight_folder import WeightFolder, Weights
@@ -38,12 +39,6 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # until a running server that was lost must answer again
-PROBES, LATER = 4, 1  # fixed sequences at the start, and of them after every later update
-PROBE_LENGTH = 150  # tokens of each at most: more than a block of any server's prefix cache
-DRAWN = 8  # tokens drawn after each
-DIGEST_SECONDS = 1.0  # that a server may take over the digests of its tensors, once for each update
-# How far a server may be from what it said after a proven sync, in nats.
-AGREEMENT = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}
 
 
 @dataclass(eq=False)
@@ -68,16 +63,25 @@ class ServerEngine:
     version: int = -1
     _router: Router | None = field(default=None, init=False)
     _apis: dict[str, ServerApi] = field(default_factory=dict, init=False)
-    _said: list[tuple[float, ...]] = field(default_factory=list, init=False)  # log-probabilities of fixed sequences
-    _digests: dict[str, dict[str, str]] = field(default_factory=dict, init=False)  # url -> before the last update
-    _was_probed: bool = field(default=False, init=False)  # whether some weights were proven already
     _is_asleep: bool = field(default=False, init=False)
-    _places: threading.Semaphore = field(default_factory=threading.Semaphore, init=False)  # for requests in flight
-    _calls: set[threading.Event] = field(default_factory=set, init=False)  # of ``generate``, each set to give it up
+    _ranks: RankGroup = field(init=False)
     _change: WeightChange = field(init=False)
+    _proof: ServerProof = field(init=False)
+    _requests: ServerRequests = field(init=False)
 
     def __post_init__(self) -> None:
-        self._change = WeightChange(self.context.pause, self, lambda: self._running.in_use)
+        settings, context = self.settings, self.context
+        self._ranks = RankGroup(context.strategy)
+        self._change = WeightChange(context.pause, self._ranks, lambda: self._running.in_use)
+        self._proof = ServerProof(context, self.promised_dtype, self._max_length, settings.num_requests)
+        self._requests = ServerRequests(
+            context,
+            settings.num_requests,
+            self._change.gate,
+            lambda: self._running,
+            lambda: self.version,
+            self._check_versions,
+        )
 
     # ---- the life of the engine
 
@@ -86,14 +90,13 @@ class ServerEngine:
 
     def close(self) -> None:
         """End the servers that are ours and take the weights away."""
-        for given_up in list(self._calls):
-            given_up.set()
+        self._requests.give_up()
         if self.transfer is not None:
             self.transfer.close()
         self.own.close()
         for api in self._apis.values():
             api.close()
-        if self._is_first:
+        if self._ranks.is_first:
             self.folder.remove()
         self._router = None
 
@@ -120,16 +123,15 @@ class ServerEngine:
             return self._hand_over(version, is_new=self._router is None), self._urls
 
         with self._change.around(lambda: self._check_versions(self._running)):
-            lost, urls = self.on_first(hand_over, reads=weights)
+            lost, urls = self._ranks.on_first(hand_over, reads=weights)
             self.own.watch()
             if len(lost) == len(urls):
                 raise none_left(lost)
             if self._router is None:
-                self._places = threading.Semaphore(self.settings.num_requests * len(urls))
+                self._requests.make_room(len(urls))
             self._router = Router([Place(self._api(url), why=lost.get(url)) for url in urls], self._revive, self._say)
             self.version = version
-            # What was said before is of other weights: nothing counts until these are proven.
-            self._was_probed, self._said = self._was_probed or bool(self._said), []
+            self._proof.begin_update()
 
     @property
     def _is_direct(self) -> bool:
@@ -170,7 +172,7 @@ class ServerEngine:
         try:
             has_time = self._router is None or not self.settings.urls
             self._wait_until_ready(url, self.settings.start_seconds if has_time else GRACE_SECONDS)
-            self._keep_digests(api)
+            self._proof.keep_digests(api)
             if version is not None:
                 self._load(api, version)
         except (ServerGoneError, ServerRefusedError) as error:
@@ -184,13 +186,6 @@ class ServerEngine:
             api.load(self.folder.model, version)
         if self.folder.as_adapter:
             api.load_adapter(self.folder.adapter, version)
-
-    def _keep_digests(self, api: ServerApi) -> None:
-        """Note the digests of a server's tensors before an update; of a server that takes long over them, never."""
-        if self._digests.get(api.url, {"": ""}):
-            began = time.monotonic()
-            found = dict(api.checksums())
-            self._digests[api.url] = found if time.monotonic() - began < DIGEST_SECONDS else {}
 
     def _wait_until_ready(self, url: str, seconds: float, given_up: threading.Event | None = None) -> None:
         """Wait for a server; one of ours that has ended for good is not waited for.
@@ -210,29 +205,43 @@ class ServerEngine:
     # ---- servers that are lost
 
     def _revive(self, api: ServerApi, given_up: threading.Event) -> bool:
-        """Bring a lost server back with the weights of now: ours is being started again, another has moments."""
-        try:
-            seconds = GRACE_SECONDS if self.settings.urls else self.settings.start_seconds
-            self._wait_until_ready(api.url, seconds, given_up)
-            with self._change.lock:
-                if api.version() != str(self.version):
-                    if self._is_direct:
-                        self._say(f"rollout server {api.url} is left out until the next update, which it is sent")
-                        return False
-                    self._load(api, self.version)
-                return self._agrees(api)
-        except (ServerGoneError, ServerRefusedError) as error:
-            self._say(f"rollout server {api.url} did not come back: {error}")
-            return False
+        """Bring a lost server back with the weights of now, and see that they are."""
+        return self._comes_back(api, self._agrees, given_up)
+
+    def _comes_back(
+        self,
+        api: ServerApi,
+        agrees: Callable[[ServerApi], bool] = lambda api: True,
+        given_up: threading.Event | None = None,
+    ) -> bool:
+        """Whether a server has the weights of now within its time: ours is being started again, another has moments.
+
+        One that answers and is lost once more is waited for as long.
+        """
+        seconds = GRACE_SECONDS if self.settings.urls else self.settings.start_seconds
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self._wait_until_ready(api.url, max(deadline - time.monotonic(), 0.0), given_up)
+                with self._change.lock:
+                    if api.version() != str(self.version):
+                        if self._is_direct:
+                            self._say(f"rollout server {api.url} is left out until the next update, which it is sent")
+                            return False
+                        self._load(api, self.version)
+                    return agrees(api)
+            except (ServerGoneError, ServerRefusedError) as error:
+                is_over = time.monotonic() > deadline or (given_up is not None and given_up.is_set())
+                if is_over or self.own.has_ended(api.url) or getattr(error, "status", FAILED) < FAILED:
+                    self._say(f"rollout server {api.url} did not come back: {error}")
+                    return False
+                time.sleep(POLL_SECONDS)
 
     def _agrees(self, api: ServerApi) -> bool:
         """Whether a server says today what the servers said when their weights were proven."""
-        limit = AGREEMENT[self.promised_dtype]
-        for prompt, then in zip(self._prompts, self._said, strict=False):
-            now = api.score(prompt)
-            if len(then) != len(now) or max(abs(a - b) for a, b in zip(then, now, strict=True)) > limit:
-                self._say(f"rollout server {api.url} has other weights than those of version {self.version}")
-                return False
+        if not self._proof.agrees(api):
+            self._say(f"rollout server {api.url} has other weights than those of version {self.version}")
+            return False
         return True
 
     # ---- proof
@@ -242,55 +251,22 @@ class ServerEngine:
 
         def ask() -> tuple[list[Probe], list[tuple[float, ...]]]:
             self._wake_all()
-            return self._asked_for_probes(self._running.in_use)
+            for _ in range(ATTEMPTS - 1):
+                try:
+                    return self._proof.asked(self._running.in_use)
+                except (ServerGoneError, ServerRefusedError) as error:
+                    if getattr(error, "status", FAILED) < FAILED:
+                        raise
+                    self._say(f"rollout server lost while its weights were proven: {error}")
+                    self._running.leave_out(self._comes_back)
+            return self._proof.asked(self._running.in_use)
 
-        found, self._said = self.on_first(ask)
+        found, self._proof.said = self._ranks.on_first(ask)
         return found
 
     def likely_stale(self) -> str:
         """Tensors whose digest is that of before the last update, where a server gives digests."""
-        if not self._is_first:
-            return ""
-        same: list[str] = []
-        for api in self._running.in_use:
-            before = self._digests.get(api.url, {})
-            now = api.checksums() if before else {}
-            same += [name for name, digest in now.items() if before.get(name) == digest]
-        names = ", ".join(dict.fromkeys(same[:6]))
-        return f"unchanged since before the update, by the server's own digests: {names}" if same else ""
-
-    def _asked_for_probes(self, apis: Sequence[ServerApi]) -> tuple[list[Probe], list[tuple[float, ...]]]:
-        """Probes of every server, and what the first says of the fixed sequences; all answer side by side."""
-        temperature = self.context.sampling.temperature
-        prompts = self._prompts[: LATER if self._was_probed else PROBES]
-        asked = [(api, number, prompt) for api in apis for number, prompt in enumerate(prompts)]
-
-        def drawn(api: ServerApi, number: int, prompt: tuple[int, ...]) -> Probe:
-            found = api.draw(Draw(prompt, DRAWN, temperature, seed=number))
-            ids, logprobs = torch.tensor(found.token_ids), torch.tensor(found.logprobs)
-            return Probe(f"{api.url}, tokens that it drew", prompt, ids, logprobs)
-
-        with ThreadPoolExecutor(min(len(asked), self.settings.num_requests)) as threads:
-            # Drawn first: asking for the prompt's own log-probabilities would fill a prefix cache that may be old.
-            found = list(threads.map(lambda one: drawn(*one), asked))
-            scores = list(threads.map(lambda one: one[0].score(one[2]), asked))
-        if temperature == 1.0:  # given tokens are scored at no other
-            found += [
-                Probe(f"{api.url}, tokens that it was given", prompt[:1], torch.tensor(prompt[1:]), torch.tensor(given))
-                for (api, _, prompt), given in zip(asked, scores, strict=True)
-            ]
-        return found, scores[: len(prompts)]
-
-    @cached_property
-    def _prompts(self) -> list[tuple[int, ...]]:
-        """The fixed sequences: token ids drawn once, evenly over the vocabulary, ends and special tokens left out."""
-        config = self.context.policy.lm.config.get_text_config()
-        left_out = {*self.context.end_tokens.ids, *self.context.tokenizer.all_special_ids}
-        allowed = torch.tensor([token for token in range(config.vocab_size) if token not in left_out])
-        length = max(2, min(PROBE_LENGTH, self._max_length - DRAWN))
-        rng = torch.Generator().manual_seed(20261130)
-        picked = allowed[torch.randint(len(allowed), (PROBES, length), generator=rng)]
-        return [tuple(row) for row in picked.tolist()]
+        return self._proof.likely_stale(self._running.in_use) if self._ranks.is_first else ""
 
     # ---- responses
 
@@ -305,110 +281,11 @@ class ServerEngine:
         self._wake_together()
         try:
             if self.is_leader:
-                yield from self._shared(self._asked(requests))
+                yield from self._ranks.stream(self._requests.asked(requests))
             else:
-                yield from self._handed(requests)
+                yield from self._ranks.handed(requests)
         finally:  # also after an error here: the others have come to their ends and wait
             self._sleep_together()
-
-    def _asked(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
-        router, given_up = self._running, threading.Event()
-        self._calls.add(given_up)
-        self._check_versions(router)
-        room = self.settings.num_requests * len(router.places)
-        answers: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
-        waiting, in_flight = iter(requests), 0
-        with ThreadPoolExecutor(room) as threads:
-            try:
-                while True:
-                    while in_flight < room and (request := next(waiting, None)) is not None:
-                        threads.submit(self._answer, request, given_up, answers)
-                        in_flight += 1
-                    if not in_flight:
-                        break
-                    answer = answers.get()
-                    in_flight -= 1
-                    if isinstance(answer, Exception):
-                        raise answer
-                    yield answer
-            finally:
-                given_up.set()
-                self._calls.discard(given_up)
-                if in_flight:
-                    router.hang_up()
-        self._check_versions(self._running)
-
-    def _answer(
-        self,
-        request: GenerationRequest,
-        given_up: threading.Event,
-        answers: queue.SimpleQueue[Completion | Exception],
-    ) -> None:
-        """Put one completion, or what kept it from coming, into ``answers``; runs in a thread."""
-        try:
-            if not given_up.is_set():
-                url, drawn = self._drawn(request, given_up)
-                spelled = lambda ids: self.context.end_tokens.spelled(ids, self.context.tokenizer)  # noqa: E731
-                ids, ended = check_response(url, self._draw_of(request), drawn, spelled)
-                answers.put(self._completion(request, ids, drawn, STOP if ended else LENGTH))
-        except Exception as error:
-            answers.put(error)
-
-    def _drawn(self, request: GenerationRequest, given_up: threading.Event) -> tuple[str, Drawn]:
-        """(server, one response); where it was cut off the next weights go on with what there is of it."""
-        whole = Drawn((), (), ABORT)
-        while True:
-            draw = self._draw_of(request.after(whole.token_ids))
-            with self._places, self._change.gate.passage(given_up):
-                version = self.version
-                url, part = self._running.ask(partial(self._ask, draw), given_up)
-            versions = part.versions or (version,) * len(part.token_ids)
-            whole = Drawn(
-                whole.token_ids + part.token_ids,
-                whole.logprobs + part.logprobs,
-                part.finish_reason,
-                whole.versions + versions,
-            )
-            if whole.finish_reason != ABORT or len(whole.token_ids) >= request.max_tokens:
-                return url, whole
-
-    def _ask(self, draw: Draw, api: ServerApi) -> tuple[str, Drawn]:
-        drawn = api.draw(draw)
-        if drawn.finish_reason == ABORT and self._change.gate.is_open:
-            raise ServerGoneError(f"{api.url} aborted a request")
-        return api.url, drawn
-
-    def _draw_of(self, request: GenerationRequest) -> Draw:
-        sampling, ends = self.context.sampling, self.context.end_tokens
-        drawing = request.drawing
-        temperature = sampling.temperature if drawing is None else drawing.temperature
-        return Draw(
-            request.prompt_ids,
-            request.max_tokens,
-            temperature=0.0 if request.greedy else temperature,
-            top_p=sampling.top_p if drawing is None else drawing.top_p,
-            top_k=sampling.top_k if drawing is None else 0,
-            seed=_seed_of(request),
-            end_ids=ends.ids,
-            end_texts=ends.texts,
-        )
-
-    def _completion(
-        self, request: GenerationRequest, ids: tuple[int, ...], drawn: Drawn, finish_reason: str
-    ) -> Completion:
-        """The first tokens of what was drawn, ``ids``, as a completion."""
-        logprobs, versions = drawn.logprobs[: len(ids)], drawn.versions[: len(ids)]
-        assert request.version <= min(versions), "a request wants newer weights than these"
-        text = str(self.context.tokenizer.decode(list(ids), skip_special_tokens=True))
-        return Completion(
-            request.sample_id,
-            torch.tensor(ids, dtype=torch.int64),
-            torch.tensor(logprobs, dtype=torch.float32),
-            finish_reason,
-            min(versions),
-            text,
-            versions=None if min(versions) == max(versions) else torch.tensor(versions, dtype=torch.int64),
-        )
 
     def _check_versions(self, router: Router) -> None:
         """Leave out a server that was started anew behind our back, and has other weights than those that were proven.
@@ -434,12 +311,12 @@ class ServerEngine:
     @property
     def is_leader(self) -> bool:
         """Whether this rank asks."""
-        return self._leader == self.context.strategy.layout.rank
+        return self._ranks.is_leader
 
     def beside(self) -> Responder:
         """The same responses from any thread; from now on weights change with care for those under way."""
         self._change.is_on = True
-        return Beside(self)
+        return Beside(self._requests)
 
     def resume(self) -> None:
         """Let requests go out again."""
@@ -447,91 +324,7 @@ class ServerEngine:
 
     def shared(self, work: Callable[[], T]) -> T:
         """What ``work`` gives on the rank that asks, also where its tokens are repeated."""
-        return self._from(self._leader, work) if self._is_repeated else work()
-
-    # ---- ranks
-
-    def gather(self, item: T) -> list[T]:
-        """The item of every rank, on every rank."""
-        return self.context.strategy.gather_from_all(item)
-
-    def on_first(self, work: Callable[[], T], reads: Iterable[object] = ()) -> T:
-        """What ``work`` gives on the first rank, on every rank."""
-        return self._from(0, work, reads)
-
-    def _from(self, rank: int, work: Callable[[], T], reads: Iterable[object] = ()) -> T:
-        """What ``work`` gives on one rank, on every rank that names the same; every rank calls it.
-
-        Args:
-            rank: where it is called.
-            work: is called there alone.
-            reads: a stream that ``work`` reads and that every rank must read to its end, also where ``work`` fails.
-
-        Raises:
-            RLModuleError: on every such rank, when it failed.
-        """
-        outcome: list[T] = []
-        problem: RLModuleError | None = None
-        try:
-            if self.context.strategy.layout.rank == rank:
-                outcome.append(work())
-        except RLModuleError as error:
-            problem = error
-        except (OSError, ServerGoneError, ServerRefusedError) as error:
-            problem = TrainingError(f"the rollout servers cannot be used: {in_one_line(error)}")
-        for _ in reads:
-            pass
-        told = problem if problem is None or isinstance(problem, EnginesGoneError) else TrainingError(str(problem))
-        outcomes, first = self.context.strategy.gather_from_all((outcome, told))[rank]
-        if problem is not None or first is not None:
-            raise problem or first  # type: ignore[misc]  # one of them is there
-        return outcomes[0]
-
-    @property
-    def _leader(self) -> int:
-        """The rank that asks for this one: the first of those that have the same tokens."""
-        layout = self.context.strategy.layout
-        return layout.rank - layout.pp_rank * layout.stage_size - layout.tp_rank
-
-    @property
-    def _is_repeated(self) -> bool:
-        layout = self.context.strategy.layout
-        return layout.tp_size * layout.pp_size > 1
-
-    def _shared(self, completions: Generator[Completion, None, None]) -> Generator[Completion, None, None]:
-        """The completions, and at their end all of them to the ranks that repeat this one's tokens."""
-        if not self._is_repeated:
-            yield from completions
-            return
-        kept, problem = list[Completion](), None
-        try:
-            for completion in completions:
-                kept.append(completion)
-                yield completion
-        except RLModuleError as error:
-            problem = error
-        except GeneratorExit:
-            self.context.strategy.gather_from_all((kept, TrainingError("the rank that asks has stopped reading")))
-            raise
-        told = problem if problem is None or isinstance(problem, EnginesGoneError) else TrainingError(str(problem))
-        self.context.strategy.gather_from_all((kept, told))
-        if problem is not None:
-            raise problem
-
-    def _handed(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
-        """The same from the rank that asked, in the same order; requests are read so that episodes go on."""
-        everyone: list[tuple[list[Completion], RLModuleError | None]]
-        everyone = self.context.strategy.gather_from_all(([], None))
-        kept, problem = everyone[self._leader]
-        waiting = iter(requests)
-        for completion in kept:
-            while next(waiting, None) is not None:
-                pass
-            yield completion
-        while next(waiting, None) is not None:
-            pass
-        if problem is not None:
-            raise problem
+        return self._ranks.shared(work)
 
     # ---- device memory
 
@@ -545,13 +338,13 @@ class ServerEngine:
     def _wake_together(self) -> None:
         """Before responses are asked for: awake, on every rank."""
         if self.settings.sleep:
-            self.on_first(self._wake_all)
+            self._ranks.on_first(self._wake_all)
 
     def _sleep_together(self) -> None:
         """After the last response of every rank."""
         if self.settings.sleep:
             self.context.strategy.gather_from_all(None)
-            self.on_first(self._put_to_sleep)
+            self._ranks.on_first(self._put_to_sleep)
 
     def _put_to_sleep(self) -> None:
         for api in self._running.in_use:
@@ -560,10 +353,6 @@ class ServerEngine:
         self._is_asleep = True
 
     # ---- the servers
-
-    @property
-    def _is_first(self) -> bool:
-        return self.context.strategy.layout.is_rank_zero
 
     @property
     def _running(self) -> Router:
@@ -585,30 +374,8 @@ class ServerEngine:
         return self._apis[url]
 
     def _checks(self, api: ServerApi) -> list[str]:
-        checks = ServerChecks(self.context.sampling, self.promised_dtype, self._max_length, self._prompts)
+        checks = ServerChecks(self.context.sampling, self.promised_dtype, self._max_length, self._proof.prompts)
         return checks(api)
 
     def _say(self, line: str) -> None:
         print(line, flush=True)
-
-
-@dataclass(frozen=True, eq=False)
-class Beside:
-    """Responds by the servers of an engine, in a thread of its rank alone."""
-
-    engine: ServerEngine
-
-    @property
-    def version(self) -> int:
-        """Of the weights that the servers have now."""
-        return self.engine.version
-
-    def generate(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
-        """As the engine's own, without other ranks."""
-        return self.engine._asked(requests)
-
-
-def _seed_of(request: GenerationRequest) -> int:
-    """A seed that belongs to the request alone: of the run's seed, the sample and the place in it."""
-    keys = (torch.tensor([key]) for key in (request.seed, request.sample_id, request.first_position))
-    return int(uniform_of_token(*keys) * 2**53)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlmodule.core.episodes import ABORT, LENGTH, STOP
-from rlmodule.rollout.parts.http_api import QUICK, RELOAD, HTTPApi
+from rlmodule.rollout.parts.http_api import QUICK, RELOAD, HTTPApi, token_ids, whole_number
 from rlmodule.rollout.parts.http_client import ServerRefusedError
 from rlmodule.rollout.parts.server_api import Draw, Drawn, ServerFacts
 
@@ -42,7 +42,7 @@ class SGLangApi(HTTPApi):
             f"SGLang {said.get('version', '')}".rstrip(),
             dtype=None if dtype in (None, "auto") else {"half": "float16", "float": "float32"}.get(dtype, dtype),
             quantization=said.get("quantization"),
-            max_length=said.get("context_length"),
+            max_length=whole_number(said.get("context_length")),
             defaults=defaults if isinstance(defaults, Mapping) else None,
         )
 
@@ -50,30 +50,30 @@ class SGLangApi(HTTPApi):
         """One response, with the log-probability of each token drawn."""
         said = self._generate(draw, {})
         try:
-            ids, meta = said["output_ids"], said["meta_info"]
+            ids, meta = token_ids(said["output_ids"]), said["meta_info"]
             logprobs = [float(entry[0]) for entry in meta["output_token_logprobs"]]
             kind = meta["finish_reason"]["type"]
-        except (KeyError, TypeError, IndexError):
-            raise self.unreadable("output_ids and output_token_logprobs") from None
+        except (KeyError, TypeError, IndexError, ValueError):
+            raise self.unreadable("output_ids and output_token_logprobs, which are numbers") from None
         if len(ids) != len(logprobs):
             raise self.unreadable("a log-probability for each token")
-        return Drawn(tuple(ids), tuple(logprobs), {"stop": STOP, "abort": ABORT}.get(kind, LENGTH))
+        return Drawn(ids, tuple(logprobs), {"stop": STOP, "abort": ABORT}.get(kind, LENGTH))
 
     def score(self, ids: tuple[int, ...]) -> tuple[float, ...]:
         """Log-probabilities of ``ids[1:]``; one token is drawn on the way."""
         said = self._generate(Draw(ids, 1), {"logprob_start_len": 0})
         try:
-            found = said["meta_info"]["input_token_logprobs"]
-            return tuple(float(entry[0]) for entry in found[-(len(ids) - 1) :])
-        except (KeyError, TypeError, IndexError):
-            raise self.unreadable("input_token_logprobs") from None
+            found = said["meta_info"]["input_token_logprobs"][-(len(ids) - 1) :]
+            return tuple(float(entry[0]) for entry, _ in zip(found, ids[1:], strict=True))
+        except (KeyError, TypeError, IndexError, ValueError):
+            raise self.unreadable("input_token_logprobs, one for each token") from None
 
     def likeliest(self, draw: Draw, count: int) -> Mapping[int, float]:
         """The likeliest next tokens."""
         said = self._generate(draw, {"top_logprobs_num": count})
         try:
             return {int(entry[1]): float(entry[0]) for entry in said["meta_info"]["output_top_logprobs"][0]}
-        except (KeyError, TypeError, IndexError):
+        except (KeyError, TypeError, IndexError, ValueError):
             raise self.unreadable("output_top_logprobs") from None
 
     def load(self, folder: Path, version: int) -> None:

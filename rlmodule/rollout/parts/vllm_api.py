@@ -16,7 +16,7 @@ from typing import Any
 
 from rlmodule.core.episodes import LENGTH
 from rlmodule.rollout.parts.completions import FINISHED, CompletionsApi
-from rlmodule.rollout.parts.http_api import QUICK
+from rlmodule.rollout.parts.http_api import QUICK, token_ids, whole_number
 from rlmodule.rollout.parts.http_client import ServerGoneError, ServerRefusedError
 from rlmodule.rollout.parts.server_api import Draw, Drawn, ServerFacts
 
@@ -58,9 +58,9 @@ class VLLMApi(CompletionsApi):
         overridden = model.get("override_generation_config")
         return ServerFacts(
             software,
-            dtype=str(model.get("dtype")).removeprefix("torch."),
+            dtype=str(model["dtype"]).removeprefix("torch.") if model.get("dtype") else None,
             quantization=model.get("quantization"),
-            max_length=model.get("max_model_len"),
+            max_length=whole_number(model.get("max_model_len")),
             defaults=overridden if isinstance(overridden, Mapping) else {},
         )
 
@@ -70,10 +70,12 @@ class VLLMApi(CompletionsApi):
             return super().draw(draw)
         choice = self._generated(draw)
         try:
-            ids = tuple(choice["token_ids"] or ())
+            ids = token_ids(choice["token_ids"] or ())
             logprobs = tuple(float(at["logprob"]) for at in choice["logprobs"]["content"]) if ids else ()
             spans = choice["weight_versions"] or ()
-            versions = tuple(int(span["version"]) for span in spans for _ in range(span["start"], span["end"]))
+            versions = tuple(
+                int(span["version"]) for span in spans for _ in range(span["start"], min(span["end"], len(ids)))
+            )
             finish_reason = FINISHED.get(choice["finish_reason"], LENGTH)
         except (KeyError, TypeError, ValueError):
             raise self.unreadable("token ids, log-probabilities and weight_versions") from None

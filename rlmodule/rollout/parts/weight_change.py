@@ -1,7 +1,7 @@
 """What becomes of requests under way while the weights of servers change: they end first, are cut off, or stand still.
 
 Every rank has requests of its own under way, and all of them change weights as one. Leaves out how weights reach a
-server, and how a response that was cut off goes on (``server_engine.py``).
+server (``server_engine.py``), and how a response that was cut off goes on (``server_requests.py``).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from rlmodule.algorithm.objective import Objective
@@ -24,6 +25,7 @@ from rlmodule.evaluation.offline import DemonstrationEvaluator, OfflineEvaluator
 from rlmodule.evaluation.prompts import PromptEvaluator
 from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.ahead import AheadSource
+from rlmodule.experience.drawn_tokens import DrawnCheck
 from rlmodule.experience.in_flight import InFlight
 from rlmodule.experience.ledger import Ledger
 from rlmodule.experience.maker import ExperienceMaker
@@ -94,6 +96,7 @@ def build_datamodule(
             kl_controller=controller,
             reference_cache=kept,
             row_limit=RowLimit(s.batching.keep_groups),
+            promised_dtype=None if s.rollout.in_process else lambda: engine.promised_dtype,
         ),
         evaluators=build_evaluators(s, dataset, objective, strategy, engine),
         kl_controller=controller,
@@ -161,6 +164,7 @@ def build_maker(
     kl_controller: KLController | None = None,
     reference_cache: ReferenceLogprobCache | None = None,
     row_limit: RowLimit | None = None,
+    promised_dtype: Callable[[], torch.dtype | None] | None = None,
 ) -> ExperienceMaker:
     """Turns the samples of one iteration into mini-batches; what it is given is that of ``build_datamodule``."""
     s, layout = config, strategy.layout
@@ -194,4 +198,8 @@ def build_maker(
         row_limit=row_limit or RowLimit(s.batching.keep_groups),
     )
     advantage_stage = AdvantageStage(objective, s.advantage, strategy.collectives, kl_controller)
-    return ExperienceMaker(scorer, advantage_stage, make_sampler)
+    # Log-probabilities after top-k and top-p differ from the trainer's by design.
+    check = None
+    if promised_dtype is not None and s.sampling.draws_from_policy:
+        check = DrawnCheck(promised_dtype, iteration, strategy.collectives)
+    return ExperienceMaker(scorer, advantage_stage, make_sampler, check)

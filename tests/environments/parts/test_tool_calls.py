@@ -49,6 +49,9 @@ def test_an_answer_is_no_call(name, text):
     assert TOOL_FORMATS.get(name)().calls(said(text)) == []
 
 
+DEEP_BEGIN, DEEP_SEP, DEEP_END = (
+    f"<\uff5c{words}\uff5c>" for words in ("tool\u2581call\u2581begin", "tool\u2581sep", "tool\u2581call\u2581end")
+)
 WRITTEN = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "a"}}</tool_call>', [CALL]),
     ("hermes", 'I see.\n<tool_call>\n{"name": "f", "arguments": "{\\"x\\": \\"a\\"}"}\n</tool_call>', [CALL]),
@@ -66,6 +69,36 @@ WRITTEN = [
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {"x": "a"}, "id": "abcdefghi"}]</s>', [CALL]),
     ("mistral", '[TOOL_CALLS]f[ARGS]{"x": "a"}</s>', [CALL]),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]9[ARGS]{"x": "a"}[TOOL_CALLS]f[ARGS]{"x": "a"}', [CALL, CALL]),
+    ("mistral", '[TOOL_CALLS]f{"x": "a"}</s>', [CALL]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"x": "[TOOL_CALLS]"}', [ToolCall("f", {"x": "[TOOL_CALLS]"})]),
+    ("mistral", "[THINK]or [TOOL_CALLS]g[ARGS]{}[/THINK]3", []),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>"}}</tool_call>',
+        [ToolCall("f", {"x": "</tool_call>"})],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"x": "</think>"}}</tool_call>',
+        [ToolCall("f", {"x": "</think>"})],
+    ),
+    ("hermes", '<think>or <tool_call>{"name": "g"}</tool_call>', []),
+    (
+        "hermes",
+        'or <tool_call>{"name": "g"}</tool_call></think><tool_call>{"name": "f", "arguments": {"x": "a"}}</tool_call>',
+        [CALL],
+    ),
+    ("hermes", 'a <tool_call>{"name": </think>3', []),
+    ("qwen_xml", "<function= f ><parameter= x >a</parameter></function>", [CALL]),
+    ("llama_json", '<think>{"name": "g"}</think>{"name": "f", "parameters": {"x": "a"}}', [CALL]),
+    ("llama_json", '{"name": "Ada", "born": 1815}', []),
+    ("pythonic", '<think>[g()]</think>[f(x="a")]', [CALL]),
+    ("deepseek", f'{DEEP_BEGIN}function{DEEP_SEP}f\n```json\n{{"x": "a"}}\n```{DEEP_END}', [CALL]),
+    (
+        "deepseek",
+        f'{DEEP_BEGIN}f{DEEP_SEP}{{"x": "a"}}{DEEP_END}{DEEP_BEGIN}f{DEEP_SEP}{{"x": "a"}}{DEEP_END}',
+        [CALL, CALL],
+    ),
 ]
 
 
@@ -97,6 +130,15 @@ BROKEN = [
     ("llama_json", '{"name": "f", "parameters": ' + "[" * 100_000, "not valid JSON"),
     ("mistral", f"[TOOL_CALLS]{'[' * 100_000}", "not valid JSON"),
     ("mistral", "[TOOL_CALLS][3]", '"name"'),
+    ("mistral", "[TOOL_CALLS][]", "empty"),
+    ("hermes", '<tool_call>{"name": "f", "parameters": {"x": 1}}</tool_call>', 'under "arguments"'),
+    ("hermes", '<tool_call>{"name": "f"} {"name": "g"}</tool_call>', "more than one"),
+    ("qwen_xml", "<function=f><parameter=x>'</parameter>'</parameter></function>", "something beside"),
+    ("qwen_xml", f"<function=f>{'<parameter=x>' * 50_000}</function>", "not closed"),  # in a moment, not in minutes
+    ("pythonic", "[f(x={1, 2})]", "numbers, texts"),
+    ("pythonic", "[f(x=b'a')]", "numbers, texts"),
+    ("deepseek", f"{DEEP_BEGIN}f{DEEP_SEP}{{", "NAME"),
+    ("deepseek", f"{DEEP_BEGIN}f{DEEP_SEP}no{DEEP_END}", "not valid JSON"),
 ]
 
 
@@ -115,6 +157,7 @@ def test_a_malformed_call_says_what_is_wrong(name, text, because):
         ("{{- '<|python_tag|>' }}", "llama_json"),
         ("<|python_start|>[f(x=1)]<|python_end|>", "pythonic"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        (f"{{{{ '{DEEP_BEGIN}' }}}}", "deepseek"),
         ("{{ message.content }}", "pythonic"),
         ("", "pythonic"),
     ],

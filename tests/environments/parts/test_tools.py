@@ -96,3 +96,28 @@ def test_what_children_could_not_import_or_nobody_describes_is_refused():
     for limits in ({"seconds": 0}, {"memory_mb": 1}, {"characters": 0}):
         with pytest.raises(ConfigError, match="tool_"):
             ToolLimits(**limits)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("print", "[1, 2]"),
+        ("fork", "[1, 2]"),
+        ("write", "error: PermissionError"),
+        ("object", "error: TypeError"),
+        ("deep", "error: "),
+        ("not a number", "NaN"),
+        ("half a pair", "?"),
+        ("exit", "error: SystemExit"),
+    ],
+)
+def test_what_a_tool_does_beside_its_work_disturbs_no_other_call(box, how, text):
+    result = box.run(ToolCall("misbehave", {"how": how}))
+    assert result.text.startswith(text)
+    assert result.is_error == text.startswith("error")
+    assert box.run(ToolCall("add", {"a": 1})).text == "2"
+
+
+def test_a_name_that_the_policy_makes_up_is_shown_to_nobody(box):
+    assert box.name_of(ToolCall("\ud83d" * 9000, {})) == box.name_of(MalformedCall("x")) == "unknown"
+    assert box.name_of(ToolCall("add", {})) == "add"

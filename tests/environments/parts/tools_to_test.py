@@ -38,7 +38,24 @@ def misbehave(how: str) -> list[int]:
         os._exit(3)
     if how == "grow":
         return [len(bytearray(1 << 30))]
-    return [1, 2]
+    if how == "print":
+        print("[[[" * 100_000, flush=True)
+    if how == "fork":
+        os.fork()
+    if how == "write":
+        raise PermissionError(how)
+    if how == "exit":
+        raise SystemExit(0)
+    answers = {"object": object(), "not a number": float("nan"), "half a pair": "\ud83d", "deep": deep()}
+    return answers.get(how, [1, 2])
+
+
+def deep() -> list:
+    """A list in a list in a list: as deep as JSON can still write it."""
+    made = []
+    for _ in range(960):
+        made = [made]
+    return made
 
 
 def undescribed(a: int) -> int:

@@ -16,7 +16,7 @@ from rlmodule.models.building import build_policy
 from rlmodule.records.metrics_log import read_records
 from rlmodule.rollout.parts import server_checks, server_engine
 from rlmodule.rollout.parts.http_client import HTTPClient
-from rlmodule.rollout.parts.server_engine import ServerEngine
+from rlmodule.rollout.parts.server_requests import ServerRequests
 from rlmodule.rollout.vllm import VLLMRolloutConfig
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import numbers, rollouts, run_small, small_run
@@ -53,15 +53,15 @@ def server_for(folder, *keys):
 
 def when_version(monkeypatch, version, happens):
     """Call ``happens`` once, when the first response of that version has come and others are in flight."""
-    real, done = ServerEngine._completion, []
+    real, done = ServerRequests._completion, []
 
     def watched(self, *arguments):
-        if self.version == version and not done:
+        if self.version() == version and not done:
             done.append(True)
             happens(self)
         return real(self, *arguments)
 
-    monkeypatch.setattr(ServerEngine, "_completion", watched)
+    monkeypatch.setattr(ServerRequests, "_completion", watched)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -69,8 +69,8 @@ def test_a_server_that_is_killed_in_mid_iteration_costs_no_sample(tmp_path, monk
     """kill -9 while responses are in flight; the run trains on what it would have trained on."""
     killed = []
 
-    def kill(engine):
-        [url] = engine._urls
+    def kill(requests):
+        [url] = [api.url for api in requests.router().in_use]
         killed.append(int(HTTPClient(url).get("/pid")["pid"]))
         os.kill(killed[0], signal.SIGKILL)
 
@@ -93,7 +93,7 @@ def test_when_every_server_is_dead_the_run_leaves_a_checkpoint_and_goes_on_from_
     keys = (*KEYS, "trainer.max_epochs=3", "callbacks.checkpoint.every_n_iterations=10")
     server = server_for(tmp_path)
     with monkeypatch.context() as patched:
-        when_version(patched, 2, lambda engine: server.close())
+        when_version(patched, 2, lambda requests: server.close())
         with pytest.raises(EnginesGoneError, match="no rollout server is left"):
             run_small(tmp_path / "run", *keys, f"rollout.url={server.url}")
     assert (tmp_path / "run" / "checkpoints" / "iteration_000002" / "manifest.json").exists()

@@ -17,7 +17,8 @@ from rlmodule.environments.parts.tool_calls import (
     read_call,
 )
 
-_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|$)", re.DOTALL)
+_OPENS, _CLOSES = "<tool_call>", "</tool_call>"
+_END = re.compile(rf"\s*{_CLOSES}")
 
 
 @TOOL_FORMATS.register
@@ -29,7 +30,13 @@ class Hermes:
 
     def calls(self, completion: Completion) -> list[ToolCall | MalformedCall]:
         """What stands between the tags."""
-        return [_read(*found) for found in _CALL.findall(after_reasoning(completion.raw_text or completion.text))]
+        text, found = after_reasoning(completion.raw_text or completion.text), list[ToolCall | MalformedCall]()
+        place = text.find(_OPENS)
+        while place >= 0:
+            call, place = _read(text, place + len(_OPENS))
+            found.append(call)
+            place = text.find(_OPENS, place)
+        return found
 
     def written(self, call: ToolCall) -> str:
         """The call between tags, each on a line of its own."""
@@ -37,10 +44,17 @@ class Hermes:
         return f"<tool_call>\n{content}\n</tool_call>"
 
 
-def _read(content: str, end: str) -> ToolCall | MalformedCall:
-    if not end:
-        return MalformedCall("a <tool_call> is not closed by </tool_call>")
+def _read(text: str, start: int) -> tuple[ToolCall | MalformedCall, int]:
+    """(the call that begins at ``start``, where it ends); its texts may have tags in them."""
+    start += len(text[start:]) - len(text[start:].lstrip())
+    closed = text.find(_CLOSES, start)
     try:
-        return read_call(json.loads(content))
+        value, end = json.JSONDecoder().raw_decode(text, start)
+        found, after = read_call(value), _END.match(text, end)
     except (ValueError, RecursionError) as error:
-        return not_json(error)
+        found, after, end = not_json(error), None, start
+    if after is not None:
+        return found, after.end()
+    if closed < 0:
+        return MalformedCall("a <tool_call> is not closed by </tool_call>"), len(text)
+    return found if end == start else MalformedCall("more than one JSON object is in a <tool_call>"), closed

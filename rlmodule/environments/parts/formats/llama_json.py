@@ -8,9 +8,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlmodule.core.episodes import Completion
-from rlmodule.environments.parts.tool_calls import TOOL_FORMATS, MalformedCall, ToolCall, not_json, read_call
+from rlmodule.environments.parts.tool_calls import (
+    TOOL_FORMATS,
+    MalformedCall,
+    ToolCall,
+    after_reasoning,
+    not_json,
+    read_call,
+)
 
 _TAG = "<|python_tag|>"
+_NO_TAGS = (_TAG, "<|eom_id|>")
 _MARK = re.compile(r"<\|[a-z_]+\|>")  # <|python_tag|>, <|eom_id|>, <|eot_id|>
 _CALL = re.compile(r'\{\s*"(type|name|parameters|arguments|function)"\s*:')
 
@@ -24,7 +32,7 @@ class LlamaJson:
 
     def calls(self, completion: Completion) -> list[ToolCall | MalformedCall]:
         """The calls that the response is made of."""
-        text = completion.raw_text or completion.text
+        text = after_reasoning(completion.raw_text or completion.text, *_NO_TAGS)
         rest, found = _MARK.sub("", text).strip(), list[ToolCall | MalformedCall]()
         if _TAG not in text and not _CALL.match(rest):
             return []
@@ -34,7 +42,9 @@ class LlamaJson:
             except (ValueError, RecursionError) as error:
                 return [*found, not_json(error)]
             is_other = isinstance(value, dict) and "parameters" not in value
-            found.append(read_call(value, "arguments" if is_other else "parameters"))
+            if _TAG not in text and is_other and "arguments" not in value:
+                return found  # an object that answers
+            found.append(read_call(value, "arguments" if is_other and "arguments" in value else "parameters"))
             rest = rest[end:].lstrip(" ;\n")
         return found
 

@@ -11,7 +11,8 @@ from rlmodule.core.episodes import Completion
 from rlmodule.environments.parts.tool_calls import TOOL_FORMATS, MalformedCall, ToolCall, not_json, read_call
 
 _MARK = "[TOOL_CALLS]"
-_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?\[ARGS\]")
+_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]|(?={))")
+_THOUGHT = re.compile(r"\[THINK\].*?(?:\[/THINK\]|$)", re.DOTALL)
 
 
 @TOOL_FORMATS.register
@@ -23,8 +24,13 @@ class Mistral:
 
     def calls(self, completion: Completion) -> list[ToolCall | MalformedCall]:
         """What stands behind the marks."""
-        _, *parts = (completion.raw_text or completion.text).split(_MARK)
-        return [call for part in parts for call in _read(part)]
+        text, found = _THOUGHT.sub("", completion.raw_text or completion.text), list[ToolCall | MalformedCall]()
+        place = text.find(_MARK)
+        while place >= 0:
+            calls, end = _read(text, place + len(_MARK))
+            found += calls
+            place = text.find(_MARK, end)
+        return found
 
     def written(self, call: ToolCall) -> str:
         """The call in a list, as the older models write it."""
@@ -32,12 +38,17 @@ class Mistral:
         return f"{_MARK}{content}"
 
 
-def _read(part: str) -> list[ToolCall | MalformedCall]:
-    named = _NAMED.match(part)
+def _read(text: str, start: int) -> tuple[list[ToolCall | MalformedCall], int]:
+    """(the calls behind the mark that ends at ``start``, where they end); their texts may have marks in them."""
+    named = _NAMED.match(text, start)
+    begin = named.end() if named else start
+    begin += len(text[begin:]) - len(text[begin:].lstrip())
     try:
-        value, _ = json.JSONDecoder().raw_decode(part[named.end() if named else 0 :].lstrip())
+        value, end = json.JSONDecoder().raw_decode(text, begin)
     except (ValueError, RecursionError) as error:
-        return [not_json(error)]
+        return [not_json(error)], start
     if named:
-        return [read_call({"name": named[1], "arguments": value})]
-    return [read_call(call) for call in value] if isinstance(value, list) else [read_call(value)]
+        return [read_call({"name": named[1], "arguments": value})], end
+    if isinstance(value, list):
+        return [read_call(call) for call in value] or [MalformedCall("the list of calls is empty")], end
+    return [read_call(value)], end

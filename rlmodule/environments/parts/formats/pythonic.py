@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from dataclasses import dataclass
 from typing import ClassVar
 
 from rlmodule.core.episodes import Completion
-from rlmodule.environments.parts.tool_calls import TOOL_FORMATS, MalformedCall, ToolCall
+from rlmodule.environments.parts.tool_calls import TOOL_FORMATS, MalformedCall, ToolCall, after_reasoning
 
 _CALL = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _MARKS = ("<|python_start|>", "<|python_end|>")
@@ -23,7 +24,7 @@ class Pythonic:
 
     def calls(self, completion: Completion) -> list[ToolCall | MalformedCall]:
         """The calls of the list; a response that does not begin like one answers."""
-        text = completion.text
+        text = after_reasoning(completion.text, *_MARKS)
         for mark in _MARKS:
             text = text.replace(mark, "")
         if not _CALL.match(text.strip()):
@@ -50,6 +51,7 @@ def _read(node: ast.expr) -> ToolCall | MalformedCall:
         return MalformedCall("arguments are given by name, as in f(x=1)")
     try:
         arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+        json.dumps(arguments)  # sets, bytes and complex numbers are of Python alone
     except (ValueError, TypeError, RecursionError, MemoryError):
         return MalformedCall("arguments are numbers, texts, lists and mappings")
     return ToolCall(ast.unparse(node.func), arguments)

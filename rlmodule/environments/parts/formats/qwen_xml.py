@@ -11,7 +11,8 @@ from rlmodule.core.episodes import Completion
 from rlmodule.environments.parts.tool_calls import TOOL_FORMATS, MalformedCall, ToolCall, after_reasoning
 
 _FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(</function>|$)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_BEGIN = re.compile(r"\s*<parameter=([^>\n]*)>\n?")
+_CLOSES = "</parameter>"
 
 
 @TOOL_FORMATS.register
@@ -39,7 +40,13 @@ class QwenXml:
 def _read(name: str, content: str, end: str) -> ToolCall | MalformedCall:
     if not end:
         return MalformedCall(f"<function={name}> is not closed by </function>")
-    rest = _PARAMETER.sub("", content)
-    if "<parameter=" in rest:
-        return MalformedCall("a <parameter=NAME> is not closed by </parameter>")
-    return ToolCall(name.strip(), dict(_PARAMETER.findall(content)))
+    found, place = dict[str, str](), 0
+    while begin := _BEGIN.match(content, place):
+        end = content.find(_CLOSES, begin.end())
+        if end < 0:
+            return MalformedCall("a <parameter=NAME> is not closed by </parameter>")
+        found[begin[1].strip()] = content[begin.end() : end].removesuffix("\n")
+        place = end + len(_CLOSES)
+    if content[place:].strip():
+        return MalformedCall(f"<function={name}> holds something beside <parameter=NAME>...</parameter>")
+    return ToolCall(name.strip(), found)
