@@ -251,8 +251,11 @@ class Strategy(Protocol):
     def shares_rows(self) -> bool:
         """Whether neighbouring data ranks can share a row where the plan says so."""
 
-    def share_rows(self, most: int) -> None:
-        """Let up to ``most`` of them do so, each at its width; called before the processes have joined."""
+    def share_rows(self, most: int, parts: int = 1) -> None:
+        """Let up to ``most`` of them do so, each at its width; called before the processes have joined.
+
+        A row of ``most`` ranks is cut into ``parts`` (``Layout.max_cp_size``).
+        """
 
     def sequence_of(self, width: int) -> SequenceRanks | None:
         """The ranks that share a row of that width with this process (``MicroBatch.width``); None for a width of 1."""
