@@ -32,7 +32,6 @@ from rlmodule.models.building import parameter_count
 from rlmodule.models.compiled import check_compiler
 from rlmodule.models.description import SEPARATE, load_model_config, load_tokenizer
 from rlmodule.models.packaged import unpack
-from rlmodule.models.published import describe_model
 from rlmodule.models.recompute import SELECTIVE, check_offload
 from rlmodule.module import RLModule
 from rlmodule.records.run_directory import RunDirectory, locked
@@ -176,8 +175,7 @@ class Run:
     def plan_with(self, lengths: Lengths | None = None) -> Plan:
         """What the run will need on the machine that it asks for, which need not be this one."""
         machine = PlannedMachine(self.config.trainer)
-        choice = replace(self.strategy, machine=machine, describe=lambda model: describe_model(model).config)
-        return Plan(self.config, choice, lengths)
+        return Plan(self.config, replace(self.strategy, machine=machine), lengths)
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep the run directory for this process; see ``records/run_directory.py``."""

@@ -53,6 +53,9 @@ class Plan:
     strategy: StrategyChoice
     lengths: Lengths | None = None
 
+    def __post_init__(self) -> None:
+        self.strategy = replace(self.strategy, describe=lambda model: describe_model(model).config)
+
     @cached_property
     def model(self) -> DescribedModel:
         """Configuration of the model that trains, and where it is from."""
@@ -136,6 +139,7 @@ class Plan:
             is_trained=not model.lora.is_on,
             compute_bytes=FP32 if dtype is None else dtype.itemsize,
             device=self.strategy.machine.device,
+            entropy_trains=self.config.algorithm.entropy_coeff != 0,
         )
         return MemoryModel(
             self.policy_memory,
