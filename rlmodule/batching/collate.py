@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rlmodule.batching.membership import numbered_by_appearance
 from rlmodule.batching.sampler import RankShare
-from rlmodule.core.slices import slice_positions
+from rlmodule.core.slices import SlicePlace, slice_positions
 from rlmodule.core.types import MicroBatch, MiniBatch, Prompt, Sample, StepTotals, TrainingSample
 
 IGNORED_LABEL = -100  # what torch's cross entropy ignores by default
@@ -84,20 +84,20 @@ class DynamicCollator:
         rows: Sequence[TrainingSample],
         totals: StepTotals,
         positions: tuple[int, ...] = (),
-        shared: tuple[int, int] | None = None,
+        shared: SlicePlace | None = None,
     ) -> MicroBatch:
         """Pack ``rows`` into one micro-batch; no rows give a dummy micro-batch of two tokens without loss.
 
-        ``shared`` are the number of ranks that share it and the slice to keep; None for those of the collator.
+        ``shared`` is the slice to keep; None for that of the collator.
         """
-        size, place = shared or (self.sp_size, self.sp_rank)
+        kept = shared or SlicePlace(self.sp_size, self.sp_rank, self.cp_size)
         rows = rows or [padding_sample(self.pad_token_id)]
         packed = pack_rows(rows, totals, positions, share_prompts=self.share_prompts)
         if self.num_top_tokens and not len(packed.labels):
             none = torch.zeros(0, self.num_top_tokens)
             packed = replace(packed, teacher_top_ids=none.long(), teacher_top_logprob=none)
-        packed = pad_to_multiple(packed, size, self.pad_token_id)
-        return shard_for_rank(packed, place, size, self.cp_size)
+        packed = pad_to_multiple(packed, kept.size, self.pad_token_id)
+        return shard_for_rank(packed, kept.rank, kept.size, kept.num_parts)
 
 
 def pack_rows(

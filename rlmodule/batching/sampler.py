@@ -18,6 +18,7 @@ from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout, place_of
 from rlmodule.core.sample_metas import SampleMetas
+from rlmodule.core.slices import SlicePlace
 from rlmodule.core.types import POLICY, SampleMeta, StepTotals
 
 STEPS_PER_STAGE = 4  # micro-steps for each pipeline stage: it is then idle for less than a fifth of a step
@@ -88,8 +89,7 @@ class RankShare:
 
     Args:
         micro_batches: positions of the samples of each micro-batch; an empty tuple is a dummy micro-batch without loss.
-        slices: of each micro-batch that data ranks share, how many of them do and which place this one has among them;
-            empty where none is shared.
+        slices: of each micro-batch, the slice that this rank has of it; empty where none is shared.
         totals: counts of the whole mini-batch.
         metrics: metrics of the plan, the same on every rank.
         trained_models: names of the models that take an optimizer step on the mini-batch.
@@ -103,7 +103,7 @@ class RankShare:
     trained_models: tuple[str, ...] = (POLICY,)
     has_gradient: bool = True
     longest_row: int = 0
-    slices: tuple[tuple[int, int], ...] = ()
+    slices: tuple[SlicePlace, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -230,10 +230,13 @@ class BalancedSampler(Sampler[RankShare]):
                 plan.metrics,
                 has_gradient=plan.has_gradient,
                 longest_row=plan.longest_row,
-                slices=tuple((width, place_of(rank, width)) for width in plan.widths[rank]) if plan.widths else (),
+                slices=tuple(self._slice(width) for width in plan.widths[rank]) if plan.widths else (),
             )
             for plan in plans
         ]
+
+    def _slice(self, width: int) -> SlicePlace:
+        return SlicePlace(width, place_of(self.layout.dp_rank, width), self.layout.parts_of(width))
 
     def speakers(self, plans: Sequence[MiniBatchPlan], positions: Collection[int]) -> dict[int, int]:
         """Each of some positions -> the first data rank that computes it in ``plans``: what is summed counts there."""

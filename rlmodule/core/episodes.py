@@ -1,7 +1,7 @@
 """What an environment, a rollout engine and the source that runs episodes hand to each other.
 
 An episode is a prompt and one or more turns: the policy responds, the environment answers with an observation or ends
-the episode. Leaves out who implements what (``contract.py``) and what becomes of a finished episode (``types.py``).
+the episode. Leaves out who implements what (``contract/``) and what becomes of a finished episode (``types.py``).
 """
 
 from __future__ import annotations

@@ -29,6 +29,8 @@ class Layout:
         ep_size: ranks that share the experts of a layer (expert parallelism).
         max_sp_size: most neighbouring data ranks that share a packed row where the plan says so, micro-batch by
             micro-batch: a power of two that divides ``dp_size``. 1 where ``sp_size`` alone says who does.
+        max_cp_size: parts of a row that ``max_sp_size`` ranks share, a divisor of it: as many exchange heads as models
+            have heads for, and a row of more ranks is cut into parts (``parts_of``).
     """
 
     world_size: int = 1
@@ -39,6 +41,7 @@ class Layout:
     ep_size: int = 1
     cp_size: int = 1
     max_sp_size: int = 1
+    max_cp_size: int = 1
 
     def __post_init__(self) -> None:
         assert min(self.tp_size, self.sp_size, self.pp_size, self.ep_size, self.cp_size) >= 1, (
@@ -52,6 +55,7 @@ class Layout:
         assert self.max_sp_size in widths_of(self.dp_size), (
             f"{self}: max_sp_size is a power of two that divides dp_size"
         )
+        assert self.max_sp_size % self.max_cp_size == 0, f"{self}: max_cp_size must divide max_sp_size"
 
     @property
     def stage_size(self) -> int:
@@ -77,6 +81,15 @@ class Layout:
     def heads_size(self) -> int:
         """Ranks that exchange heads around attention (Ulysses): those that share a part of the row."""
         return self.sp_size // self.cp_size
+
+    @property
+    def max_heads_size(self) -> int:
+        """Most ranks that exchange heads in a row that is shared by plan."""
+        return self.max_sp_size // self.max_cp_size
+
+    def parts_of(self, width: int) -> int:
+        """Parts of a row that ``width`` ranks share by plan; the ranks of a part are neighbours and exchange heads."""
+        return max(1, width // self.max_heads_size)
 
     @property
     def tp_rank(self) -> int:
@@ -124,9 +137,9 @@ class Layout:
     def in_words(self) -> str:
         """The grid, and how ranks share rows, blocks and experts where they do it in other ways than the usual one."""
         stages = "" if self.pp_size == 1 else f" x {self.pp_size} pipeline stages"
-        row = "" if self.cp_size == 1 else f" ({self.heads_size} by heads x {self.cp_size} by context)"
+        row, wide = _kinds(self.heads_size, self.cp_size), _kinds(self.max_heads_size, self.max_cp_size)
         experts = "" if self.ep_size == 1 else f", experts over {self.ep_size}"
-        by_plan = "" if self.max_sp_size == 1 else f", rows over up to {self.max_sp_size} of them"
+        by_plan = "" if self.max_sp_size == 1 else f", rows over up to {self.max_sp_size} of them{wide}"
         return f"{self.dp_size} data x {self.sp_size} sequence{row} x {self.tp_size} tensor{stages}{experts}{by_plan}"
 
     @property
@@ -138,6 +151,10 @@ class Layout:
     def is_rank_zero(self) -> bool:
         """Whether this process writes files and talks to the user."""
         return self.rank == 0
+
+
+def _kinds(by_heads: int, by_context: int) -> str:
+    return "" if by_context == 1 else f" ({by_heads} by heads x {by_context} by context)"
 
 
 def widths_of(ranks: int) -> list[int]:

@@ -9,8 +9,24 @@ dealt out in runs. Every rank computes the same cut from the borders of the segm
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class SlicePlace(NamedTuple):
+    """Which slice of a row a rank holds.
+
+    Args:
+        size: ranks that share the row.
+        rank: the place of this one among them.
+        num_parts: parts whose tokens attend on different ranks.
+    """
+
+    size: int
+    rank: int
+    num_parts: int = 1
 
 
 def part_positions(cu_seqlens: Tensor, num_parts: int) -> Tensor:

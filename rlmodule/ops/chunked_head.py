@@ -238,7 +238,8 @@ class ChunkedHead:
 
     def keep_logits(self) -> None:
         """From the next chunk on logits stay beside their softmax: the derivative of the entropy needs both."""
-        self.softmax = self._spare(len(self.logits))
+        if len(self.softmax) < len(self.logits):  # else they have been beside it all along
+            self.softmax = self._spare(len(self.logits))
 
     def _spare(self, rows: int) -> Tensor:
         """[rows, V'] of a buffer that is there from its first use on."""

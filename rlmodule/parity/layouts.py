@@ -38,6 +38,7 @@ class ParityLayout:
 SHARED = {"share_prompts": True}
 FIXED_SIZE = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
 BY_PLAN = {"max_sp_size": 4}  # with a budget of a quarter, half of the longest sample
+WIDER = {"max_sp_size": 8}  # more ranks than the packaged model has heads, with a budget of an eighth of its longest
 NO_FLOOR = {"min_micro_steps": 1}  # of micro-steps under a pipeline: the reference's own are cut in no other way
 
 REFERENCE = ParityLayout("single", "single")
@@ -58,6 +59,7 @@ LAYOUTS: Sequence[ParityLayout] = (
     ParityLayout(
         "ddp_4_rows4_shared", "ddp dp4, rows over up to 4, prompts shared", "ddp", 4, {}, BY_PLAN | SHARED, 0.25
     ),
+    ParityLayout("ddp_8_rows8", "ddp dp8, rows over up to 8", "ddp", 8, {}, WIDER, 0.0625),
     ParityLayout("fsdp_2", "fsdp 2", "fsdp", 2),
     ParityLayout("fsdp_4_rows4", "fsdp dp4, rows over up to 4", "fsdp", 4, batching=BY_PLAN, budget=0.25),
     ParityLayout("fsdp_sp2", "fsdp dp1 x sp2", "fsdp", 2, {"sp_size": 2}),
@@ -80,6 +82,7 @@ LAYOUTS: Sequence[ParityLayout] = (
     ParityLayout(
         "fsdp2_2x2_rows4", "fsdp2 2 copies of 2, rows over up to 4", "fsdp2", 4, {"dp_replicate": 2}, BY_PLAN, 0.25
     ),
+    ParityLayout("fsdp2_8_rows8", "fsdp2 dp8, rows over up to 8", "fsdp2", 8, {}, WIDER, 0.0625),
     ParityLayout("megatron_2", "megatron 2", "megatron", 2),
     ParityLayout("megatron_tp2", "megatron dp1 x tp2", "megatron", 2, {"tp_size": 2}),
     ParityLayout("megatron_pp2", "megatron dp1 x pp2", "megatron", 2, {"pp_size": 2}),

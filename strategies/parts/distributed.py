@@ -66,7 +66,7 @@ class DistributedStrategy(StrategyMixin, LightningDDPStrategy):
     config: ParallelConfig
     mesh: Mesh
     exchange_device: torch.device  # device of tensors that the process group sends
-    max_sp_size: int = 1  # most data ranks that share a row where the plan says so
+    rows_by_plan: tuple[int, int] = (1, 1)  # most data ranks that share a row where the plan says so, and its parts
 
     def __init__(self, config: ParallelConfig, *, device: str, num_processes: int, num_nodes: int) -> None:
         check_degrees(num_processes * num_nodes, **config.grid)
@@ -83,19 +83,20 @@ class DistributedStrategy(StrategyMixin, LightningDDPStrategy):
         """Join the process group and lay the grid of ranks over it."""
         super().setup_distributed()
         self.mesh = Mesh.of_running(self.root_device.type, **self.config.grid)
-        self.layout = replace(self.mesh.layout, max_sp_size=self.max_sp_size)
+        most, parts = self.rows_by_plan
+        self.layout = replace(self.mesh.layout, max_sp_size=most, max_cp_size=parts)
         self.exchange_device = torch.device("cpu") if self._process_group_backend == "gloo" else self.root_device
         self.collectives = GroupCollectives(self.exchange_device, self.mesh.token_group)
-        self.sequences = SharedRow.by_width(self.mesh, self.exchange_device, self.max_sp_size)
+        self.sequences = SharedRow.by_width(self.mesh, self.exchange_device, self.layout)
 
     @property
     def shares_rows(self) -> bool:
         """As the config of the backend says."""
         return self.config.shares_rows
 
-    def share_rows(self, most: int) -> None:
+    def share_rows(self, most: int, parts: int = 1) -> None:
         """Groups of every width up to ``most`` are made when the processes have joined."""
-        self.max_sp_size = most
+        self.rows_by_plan = most, parts
 
     def model_to_device(self) -> None:
         """Nothing: ``wrap`` moves what this process keeps to the device."""

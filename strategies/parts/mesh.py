@@ -87,13 +87,27 @@ class Mesh:
         The first of them is a multiple of the width. Every process calls it: groups of all processes are made, in the
         same order everywhere.
         """
-        found, rank = dict[int, dist.ProcessGroup](), self.layout.rank
-        for width in (width for width in widths_of(self.layout.world_size) if 1 < width <= most):
-            for first in range(0, self.layout.world_size, width):
-                group = dist.new_group(list(range(first, first + width)))
-                if first <= rank < first + width:
-                    found[width] = group
-        return found
+        widths = [width for width in widths_of(self.layout.world_size) if 1 < width <= most]
+        return {width: self._made(width, apart=1) for width in widths}
+
+    def with_same_heads(self, layout: Layout) -> dict[int, dist.ProcessGroup]:
+        """Width -> those of so many neighbours that have this process's heads of other parts of the row.
+
+        For each width of ``layout.max_sp_size`` that is cut into parts; every process calls it.
+        """
+        widths = [width for width in widths_of(layout.max_sp_size) if layout.parts_of(width) > 1]
+        return {width: self._made(width, apart=layout.max_heads_size) for width in widths}
+
+    def _made(self, width: int, *, apart: int) -> dist.ProcessGroup:
+        """The group of this process among ``width`` neighbours, each ``apart`` from the next; makes those of all."""
+        world, rank, mine = self.layout.world_size, self.layout.rank, None
+        for first in range(0, world, width):
+            for place in range(apart):
+                ranks = list(range(first + place, first + width, apart))
+                group = dist.new_group(ranks)
+                mine = group if rank in ranks else mine
+        assert mine is not None, f"rank {rank} is in no group of {width} of {world}"
+        return mine
 
     @property
     def tensor(self) -> DeviceMesh | None:

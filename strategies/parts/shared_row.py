@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlmodule.core.layout import Layout
 from strategies.parts.collectives import GroupCollectives
 from strategies.parts.context import Context
 from strategies.parts.mesh import Mesh
@@ -48,17 +49,24 @@ class SharedRow:
         return cls(group, GroupCollectives(device, group), ulysses, context)
 
     @classmethod
-    def by_width(cls, mesh: Mesh, device: torch.device, max_sp_size: int) -> dict[int, SharedRow]:
+    def by_width(cls, mesh: Mesh, device: torch.device, layout: Layout) -> dict[int, SharedRow]:
         """Those of this process, by the ranks of each: of ``sp_size``, or of every width up to ``max_sp_size``.
 
-        Every process calls it, and makes the same groups in the same order.
+        Every process calls it, and makes the same groups in the same order. ``layout`` is that of the mesh, and says
+        how rows are shared by plan.
         """
         always = cls.of(mesh, device)
-        groups = mesh.neighbours(max_sp_size)
-        by_plan = {
-            width: cls(group, GroupCollectives(device, group), Ulysses(group), None) for width, group in groups.items()
+        if always is not None:
+            return {always.size: always}
+        groups = mesh.neighbours(layout.max_sp_size)
+        heads = {width: Ulysses(group) for width, group in groups.items() if width <= layout.max_heads_size}
+        parts = {width: Context(group) for width, group in mesh.with_same_heads(layout).items()}
+        return {
+            width: cls(
+                group, GroupCollectives(device, group), heads.get(width // layout.parts_of(width)), parts.get(width)
+            )
+            for width, group in groups.items()
         }
-        return by_plan if always is None else {always.size: always}
 
     @property
     def size(self) -> int:

@@ -74,7 +74,7 @@ class StrategyMixin(SavedState):
         """Whether neighbouring data ranks can share a row where the plan says so: a backend of several says so."""
         return False
 
-    def share_rows(self, most: int) -> None:
+    def share_rows(self, most: int, parts: int = 1) -> None:
         """Nothing to share."""
         assert most == 1, f"{type(self).__name__} shares no rows"
 

@@ -14,6 +14,7 @@ from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.batching.workload import Exchange, Workload
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout, widths_of
+from rlmodule.core.slices import SlicePlace
 from rlmodule.core.types import SampleMeta
 
 ROOT = Path(__file__).parents[2]
@@ -159,14 +160,15 @@ def test_each_rank_of_a_cell_gets_its_slice_and_the_first_one_speaks_for_it():
     metas = metas_of([10, 80, 10, 10, 10, 45])
     config = BatchingConfig(mini_batch_size=6, max_token_len_per_gpu=24, shuffle=False, max_sp_size=4)
     samplers = [
-        BalancedSampler(metas, config, Layout(4, rank, max_sp_size=4), seed=0, iteration=0) for rank in range(4)
+        BalancedSampler(metas, config, Layout(4, rank, max_sp_size=4, max_cp_size=2), seed=0, iteration=0)
+        for rank in range(4)
     ]
     [plan] = samplers[0].plans
     shares = [sampler.shares(sampler.plans)[0] for sampler in samplers]
     for step, first, width, positions in cells_of(plan):
         for rank in range(first, first + width):
             assert shares[rank].micro_batches[step] == positions
-            assert shares[rank].slices[step] == (width, rank - first)
+            assert shares[rank].slices[step] == SlicePlace(width, rank - first, 2 if width == 4 else 1)
     owners, speakers = samplers[0].owners([plan], range(6)), samplers[0].speakers([plan], range(6))
     assert owners[1] == {0, 1, 2, 3}
     assert speakers == {position: min(ranks) for position, ranks in owners.items()}

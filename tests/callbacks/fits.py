@@ -92,6 +92,7 @@ class SmallRun:
         loggers: those that show it, by name or as they are.
         reward: the judge.
         imitates: demonstrations take the place of sampled responses.
+        shares_rows: the ranks share the row of a sample, whose tokens are too many for one.
     """
 
     run_dir: Path
@@ -104,6 +105,7 @@ class SmallRun:
     loggers: tuple[Any, ...] = ("tensorboard",)
     reward: Callable[[Sequence[Sample]], list[RewardResult]] = EvenTokens()
     imitates: bool = False
+    shares_rows: bool = False
 
     def fit(self, checkpoint: Path | None = None) -> RunContext:
         """Train; returns what the callbacks were given."""
@@ -129,6 +131,8 @@ class SmallRun:
 
         def make(iteration: int) -> ExperienceMaker:
             batching = BatchingConfig(mini_batch_size=4)
+            if strategy.layout.max_sp_size > 1:
+                batching = replace(batching, max_token_len_per_gpu=6, max_sp_size=strategy.layout.max_sp_size)
             return ExperienceMaker(
                 Scorer(strategy, objective, DynamicCollator(pad_token_id=256), torch.device("cpu")),
                 AdvantageStage(objective, GRPO(), strategy.collectives),
@@ -170,7 +174,10 @@ class SmallRun:
     def _strategy(self) -> Any:
         if self.world_size == 1:
             return SingleStrategy(SingleConfig(), device="cpu", num_processes=1, num_nodes=1)
-        return DDPStrategy(DDPConfig(), device="cpu", num_processes=self.world_size, num_nodes=1)
+        strategy = DDPStrategy(DDPConfig(), device="cpu", num_processes=self.world_size, num_nodes=1)
+        if self.shares_rows:
+            strategy.share_rows(self.world_size)
+        return strategy
 
     def _trainer(self, strategy: Any, callbacks: list[L.Callback], loggers: list[Any]) -> L.Trainer:
         return L.Trainer(

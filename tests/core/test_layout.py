@@ -94,6 +94,7 @@ def test_sizes_name_every_dimension():
         ({"rank": 6}, "outside its world"),
         ({"max_sp_size": 4}, "a power of two that divides dp_size"),
         ({"sp_size": 2, "max_sp_size": 2}, "only data ranks share rows by plan"),
+        ({"max_sp_size": 2, "max_cp_size": 3}, "max_cp_size must divide max_sp_size"),
     ],
 )
 def test_a_layout_that_does_not_tile_is_our_own_bug(sizes, reason):
@@ -107,3 +108,10 @@ def test_neighbours_that_share_a_row_begin_at_a_multiple_of_their_number():
         assert [place_of(rank, width) for rank in range(8)] == list(range(width)) * (8 // width)
     assert "rows over up to 4 of them" in Layout(8, max_sp_size=4).in_words
     assert "rows over" not in Layout(8).in_words
+
+
+def test_a_row_of_more_neighbours_than_exchange_heads_has_parts():
+    layout = Layout(16, max_sp_size=16, max_cp_size=4)
+    assert [layout.parts_of(width) for width in widths_of(16)] == [1, 1, 1, 2, 4]
+    assert "rows over up to 16 of them (4 by heads x 4 by context)" in layout.in_words
+    assert [Layout(8, max_sp_size=8, max_cp_size=8).parts_of(width) for width in widths_of(8)] == [1, 2, 4, 8]

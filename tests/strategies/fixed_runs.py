@@ -80,6 +80,7 @@ class FixedRun:
         prepare: called with the strategy before anything is given to it.
         seed: of the weights.
         timer: called with (trainer, module) at the end of every rank, while the strategy is alive.
+        algorithm: what the objective adds to the clipped loss.
         epochs: passes, one Lightning epoch each.
         row_limit: cuts rows that do not fit.
     """
@@ -103,6 +104,7 @@ class FixedRun:
     seed: int = 0
     timer: Callable[[L.Trainer, RLModule], Any] | None = None
     callbacks: tuple[L.Callback, ...] = ()
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     epochs: int = 1
     row_limit: RowLimit | None = None
     poison: int | None = None  # step whose advantages are not finite
@@ -156,7 +158,7 @@ class FixedRun:
         run_steps = -(-len(self.lengths) // self.mini_batch_size) * self.epochs
         module = RLModule(
             {"policy": policy, **({"reference": frozen_copy(policy)} if self.with_reference else {})},
-            [Trainable("policy", Objective(PPOClip(), AlgorithmConfig()), self.optimizer, run_steps)],
+            [Trainable("policy", Objective(PPOClip(), self.algorithm), self.optimizer, run_steps)],
             max_skipped_in_a_row=3,
             row_limit=self.row_limit,
         )

@@ -38,7 +38,9 @@ class SignalDuringStep(L.Callback):
 def steps_of(root: Path) -> dict[int, dict[str, float]]:
     records = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
     return {
-        r["step"]: {k: v for k, v in r.items() if k.startswith("actor/")} for r in records if r.get("kind") == "step"
+        r["step"]: {k: v for k, v in r.items() if k.startswith(("actor/", "balance/shared_rows"))}
+        for r in records
+        if r.get("kind") == "step"
     }
 
 
@@ -56,13 +58,17 @@ def fit(run: SmallRun, world_size: int, signal_at: int | None = None, checkpoint
     return run_on_ranks(world_size, rank_of)
 
 
-@pytest.mark.parametrize(("resumed_world", "saving"), [(2, SAVING), (1, SAVING), (2, IN_BACKGROUND)])
-def test_str_07_signal_to_one_rank_within_an_iteration(tmp_path, resumed_world, saving):
-    """A checkpoint that is written in the background when the signal comes is finished first."""
+@pytest.mark.parametrize(
+    ("resumed_world", "saving", "shares_rows"),
+    [(2, SAVING, False), (1, SAVING, False), (2, IN_BACKGROUND, False), (2, SAVING, True), (1, SAVING, True)],
+)
+def test_str_07_signal_to_one_rank_within_an_iteration(tmp_path, resumed_world, saving, shares_rows):
+    """A checkpoint that is written in the background when the signal comes is finished first; rows may be shared."""
     undisturbed, stopped = tmp_path / "undisturbed", tmp_path / "stopped"
-    assert fit(SmallRun(undisturbed, SAVING), 2) == ["", ""]
+    kind = {"shares_rows": shares_rows, "imitates": shares_rows}  # of demonstrations, none is skipped
+    assert fit(SmallRun(undisturbed, SAVING, **kind), 2) == ["", ""]
 
-    run = SmallRun(stopped, saving)
+    run = SmallRun(stopped, saving, **kind)
     endings = fit(run, 2, signal_at=3)
     assert all("asked to stop" in ending for ending in endings), "both ranks stop, though one was asked"
     folder, passed_over = newest_whole(stopped / "checkpoints")
@@ -73,7 +79,10 @@ def test_str_07_signal_to_one_rank_within_an_iteration(tmp_path, resumed_world, 
     assert fit(replace(run, resumed_step=3), resumed_world, checkpoint=folder / STATE_FILE) == [""] * resumed_world
     wanted, got = steps_of(undisturbed), steps_of(stopped)
     assert sorted(got) == sorted(wanted) == [1, 2, 3, 4], "no step is lost or repeated"
+    shared = {step: values.pop("balance/shared_rows") for step, values in wanted.items()}
+    assert (shared[3] > 0 and shared[4] > 0) == shares_rows, f"before the signal and after it: {shared}"
     for step, values in wanted.items():
+        got[step].pop("balance/shared_rows")
         tolerance = 0 if resumed_world == 2 or step <= 3 else 1e-5
         assert got[step] == pytest.approx(values, rel=tolerance, abs=tolerance), step
 

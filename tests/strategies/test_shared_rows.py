@@ -16,6 +16,7 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.collate import DynamicCollator
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import merge
+from rlmodule.core.slices import SlicePlace
 from rlmodule.experience.scoring import RowSlice, whole_rows
 from rlmodule.models.policy import PolicyModel
 from rlmodule.training.reduction import reduce_metrics
@@ -47,6 +48,10 @@ LENGTHS = (
 HEAVY_TAILED = FixedRun(lengths=tuple((p, r, r - r % 3) for p, r in LENGTHS), mini_batch_size=6, budget=160)
 SHARED = replace(HEAVY_TAILED, budget=40, prepare=lambda strategy: strategy.share_rows(4))
 
+# Two query heads and one for keys and values: a row of four ranks is cut into two parts.
+FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+IN_PARTS = replace(SHARED, architecture=FEW_HEADS, prepare=lambda strategy: strategy.share_rows(4, 2))
+
 LAYOUTS = [
     ("ddp", {}),
     ("fsdp2", {}),
@@ -77,6 +82,19 @@ def test_every_strategy_trains_rows_of_mixed_widths_as_one_process_does(referenc
         assert step["balance/peak_tokens"] <= 40
 
 
+@pytest.fixture(scope="module")
+def of_few_heads() -> Outcome:
+    return run_on_ranks(1, lambda rank: replace(HEAVY_TAILED, architecture=FEW_HEADS).fit())[0]
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "fsdp", "deepspeed"])
+def test_rows_of_more_ranks_than_heads_train_as_on_one_process(of_few_heads, backend):
+    run = IN_PARTS.with_options(backend)
+    outcomes = run_on_ranks(4, lambda rank: run.fit(4, rank))
+    check_equal(of_few_heads, outcomes)
+    assert all(step["balance/shared_rows"] > 0 for step in outcomes[0].metrics)
+
+
 # ---- families and losses: micro-steps of (first rank, width, samples); one without samples is a dummy
 
 PLAN = (
@@ -94,7 +112,8 @@ def step_by_plan(
     metrics, logprobs, slices, held = [], [], [], []
     for cells in PLAN:
         first, width, samples = next(cell for cell in cells if cell[0] <= layout.rank < cell[0] + cell[1])
-        batch = DynamicCollator().pack([ROWS[p] for p in samples], totals, samples, (width, layout.rank - first))
+        place = SlicePlace(width, layout.rank - first, layout.parts_of(width))
+        batch = DynamicCollator().pack([ROWS[p] for p in samples], totals, samples, place)
         assert (batch.width, batch.place) == (width, layout.rank - first)
         share = objective.for_micro_batch(batch, totals, sequences.get(width))
         policy(batch, objective=share).backward()
@@ -117,15 +136,22 @@ def by_sample(samples: tuple[int, ...], row: Tensor) -> dict[int, Tensor]:
     return dict(zip(samples, row.split([int(ROWS[p].sample.loss_mask.sum()) for p in samples]), strict=True))
 
 
-def all_cases(rank: int) -> list[tuple[Step, dict[int, Tensor]]]:
-    layout, sequences = Layout(4, rank, max_sp_size=4), SharedRow.by_width(Mesh.of_running("cpu"), CPU, 4)
+def all_cases(rank: int, parts: int) -> list[tuple[Step, dict[int, Tensor]]]:
+    layout = Layout(4, rank, max_sp_size=4, max_cp_size=parts)
+    sequences = SharedRow.by_width(Mesh.of_running("cpu"), CPU, layout)
+    assert [sequences[width].num_parts for width in (2, 4)] == [layout.parts_of(width) for width in (2, 4)]
     return [step_by_plan(policy_of(**model), objective, layout, sequences) for model, objective in CASES]
 
 
-def test_families_and_losses_have_the_gradients_and_scores_of_whole_rows():
+@pytest.fixture(scope="module")
+def uncut() -> list[Step]:
+    return [step_of(policy_of(**model), objective, Layout(), None) for model, objective in CASES]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4], ids=["by heads", "by heads and context", "by context"])
+def test_families_and_losses_have_the_gradients_and_scores_of_whole_rows(uncut, parts):
     """Windows, sinks, fewer heads than ranks, recomputed blocks and losses of whole sequences."""
-    uncut = [step_of(policy_of(**model), objective, Layout(), None) for model, objective in CASES]
-    by_rank = run_on_ranks(4, all_cases)
+    by_rank = run_on_ranks(4, all_cases, parts)
     check_steps(uncut, [[step for step, _ in cases] for cases in by_rank], has_every_sample=False)
     for number, expected in enumerate(uncut):
         wanted = by_sample((0, 1, 2, 3, 4), expected.logprob)

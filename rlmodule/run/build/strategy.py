@@ -6,9 +6,12 @@ The registry is handed in, so that this package never imports ``strategies``.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from transformers import PreTrainedConfig
 
 from rlmodule.batching.row_sharing import with_shared_rows
 from rlmodule.core.backends import BackendStatus
@@ -17,9 +20,12 @@ from rlmodule.core.contract import LANGUAGE_MODEL, POLICY_VALUE, VALUE_MODEL, St
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
 from rlmodule.core.sharding import Sharding
-from rlmodule.models.description import NO_VALUE, SEPARATE, SHARED
+from rlmodule.models.description import NO_VALUE, SEPARATE, SHARED, ModelConfig, load_model_config
 from rlmodule.run.build.machine import Machine
+from rlmodule.run.build.models import critic_model
 from rlmodule.run.config import RunConfig
+from rlmodule.run.preflight.layout import with_parts_for_heads
+from rlmodule.run.preflight.teacher import teacher_model
 
 # Kinds of models that train in a run, by model.value.
 MODEL_TYPES = {
@@ -53,12 +59,14 @@ class StrategyChoice:
         machine: where it happens.
         registry: strategies to choose from.
         node: the strategy section as configured; its keys belong to the chosen strategy.
+        describe: reads the configuration of a model.
     """
 
     config: RunConfig
     machine: Machine
     registry: StrategyRegistry
     node: Mapping[str, Any]
+    describe: Callable[[ModelConfig], PreTrainedConfig] = load_model_config
 
     @property
     def layout(self) -> Layout:
@@ -68,7 +76,8 @@ class StrategyChoice:
             ConfigError: data ranks cannot share rows in it as configured.
         """
         layout = self._class.layout_of(self._strategy_config, self.machine.world_size)
-        return with_shared_rows(layout, self.config.batching, self.config.trainer.num_nodes)
+        shared = with_shared_rows(layout, self.config.batching, self.config.trainer.num_nodes)
+        return shared if shared.max_sp_size == 1 else with_parts_for_heads(shared, self._models_of_run)
 
     @property
     def sharding(self) -> Sharding:
@@ -87,7 +96,8 @@ class StrategyChoice:
             num_processes=self.machine.num_processes,
             num_nodes=self.config.trainer.num_nodes,
         )
-        most = self.layout.max_sp_size
+        layout = self.layout
+        most = layout.max_sp_size
         if most > 1 and not strategy.shares_rows:
             raise ConfigError(
                 key="batching.max_sp_size",
@@ -96,7 +106,7 @@ class StrategyChoice:
                 fix="Use strategy=ddp, fsdp, fsdp2 or deepspeed, or batching.max_sp_size=1",
             )
         if most > 1:
-            strategy.share_rows(most)
+            strategy.share_rows(most, layout.max_cp_size)
         return strategy
 
     @property
@@ -105,6 +115,20 @@ class StrategyChoice:
         found = [self.registry.lookup(kind, self.config.backend, device=device) for kind in self._model_types]
         assert len(set(found)) == 1, f"one strategy spreads all models of a run, got {found}"
         return found[0]
+
+    @property
+    def _models_of_run(self) -> list[PreTrainedConfig]:
+        """Configurations of every model that computes rows; one that cannot be read is refused elsewhere."""
+        config, found = self.config, list[PreTrainedConfig]()
+        models = [config.model]
+        if config.model.value == SEPARATE:
+            models.append(critic_model(config))
+        if config.algorithm.teacher is not None:
+            models.append(teacher_model(config))
+        for model in models:
+            with suppress(ConfigError):
+                found.append(self.describe(model))
+        return found
 
     @property
     def _model_types(self) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ class HeadShape:
         is_trained: whether it has gradients.
         compute_bytes: of one number in a matrix product.
         device: kind of device, which decides the size of a chunk of logits.
+        entropy_trains: whether the loss depends on the entropy, whose derivative needs logits beside their softmax.
     """
 
     vocabulary: int
@@ -35,12 +36,16 @@ class HeadShape:
     is_trained: bool
     compute_bytes: int
     device: str
+    entropy_trains: bool = False
 
     def chunk(self, num_tokens: int) -> int:
         """Bytes of the buffers of one chunk of logits: logits and softmax in fp32, products where they are narrower."""
         rows = min(num_tokens, default_chunk(self.vocabulary, self.device))
-        softmax = default_softmax_rows(self.vocabulary, self.device, rows) * FP32
-        return self.vocabulary * (rows * (FP32 + (self.compute_bytes if self.compute_bytes < FP32 else 0)) + softmax)
+        softmax = default_softmax_rows(self.vocabulary, self.device, rows)
+        # Where the softmax has taken the place of the logits, the first chunk makes them again in a second buffer.
+        fp32_rows = rows + softmax + (rows if self.entropy_trains and softmax < rows else 0)
+        narrow = self.compute_bytes if self.compute_bytes < FP32 else 0
+        return self.vocabulary * (fp32_rows * FP32 + rows * narrow)
 
     def around(self, num_tokens: int) -> int:
         """Bytes of hidden states of the loss tokens with their gradients, and of the matrix as it is multiplied."""

@@ -53,6 +53,9 @@ class Plan:
     strategy: StrategyChoice
     lengths: Lengths | None = None
 
+    def __post_init__(self) -> None:
+        self.strategy = replace(self.strategy, describe=lambda model: describe_model(model).config)
+
     @cached_property
     def model(self) -> DescribedModel:
         """Configuration of the model that trains, and where it is from."""
@@ -143,6 +146,7 @@ class Plan:
             is_trained=not model.lora.is_on,
             compute_bytes=FP32 if dtype is None else dtype.itemsize,
             device=self.strategy.machine.device,
+            entropy_trains=self.config.algorithm.entropy_coeff != 0,
         )
         return MemoryModel(
             self.policy_memory,
@@ -164,10 +168,11 @@ class Plan:
         A process keeps those of whole rows, for its share of the heads, until the backward pass of the layer.
         """
         layout, by_layer = self.layout, list[float]()
+        ranks, parts = layout.heads_size * layout.max_heads_size, layout.cp_size * layout.max_cp_size
         for kind in self.shape.attention:
-            heads = max(1, kind.num_kv_heads // (layout.tp_size * layout.heads_size)) * layout.heads_size
+            heads = max(1, kind.num_kv_heads // (layout.tp_size * ranks)) * ranks
             by_layer += [heads * (kind.key_dim + kind.value_dim)] * kind.num_layers
-        return (layout.cp_size - 1) * float(sum(by_layer) if checkpointing == NONE else max(by_layer, default=0.0))
+        return (parts - 1) * float(sum(by_layer) if checkpointing == NONE else max(by_layer, default=0.0))
 
     @cached_property
     def policy_memory(self) -> ModelMemory:

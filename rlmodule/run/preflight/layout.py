@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
@@ -19,7 +20,7 @@ def check_layout(hf_config: PreTrainedConfig, layout: Layout) -> None:
         ConfigError: names the numbers and what works.
     """
     check_stages(int(hf_config.get_text_config().num_hidden_layers), layout.pp_size)
-    if max(layout.heads_size, layout.max_sp_size) > 1:
+    if layout.heads_size > 1:
         for heads, kv_heads in sorted({(kind.num_heads, kind.num_kv_heads) for kind in shape_of(hf_config).attention}):
             _check_heads(heads, kv_heads, layout)
     if layout.ep_size > 1:
@@ -44,22 +45,35 @@ def _check_experts(numbers: Collection[int], hf_config: PreTrainedConfig, layout
             )
 
 
+def with_parts_for_heads(layout: Layout, models: Iterable[PreTrainedConfig]) -> Layout:
+    """The layout in which rows shared by plan have parts where they have more ranks than heads split over.
+
+    Args:
+        layout: with ``max_sp_size`` ranks.
+        models: of the run, all of which compute the same rows.
+    """
+    fits = [_sizes_for(kind.num_heads, kind.num_kv_heads) for model in models for kind in shape_of(model).attention]
+    by_heads = max(width for width in widths_of(layout.max_sp_size) if all(width in sizes for sizes in fits))
+    return replace(layout, max_cp_size=layout.max_sp_size // by_heads)
+
+
+def _sizes_for(heads: int, kv_heads: int) -> list[int]:
+    """Numbers of ranks that can exchange them."""
+    return [size for size in _divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
+
+
 def _check_heads(num_heads: int, num_kv_heads: int, layout: Layout) -> None:
-    sp_size = max(layout.heads_size, layout.max_sp_size)
-    key = "strategy.sp_size" if layout.max_sp_size == 1 else "batching.max_sp_size"
-    heads, kv_heads = num_heads // layout.tp_size, max(1, num_kv_heads // layout.tp_size)
-    fits = [s for s in _divisors(heads) if kv_heads % s == 0 or s % kv_heads == 0]
+    sp_size = layout.heads_size
+    fits = _sizes_for(num_heads // layout.tp_size, max(1, num_kv_heads // layout.tp_size))
     if sp_size not in fits:
         raise ConfigError(
-            key=key,
+            key="strategy.sp_size",
             got=sp_size,
             because=f"num_attention_heads={num_heads} and num_key_value_heads={num_kv_heads} do not split "
-            f"over {key.split('.')[1]}={sp_size}"
+            f"over sp_size={sp_size}"
             + (f" after tp_size={layout.tp_size}" if layout.tp_size > 1 else "")
             + ": it must divide the former, and divide or be a multiple of the latter",
-            fix=f"Use one of {fits}, and strategy.cp_size for more processes"
-            if layout.max_sp_size == 1
-            else f"Use one of {[size for size in fits if size in widths_of(layout.dp_size)]}",
+            fix=f"Use one of {fits}, and strategy.cp_size for more processes",
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import lightning as L
 import torch
 
+from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.core.layout import Layout
 from rlmodule.models.description import PRECISIONS, ModelConfig, load_model_config
 from rlmodule.models.footprint import footprint_of, tensor_rank_config
@@ -43,11 +44,15 @@ class Case:
     tied: bool = False
     ranks: int = 2
     budget: int = 384
+    entropy_coeff: float = 0.0
+    vocabulary: int | None = None  # in place of that of the size
 
     @property
     def name(self) -> str:
         """For a table."""
         words = [f"{key}={value}" for key, value in self.options.items()]
+        words += [f"vocabulary={self.vocabulary}"] if self.vocabulary else []
+        words += [f"entropy_coeff={self.entropy_coeff}"] if self.entropy_coeff else []
         others = [word for word in (self.checkpointing, self.precision) if word not in ("none", "32-true")]
         return " ".join([self.backend, *words, *others])
 
@@ -56,6 +61,7 @@ CASES = (
     Case("single", ranks=1),
     Case("single", checkpointing="full", ranks=1),
     Case("single", precision="bf16-mixed", ranks=1),
+    Case("single", ranks=1, vocabulary=16_384, entropy_coeff=0.01),
     Case("ddp"),
     Case("fsdp"),
     Case("fsdp", {"sharding": "grad_op"}),
@@ -88,10 +94,11 @@ class PeakOfSteps(L.Callback):
 
 def model_of(case: Case, size: str) -> ModelConfig:
     """The model of a case; wide enough that its parts are larger than what surrounds them."""
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": SIZES[size]["hidden_size"] // 4}
+    sizes = {**SIZES[size], "vocab_size": case.vocabulary or SIZES[size]["vocab_size"]}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": sizes["hidden_size"] // 4}
     special = {"model_type": "qwen3", "eos_token_id": 1, "pad_token_id": 0, "tie_word_embeddings": case.tied}
     return ModelConfig(
-        architecture={**special, **heads, **SIZES[size]},
+        architecture={**special, **heads, **sizes},
         tokenizer="byte",
         activation_checkpointing=case.checkpointing,
         precision=case.precision,
@@ -113,6 +120,7 @@ def measure(case: Case, size: str) -> int:
                 lengths=((LENGTH // 3, LENGTH - LENGTH // 3, LENGTH - LENGTH // 3),) * (3 * per_step),
                 mini_batch_size=per_step,
                 budget=case.budget,
+                algorithm=AlgorithmConfig(entropy_coeff=case.entropy_coeff),
                 callbacks=(peaks,),
             )
             run.fit(case.ranks, rank)
@@ -138,7 +146,13 @@ def predict(case: Case, size: str) -> tuple[int, StepMemory]:
             tensor_rank_config(hf_config, layout.tp_size), compute_dtype=dtype, checkpointing=case.checkpointing
         ),
         HeadShape(
-            hf_config.vocab_size, hf_config.hidden_size, case.tied, True, 4 if dtype is None else dtype.itemsize, "cpu"
+            hf_config.vocab_size,
+            hf_config.hidden_size,
+            case.tied,
+            is_trained=True,
+            compute_bytes=4 if dtype is None else dtype.itemsize,
+            device="cpu",
+            entropy_trains=case.entropy_coeff != 0,
         ),
         longest=LENGTH,
         loss_share=2 / 3,

@@ -225,8 +225,10 @@ def test_the_longest_sample_is_shared_by_as_many_processes_as_may_share_a_row():
     assert (shared.layout.max_sp_size, shared.memory.longest) == (4, (1024 + 7168) // 4)
     assert shared.step.micro_steps == 128 * 4 / 8, "a sample takes four of eight processes"
     assert data_of(shared)["budget"]["shared_by_up_to"] == 4
-    told = [str(problem) for problem in plan_of(*words, "batching.max_sp_size=8").problems]
-    assert any("num_attention_heads=28" in line and "Use one of [1, 2, 4]" in line for line in told)
+    wider = plan_of(*words, "batching.max_sp_size=8")
+    assert wider.problems == []
+    assert (wider.layout.max_cp_size, shared.layout.max_cp_size) == (2, 1), "28 and 4 heads split over 4 processes"
+    assert wider.memory.gathered_keys == pytest.approx(LAYERS * 4 * (128 + 128) * 2), "those of the other half"
     [problem] = plan_of(*words, "batching.max_sp_size=2").problems
     assert "Use batching.max_token_len_per_gpu=4096 or more" in str(problem)
 
