@@ -1,8 +1,6 @@
 """Run a command from a checkout: ``python train.py`` is what ``rlmodule`` is after an installation."""
 
-import sys
-
-from rlmodule.cli import main
+from rlmodule.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

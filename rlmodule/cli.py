@@ -8,6 +8,7 @@ under torchrun or srun every process runs this file by itself.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import traceback
@@ -16,7 +17,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -33,6 +34,7 @@ from rlmodule.commands.parts.arguments import with_command, with_open_mappings
 from rlmodule.commands.parts.sums import section_of_sum, sums_written_in
 from rlmodule.commands.parts.sweep import JobResult, read_jobs, show_jobs
 from rlmodule.core.errors import ConfigError, Preempted, RLModuleError, TrainingError, did_you_mean, nearest
+from rlmodule.core.interpreter import imported, no_collections, run_to_the_end
 from rlmodule.core.preemption import PreemptionHandler
 from rlmodule.core.renamed import instead_of
 from rlmodule.core.warning_text import show_own_warnings_as_words
@@ -42,6 +44,7 @@ from rlmodule.records.secrets import from_environment, mask, mask_arguments, mas
 from rlmodule.run.launchers import Job
 from rlmodule.run.launchers.parts import supervision as launch
 from rlmodule.run.launchers.parts.place import outside_rank
+from rlmodule.run.launchers.parts.waiting import WaitingRank
 from rlmodule.run.saved.saved_settings import read_saved_config, with_settings
 
 if TYPE_CHECKING:
@@ -65,7 +68,7 @@ CONF = Path(__file__).absolute().parent / "conf"
 # How a rank is started: by this package, whatever stands in the folder where the run was started.
 PROGRAM = (
     "-c",
-    f"import sys; sys.path[0] = {str(CONF.parents[1])!r}; from rlmodule.cli import main; sys.exit(main())",
+    f"import sys; sys.path[0] = {str(CONF.parents[1])!r}; from rlmodule.cli import program; program()",
 )
 BUG = 1  # exit code of a bug of ours, which keeps its traceback
 
@@ -74,11 +77,17 @@ sums: set[str] = set()  # choices such as reward=math+format, beside those of th
 sweep_dirs: list[Path] = []  # of the sweep that this process runs
 
 
+def program() -> NoReturn:
+    """Run as told by the command line, as all that this process does."""
+    run_to_the_end(main)
+
+
 def main() -> int:
     """Run as told by the command line; returns the exit code."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of being printed and swallowed by Hydra
     show_own_warnings_as_words()
-    return reported(_main)
+    with no_collections():
+        return reported(_main)
 
 
 def _main() -> int:
@@ -203,6 +212,7 @@ def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
     from rlmodule.commands import COMMANDS, Command, Invocation
     from rlmodule.run.config import component
 
+    imported()
     if deferred_errors:
         raise deferred_errors[0]
     command: Command = component(COMMANDS, config.command)
@@ -216,19 +226,40 @@ def carry_out(config: DictConfig, run_dir: RunDirectory) -> int:
         to_environment(secrets)
         return OmegaConf.to_yaml(to_save)
 
+    waiting: list[WaitingRank] = []
+
+    def read_run() -> Run:
+        run = build(config, run_dir)
+        if command.starts_ranks and run.needs_launcher:
+            waiting.extend(run.config.launcher.ready(run.machine.num_processes, run.machine.device, main_of_rank))
+        return run
+
     def start_ranks(root: Path, num_processes: int) -> int:
         trainer, device = invocation.run.config.trainer, invocation.run.machine.device
-        job = Job(PROGRAM, root, num_processes, trainer.num_nodes, device, trainer.timeout * 60)
+        job = Job(PROGRAM, root, num_processes, trainer.num_nodes, device, trainer.timeout * 60, waiting)
         return invocation.run.config.launcher(job)
 
     invocation = Invocation(
-        partial(build, config, run_dir),
+        read_run,
         settled_config,
         run_directory.provenance(command_of_this_run()),
         start_ranks,
         make_starting_weights=partial(launch.run_alone, PROGRAM),
     )
-    return command(invocation)
+    try:
+        return command(invocation)
+    finally:
+        for rank in waiting:
+            rank.dismiss()
+
+
+def main_of_rank(arguments: Sequence[str]) -> int:
+    """``main`` in a fork of a supervisor, whose Hydra has set up logging for itself."""
+    GlobalHydra.instance().clear()
+    logging.getLogger().handlers.clear()
+    logging.getLogger().setLevel(logging.WARNING)
+    sys.argv[1:] = arguments
+    return main()
 
 
 def with_settings_of_its_run(config: DictConfig) -> DictConfig:
@@ -322,6 +353,7 @@ def build(config: DictConfig, run_dir: RunDirectory) -> Run:
     from rlmodule.run.run import Run
     from strategies.registry import STRATEGIES
 
+    imported()
     return Run.read(config, run_dir, STRATEGIES)
 
 

@@ -55,9 +55,11 @@ class Command(Protocol):
     that are no KEY=VALUE are that key, or the key ``runs`` of a command that has it.
 
     ``has_run_dir``: whether it writes into a run directory of its own. Without one nothing is made below output_root.
+    ``starts_ranks``: whether the ranks of its run, where there are several, do it (``RankCommand``).
     """
 
     has_run_dir: ClassVar[bool] = True
+    starts_ranks: ClassVar[bool] = False
 
     def __call__(self, invocation: Invocation) -> int:
         """Carry it out; returns the exit code.

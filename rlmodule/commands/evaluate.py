@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from rich.console import Console
 from rich.table import Table
@@ -36,6 +37,8 @@ ORDER = (EXPORTED, NEWEST)
 @dataclass(frozen=True)
 class Evaluate(PolicySource, Command):
     """Evaluate a policy or a reward model; ``auto`` is what was exported, or else the newest checkpoint."""
+
+    starts_ranks: ClassVar[bool] = True
 
     def __call__(self, invocation: Invocation) -> int:
         """Evaluate on as many processes as the command line asks for.

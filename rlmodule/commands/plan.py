@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from rich.console import Console
 
-from rlmodule.commands import COMMANDS, Invocation
+from rlmodule.commands import COMMANDS, Command, Invocation
 from rlmodule.core.config import at_least, at_most, more_than
 from rlmodule.core.errors import ConfigError
 from rlmodule.run.build.device_memory import ACCELERATOR_SHARE, device_memory
@@ -22,7 +22,7 @@ from rlmodule.run.run import Run
 
 @COMMANDS.register
 @dataclass(frozen=True)
-class PlanRun:
+class PlanRun(Command):
     """Say what the run will need: memory, time, traffic, problems; nothing is loaded or fetched."""
 
     has_run_dir: ClassVar[bool] = False

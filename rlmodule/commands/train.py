@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch.distributed as dist
 
@@ -18,6 +19,8 @@ from rlmodule.run.warm_start import WarmStart
 @dataclass(frozen=True)
 class Train(Command):
     """Train the models of a run; without a name the command is this one."""
+
+    starts_ranks: ClassVar[bool] = True
 
     def __call__(self, invocation: Invocation) -> int:
         """Train on as many processes as the run asks for."""

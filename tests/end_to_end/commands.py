@@ -1,7 +1,7 @@
 """``python train.py ...`` as a user types it, in a process of its own; and what such a run leaves behind.
 
 ``forked`` starts it in a fork of the test process, which has imported everything already: the same ``main()``, command
-line and output, seconds sooner. Ranks of several devices are real processes of the supervisor either way.
+line and output, seconds sooner. Ranks of several devices are forks of the supervisor either way.
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ class Command:
         found = {}
         for pid in children_of(self.pid):
             try:
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                name, _, rank = Path(f"/proc/{pid}/comm").read_text().strip().partition(" ")
             except OSError:  # it has ended since it was listed
                 continue
-            found |= {int(e.split(b"=")[1]): pid for e in environment if e.startswith(b"LOCAL_RANK=")}
+            found |= {int(rank): pid} if name == "rank" else {}
         return found
 
     def wait(self) -> Finished:

@@ -6,12 +6,13 @@ Leaves out ranks that torchrun, srun or a cluster's operator starts: those find 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
 from rlmodule.core.registry import Registry
+from rlmodule.run.launchers.parts.waiting import WaitingRank
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Job:
         num_nodes: machines.
         device: kind of device that each rank needs one of: cpu, cuda, ...
         timeout: seconds that a rank may be silent before it counts as frozen.
+        waiting: ranks that ``Launcher.ready`` has made, if any.
     """
 
     program: Sequence[str]
@@ -33,6 +35,7 @@ class Job:
     num_nodes: int = 1
     device: str = "cpu"
     timeout: float = 600.0
+    waiting: Sequence[WaitingRank] = ()
 
     @property
     def world_size(self) -> int:
@@ -53,6 +56,15 @@ class Launcher(Protocol):
 
         Raises:
             RLModuleError: what is wrong and what to do about it.
+        """
+
+    def ready(self, num_processes: int, device: str, main: Callable[[Sequence[str]], int]) -> Sequence[WaitingRank]:
+        """Ranks that wait beside this process while it checks the run; none where that is not to be had.
+
+        Args:
+            num_processes: of each machine.
+            device: kind of device of each.
+            main: what ``python PROGRAM`` does with its arguments.
         """
 
     def __call__(self, job: Job) -> int:

@@ -11,16 +11,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+from rlmodule.core.interpreter import can_fork
 from rlmodule.run.launchers import LAUNCHERS, Job
 from rlmodule.run.launchers.parts.heartbeat import Heartbeats
 from rlmodule.run.launchers.parts.place import HEARTBEATS, STORE, ProcessPlace
-from rlmodule.run.launchers.parts.supervision import WORKER_FLAG, Ranks, supervise
+from rlmodule.run.launchers.parts.supervision import WORKER_FLAG, Rank, Ranks, supervise
+from rlmodule.run.launchers.parts.waiting import WaitingRank
 
 
 @LAUNCHERS.register
@@ -32,6 +34,13 @@ class Local:
 
     def check(self) -> None:
         """Nothing: every machine can start processes."""
+
+    def ready(self, num_processes: int, device: str, main: Callable[[Sequence[str]], int]) -> Sequence[WaitingRank]:
+        """Forks of this process, where it can be forked and their device can be used in a fork."""
+        ranks: list[WaitingRank] = []
+        if device == "cpu" and can_fork():
+            ranks.extend(WaitingRank(main) for _ in range(num_processes))
+        return ranks
 
     def __call__(self, job: Job) -> int:
         """Start and watch them; rank 0 speaks to the terminal."""
@@ -45,13 +54,21 @@ class Local:
         for rank in range(job.num_processes):
             place = ProcessPlace.of_rank(rank, job.num_processes, 1)
             environment = {**os.environ, **place.variables(os.getpid()), **meeting_in(meeting)}
-            command = [sys.executable, *job.program, WORKER_FLAG, str(job.run_dir)]
-            if rank == 0:
-                ranks.processes.append(subprocess.Popen(command, env=environment))
-                continue
-            with ranks.log(rank).open("ab") as log:
-                ranks.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            arguments = [WORKER_FLAG, str(job.run_dir)]
+            log = ranks.log(rank) if rank else None
+            if job.waiting:
+                job.waiting[rank].start(arguments, environment, log)
+                ranks.processes.append(job.waiting[rank])
+            else:
+                ranks.processes.append(_interpreter([sys.executable, *job.program, *arguments], environment, log))
         return Heartbeats(meeting, range(job.num_processes), job.timeout).silent
+
+
+def _interpreter(command: Sequence[str], environment: Mapping[str, str], log: Path | None) -> Rank:
+    if log is None:
+        return subprocess.Popen(command, env=environment)
+    with log.open("ab") as file:
+        return subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
 
 
 def meeting_in(folder: Path) -> dict[str, str]:

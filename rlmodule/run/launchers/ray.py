@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from rlmodule.run.launchers.local import meeting_in
 from rlmodule.run.launchers.parts.heartbeat import Heartbeats
 from rlmodule.run.launchers.parts.place import HEARTBEATS, ProcessPlace
 from rlmodule.run.launchers.parts.supervision import WORKER_FLAG, Ranks, supervise
+from rlmodule.run.launchers.parts.waiting import WaitingRank
 
 RESOURCES = {"cuda": "GPU", "xpu": "GPU", "npu": "NPU"}  # Ray's names of devices; a CPU is no device of its own
 ANSWER_SECONDS = 30.0  # that a busy machine may take to say how its ranks are
@@ -62,6 +63,10 @@ class RayLauncher:
         """
         if find_spec("ray") is None:
             raise DependencyError(package="ray", needed_by="launcher=ray", extra="ray")
+
+    def ready(self, num_processes: int, device: str, main: Callable[[Sequence[str]], int]) -> Sequence[WaitingRank]:
+        """None: the ranks' machines are not known yet."""
+        return ()
 
     def __call__(self, job: Job) -> int:
         """Start and watch the ranks; what rank 0 says is shown here."""
