@@ -181,7 +181,7 @@ class PlainBlocks:
             keys, values = cache.update(*rows, number)
             query = query.view(batch, new, self.num_heads, -1).transpose(1, 2)
             attended = decode_attention(query, keys, values, blocks, unseen, self.scaling)
-            block.out.add_to(hidden, attended.view(batch * new, -1))
+            block.out.add_to(hidden, attended.reshape(batch * new, -1))
             gate, up = block.gate_up(block.before_mlp(hidden)).chunk(2, -1)
             block.down.add_to(hidden, block.activation(gate).mul_(up))
         return self.norm(hidden).view(batch, new, -1)
@@ -194,8 +194,7 @@ class PlainBlocks:
         if block.head_norms is not None:
             of_query, of_key = block.head_norms
             turned = torch.cat([of_query(turned[:, :count]), of_key(turned[:, count:])], 1)
-        swapped = turned.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-        turned = torch.addcmul(turned * cos, swapped, sin)
+        turned = torch.addcmul(turned * cos, turned.roll(self.head_dim // 2, -1), sin)
         return turned[:, :count], turned[:, count:], value
 
 
