@@ -62,12 +62,19 @@ def make_prompts(count: int, vocabulary: int) -> list[Prompt]:
     return [Prompt(row, tuple(int(t) for t in rng.integers(2, vocabulary, n)), "") for row, n in enumerate(lengths)]
 
 
+def policy_of(sizes: Sizes) -> PolicyModel:
+    """The model as a policy, with what a run has found out of its family."""
+    policy = PolicyModel(sizes.model()).eval()
+    policy.plain_blocks = True
+    return policy
+
+
 class Ours:
     """The project's engine, around the wrapped model."""
 
     def __init__(self, prompts: Sequence[Prompt], sizes: Sizes, limit: int) -> None:
         self.prompts, self.limit, self.seed = prompts, limit, 0
-        policy, tokenizer = PolicyModel(sizes.model()).eval(), byte_tokenizer()
+        policy, tokenizer = policy_of(sizes), byte_tokenizer()
         ends, size = EndTokens((int(tokenizer.eos_token_id),)), RESPONSES * len(prompts)
         self.engine = HFEngine(lambda: policy, nullcontext, tokenizer, torch.device("cpu"), ends, Truncation(), size)
 
@@ -168,7 +175,7 @@ class Uneven:
 
     def engine(self, sizes: Sizes) -> UnevenWay:
         """The project's engine, of whichever state of it is imported."""
-        policy, places = PolicyModel(sizes.model()).eval(), min(PLACES, len(self.lengths) // 2)
+        policy, places = policy_of(sizes), min(PLACES, len(self.lengths) // 2)
         parts = (byte_tokenizer(), torch.device("cpu"), EndTokens((sizes.vocabulary,)), Truncation(), places)
         engine = HFEngine(lambda: policy, nullcontext, *parts)
         engine.tokenizer = NoWords()  # token ids beyond those that the byte tokenizer knows

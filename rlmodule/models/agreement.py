@@ -28,6 +28,7 @@ from rlmodule.models.alone import RowMode
 from rlmodule.models.attention import ATTENTION, RaggedCache
 from rlmodule.models.description import ModelConfig, first_line, source_of
 from rlmodule.models.lora import AdaptedWeight, adapted_weights, merged, plain_name
+from rlmodule.models.plain_blocks import PlainBlocks
 from rlmodule.models.policy import DecodeBatch, PrefillBatch
 from rlmodule.models.pretrained import silent_loading
 from rlmodule.models.reading import Reading, Wrapped, ids_of, own_logits, packed, small_samples
@@ -69,6 +70,7 @@ class Agreement:
         worst: largest difference by what was compared: nats, or shares of the largest gradient.
         failures: what could not be run -> why.
         unreached: modules and parameters that no text reaches (a vision tower), by their names.
+        plain_blocks: whether decoding by ``plain_blocks.py`` agrees as well.
         bypassed: adapted modules whose weight the model reads itself, past the adapter, so that this one never trains;
             by their names, * for the number of a layer.
     """
@@ -80,6 +82,7 @@ class Agreement:
     failures: dict[str, str] = field(default_factory=dict)
     unreached: tuple[str, ...] = ()
     bypassed: tuple[str, ...] = ()
+    plain_blocks: bool = False
 
     @property
     def problem(self) -> str | None:
@@ -349,6 +352,21 @@ def _compare_pair(
     ours.eval()
     if reading.decodes:
         found.add(f"{reading.name} of {DECODED_TOKENS}{kind}", lambda: _decode_difference(ours, stock, samples))
+        found.plain_blocks = found.rows is RowMode.PACKED and _decodes_plain_blocks(ours, stock, samples)
+
+
+def _decodes_plain_blocks(ours: nn.Module, stock: PreTrainedModel, samples: Sequence[Sample]) -> bool:
+    """Whether our own pass through the blocks gives what the model does, where its modules are of that kind."""
+    with torch.no_grad():
+        if PlainBlocks.of(ours.get_submodule("lm"), len(samples)) is None:  # type: ignore[arg-type]
+            return False
+    ours.plain_blocks = True  # type: ignore[assignment]
+    try:
+        return _decode_difference(ours, stock, samples) < OFF
+    except Exception:  # any family, for any reason: it is then decoded by its own forward
+        return False
+    finally:
+        ours.plain_blocks = False  # type: ignore[assignment]
 
 
 def _gradient_difference(loss: Tensor, ours: nn.Module, stock: PreTrainedModel) -> float:

@@ -1,7 +1,7 @@
 """The project's attention, offered to transformers under one name; model code stays as its authors wrote it.
 
-A forward pass is either *packed* (training, scoring, prefill: samples end to end in one row) or *ragged* (decoding: one
-new token per row against a key-value buffer). Which one travels with the call as a keyword, never as global state.
+A forward pass is either *packed* (training, scoring, prefill: samples end to end in one row) or *ragged* (decoding: new
+tokens of each row against a key-value buffer). Which one travels with the call as a keyword, never as global state.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from rlmodule.core.contract import SequenceRanks
 from rlmodule.models.alone import GoingOn
 from rlmodule.models.output_head import PackedHead
+from rlmodule.models.plain_blocks import PlainBlocks
 from rlmodule.models.row_states import RowStates
 from rlmodule.ops.attention import DecodeBlock, packed_attention, ragged_decode_attention
 from rlmodule.ops.segments import SegmentBuckets
@@ -43,7 +44,7 @@ def attention_forward(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention signature: query [1 or B, heads, T or 1, D] -> [1 or B, T or 1, heads, D].
+    """transformers' attention signature: query [1 or B, heads, T, D] -> [1 or B, T, heads, D].
 
     With ``sequence`` the row is cut over ranks: each gets its part of the row for its share of the heads, with the keys
     and values of the whole row, and ``segments`` are those of its part.
@@ -122,13 +123,15 @@ class RaggedLayer(CacheLayerMixin):
             self.keys[where.row, :, where.place] = key_states[0].transpose(0, 1).to(self.keys.dtype)
             self.values[where.row, :, where.place] = value_states[0].transpose(0, 1).to(self.values.dtype)
             return key_states, value_states
-        used = self.owner.longest + 1
+        batch, heads, new, _ = key_states.shape
+        used = self.owner.longest + new
         if used > self.keys.shape[2]:
             slots = self.owner.slots_for(used)
             self.keys, self.values = with_slots(self.keys, slots), with_slots(self.values, slots)
-        rows = torch.arange(len(key_states), device=key_states.device)
-        self.keys[rows, :, self.owner.lengths] = key_states[:, :, 0].to(self.keys.dtype)
-        self.values[rows, :, self.owner.lengths] = value_states[:, :, 0].to(self.values.dtype)
+        places = self.owner.places_of_new(heads, self.keys.shape[2], new)
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            entries = states.reshape(batch * heads * new, -1).to(buffer.dtype)
+            buffer.view(-1, buffer.shape[-1]).index_copy_(0, places, entries)
         return self.keys[:, :, :used], self.values[:, :, :used]
 
     def repeat(self, rows: Tensor) -> None:
@@ -200,11 +203,13 @@ class RaggedCache(Cache):
         states: what state layers keep of each row, None before the prefill.
         instead: what is kept of rows by a model that does not decode with this attention; then nothing is kept here.
         head: the head laid out for decoding, of the weights that keys and values are of; None where it is called as is.
+        trunk: likewise the trunk; None where it is called as is.
     """
 
     states: RowStates | None = None
     instead: GoingOn | None = None
     head: PackedHead | None = None
+    trunk: PlainBlocks | None = None
 
     def __init__(self, lengths: Tensor, capacity: int) -> None:
         self.capacity = capacity
@@ -212,6 +217,7 @@ class RaggedCache(Cache):
         self.longest = int(lengths.max())
         self.writing: Rows | None = None
         self.blocks = decode_blocks(lengths.tolist())
+        self._places: tuple[tuple[int, int, int], Tensor] | None = None  # of the tokens that come next
         super().__init__(layers=[])
 
     def slots_for(self, used: int) -> int:
@@ -285,20 +291,42 @@ class RaggedCache(Cache):
 
     def _now_has(self, rows: Tensor) -> None:
         self.lengths = self.lengths.index_select(0, rows)
+        self._measure()
+
+    def _measure(self) -> None:
         lengths = self.lengths.tolist()
+        self._places = None
         self.longest = max(lengths, default=0)
         self.blocks = decode_blocks(lengths)
 
-    @property
-    def next_blocks(self) -> list[DecodeBlock]:
-        """How the rows are read once a token is added to each."""
-        return [DecodeBlock(block.rows, block.slots + 1) for block in self.blocks]
+    def places_of_new(self, heads: int, slots: int, new: int) -> Tensor:
+        """[B * heads * new] int64 where new entries of every row go in a buffer [B, heads, slots, D] laid flat.
+
+        Layers with the same sizes share it, until the next token.
+        """
+        sizes = (heads, slots, new)
+        if self._places is None or self._places[0] != sizes:
+            device = self.lengths.device
+            starts = torch.arange(len(self.lengths) * heads, device=device).view(-1, heads, 1) * slots
+            places = starts + self.lengths[:, None, None] + torch.arange(new, device=device)
+            self._places = (sizes, places.flatten())
+        return self._places[1]
+
+    def blocks_with(self, new: int) -> list[DecodeBlock]:
+        """How the rows are read once ``new`` tokens are added to each."""
+        return [DecodeBlock(block.rows, block.slots + new) for block in self.blocks]
 
     def advance(self) -> None:
-        """Count the token that was added to every row."""
+        """Count the token that was added to every row, the first where there are several."""
         self.lengths = self.lengths + 1
         self.longest += 1
-        self.blocks = self.next_blocks
+        self.blocks = self.blocks_with(1)
+        self._places = None
+
+    def advance_by(self, counts: Tensor) -> None:
+        """Count ``counts`` [B] further tokens of those that were added together; others are written over."""
+        self.lengths = self.lengths + counts
+        self._measure()
 
 
 def decode_blocks(lengths: Sequence[int]) -> list[DecodeBlock]:

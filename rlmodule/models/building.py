@@ -124,6 +124,7 @@ def _policy_around(
         compiled=config.compile,
         rows=found.rows,
     )
+    policy.plain_blocks = found.plain_blocks
     policy.loading = joined([*notes, frozen, found.note])
     return policy
 

@@ -24,6 +24,7 @@ from rlmodule.models.description import rotary_limit
 from rlmodule.models.fp32 import head_is_fp32
 from rlmodule.models.lora import LoraConfig, adapted_weights, without_adapter
 from rlmodule.models.output_head import OutputHead, PackedHead, head_weight
+from rlmodule.models.plain_blocks import PlainBlocks
 from rlmodule.models.row_states import RowStates, new_cache
 from rlmodule.models.state_layers import keep_states_apart, state_classes
 from rlmodule.models.weights import StoredWeights
@@ -52,7 +53,7 @@ class PrefillBatch:
 
 @dataclass(frozen=True, eq=False)
 class DecodeBatch:
-    """One new token for each row of a key-value cache; ``input_ids`` [B] int64."""
+    """One new token for each row of a key-value cache, [B] int64, or [B, Q] the first of which is sure to stay."""
 
     input_ids: Tensor
     cache: RaggedCache
@@ -82,6 +83,8 @@ class PolicyModel(nn.Module):
             and reads weights of the layers inside it, so a strategy has to gather all of it at once.
         head: what lies between the last hidden states and the logits.
         head_in_fp32: whether the family wants its logits computed in float32.
+        plain_blocks: whether its blocks are of the plain kind, as a comparison has shown; sampling on CPUs then runs them
+            laid out anew (``plain_blocks.py``).
         likeliest: which tokens ``top_ids`` and ``top_logprob`` are about; set on a teacher that is asked for them.
     """
 
@@ -92,6 +95,7 @@ class PolicyModel(nn.Module):
     loading: str = ""
     likeliest: Likeliest | None = None
     hands_on: bool = False
+    plain_blocks: bool = False
 
     def __init__(
         self,
@@ -137,7 +141,7 @@ class PolicyModel(nn.Module):
 
         Returns:
             Scalar loss, or TokenOutputs [N] of the loss tokens; [T, H] hidden states of a stage that hands them on;
-            [B, V] fp32 logits of a PrefillBatch or DecodeBatch.
+            [B, V] fp32 logits of a PrefillBatch or DecodeBatch, [B, Q, V] of one with Q tokens for each row.
         """
         device = batch.input_ids.device.type
         with ExitStack() as state:
@@ -206,25 +210,36 @@ class PolicyModel(nn.Module):
         return self._logits(hidden[0, batch.last])
 
     def _decode(self, batch: DecodeBatch) -> Tensor:
-        cache = batch.cache
-        check_rotary_length(self.lm, cache.longest + 1)
+        cache, ids = batch.cache, batch.input_ids if batch.input_ids.ndim == 2 else batch.input_ids[:, None]
+        new = ids.shape[1]
+        check_rotary_length(self.lm, cache.longest + new)
         if cache.instead is not None:
-            hidden = cache.instead.go_on(batch.input_ids)
+            assert new == 1, "one new token per row, where rows are read with a cache of the model's own"
+            hidden = cache.instead.go_on(ids[:, 0])[:, None]
+        elif (trunk := self._trunk_for(cache)) is not None:
+            hidden = trunk(ids, cache.lengths, cache.blocks_with(new), cache)
         else:
             hidden = hidden_states(
                 self.lm,
-                batch.input_ids[:, None],
-                cache.lengths[:, None],
+                ids,
+                cache.lengths[:, None] + torch.arange(new, device=ids.device),
                 key_lengths=cache.lengths + 1,
-                blocks=cache.next_blocks,
+                blocks=cache.blocks_with(new),
                 cache=cache,
                 use_cache=True,
-            )[:, 0]
+            )
         cache.advance()
         head = self.lm.get_output_embeddings()
         if cache.head is None or not cache.head.is_of(head):
-            cache.head = PackedHead.of(head, len(hidden))
-        return self._logits(hidden, cache.head)
+            cache.head = PackedHead.of(head, ids.numel())
+        logits = self._logits(hidden.flatten(0, 1), cache.head)
+        return logits.view(*batch.input_ids.shape, -1)
+
+    def _trunk_for(self, cache: RaggedCache) -> PlainBlocks | None:
+        """The trunk as it was laid out for these rows, or as it is laid out now; None where it is called as is."""
+        if self.plain_blocks and (cache.trunk is None or not cache.trunk.is_of(self.lm)):
+            cache.trunk = PlainBlocks.of(self.lm, len(cache.lengths))
+        return cache.trunk if self.plain_blocks else None
 
     def _read(self, input_ids: Tensor, segments: SegmentBuckets) -> Tensor:
         """[T] ids of rows laid end to end -> [T, H] last hidden states."""

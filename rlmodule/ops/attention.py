@@ -1,4 +1,4 @@
-"""Causal attention within the segments of a packed row, and of one new token against a ragged KV buffer.
+"""Causal attention within the segments of a packed row, and of new tokens against a ragged KV buffer.
 
 On CUDA in half precision this is PyTorch's variable-length kernel; elsewhere, one batched causal call per bucket of
 segments. Which tokens see each other is in ``segments.py``; rotary embeddings and the exchange of heads between
@@ -201,47 +201,83 @@ def ragged_decode_attention(
     sinks: Tensor | None = None,
     blocks: Sequence[DecodeBlock] | None = None,
 ) -> Tensor:
-    """Attention of one new token per row against a KV buffer; rows use different numbers of slots.
+    """Attention of the newest tokens of each row against a KV buffer; rows use different numbers of slots.
 
     Args:
-        query: [B, Hq, 1, D].
-        key: [B, Hkv, C, D], row b holds ``lengths[b]`` entries, the new token's own last. Slots behind them are
-            ignored but must hold finite numbers (0 * NaN is NaN), so make the buffer with zeros.
+        query: [B, Hq, Q, D], Q new tokens of each row.
+        key: [B, Hkv, C, D], row b holds ``lengths[b]`` entries with that of its first new token, then those of the
+            others. Slots behind them are ignored but must hold finite numbers (0 * NaN is NaN), so make the buffer with
+            zeros.
         value: [B, Hkv, C, Dv], likewise; Dv differs from D in multi-head latent attention (arXiv:2405.04434).
         lengths: [B] int64, at least 1.
         scaling: factor on query-key products.
-        sliding_window: number of newest entries that the token sees, including its own; None for all.
+        sliding_window: number of newest entries that a token sees, including its own; None for all.
         softcap, sinks: as in ``packed_attention``.
         blocks: rows in the order of the buffer, so that short rows are not read as far as the longest; None reads all
             C slots of every row.
 
     Returns:
-        [B, 1, Hq, Dv], dtype of ``query``.
+        [B, Q, Hq, Dv], dtype of ``query``.
     """
-    batch, num_heads, one, size = query.shape
-    assert one == 1, f"one new token per row is expected, got {one}"
+    batch, num_heads, new, size = query.shape
     assert lengths.shape == (batch,), "one length per row"
     blocks = blocks or (DecodeBlock(batch, key.shape[2]),)
     # Query heads that share a key/value head become query positions of it, so keys and values are not repeated.
-    grouped = query.reshape(batch, key.shape[1], num_heads // key.shape[1], size)
-    shares = None if sinks is None else sinks.view(key.shape[1], -1, 1)
+    repeats = num_heads // key.shape[1]
+    grouped = query.reshape(batch, key.shape[1], repeats * new, size)
+    shares = None if sinks is None else sinks.view(key.shape[1], repeats, 1).repeat_interleave(new, 1)
     rows = [block.rows for block in blocks]
     outputs = []
     by_block = zip(blocks, *(x.split(rows) for x in (grouped, key, value, lengths)), strict=True)
     for block, q, k, v, filled in by_block:
         k, v = k[:, :, : block.slots], v[:, :, : block.slots]
-        mask = _filled_slots(filled, block.slots, sliding_window)
+        mask = _seen_slots(filled, block.slots, new, sliding_window)
+        mask = mask if new == 1 else mask.repeat(1, 1, repeats, 1)
         if softcap is not None or sinks is not None:
             outputs.append(_eager_attention(q, k, v, mask, scaling, softcap, shares))
         else:
             outputs.append(functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling))
-    return torch.cat(outputs).reshape(batch, 1, num_heads, value.shape[-1])
+    return torch.cat(outputs).view(batch, num_heads, new, value.shape[-1]).transpose(1, 2)
 
 
-def _filled_slots(lengths: Tensor, slots: int, sliding_window: int | None) -> Tensor:
-    """[B, 1, 1, slots] bool, the slots that the new token of each row sees."""
+def _seen_slots(lengths: Tensor, slots: int, new: int = 1, sliding_window: int | None = None) -> Tensor:
+    """[B, 1, new, slots] bool, the slots that each new token of a row sees; ``lengths`` count the first of them."""
     slot = torch.arange(slots, device=lengths.device)
-    mask = slot < lengths.unsqueeze(1)
-    if sliding_window is not None:
-        mask = mask & (slot >= (lengths - sliding_window).unsqueeze(1))
-    return mask[:, None, None, :]
+    ends = (lengths[:, None] + torch.arange(new, device=lengths.device))[:, None, :, None]
+    mask = slot < ends
+    return mask if sliding_window is None else mask & (slot >= ends - sliding_window)
+
+
+def unseen_slots(lengths: Tensor, blocks: Sequence[DecodeBlock], new: int) -> list[Tensor]:
+    """For each block [rows, 1, 1, new, slots]: 0 where a new token sees the slot, else minus infinity."""
+    masks = []
+    for block, filled in zip(blocks, lengths.split([block.rows for block in blocks]), strict=True):
+        seen = _seen_slots(filled, block.slots, new)[:, :, None]
+        masks.append(torch.zeros(seen.shape, device=seen.device).masked_fill_(~seen, -torch.inf))
+    return masks
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    blocks: Sequence[DecodeBlock],
+    unseen: Sequence[Tensor],
+    scaling: float,
+) -> Tensor:
+    """As ``ragged_decode_attention`` by two products; for few queries on a CPU that is faster than a fused kernel.
+
+    ``unseen`` comes from ``unseen_slots``, the same for all layers; all is float32.
+    """
+    batch, num_heads, new, size = query.shape
+    heads = key.shape[1]
+    grouped = (query * scaling).reshape(batch, heads, -1, size)
+    out = query.new_empty(batch, heads, grouped.shape[2], value.shape[-1])
+    start = 0
+    for block, mask in zip(blocks, unseen, strict=True):
+        rows = slice(start, start := start + block.rows)
+        k, v = key[rows, :, : block.slots], value[rows, :, : block.slots]
+        products = torch.matmul(grouped[rows], k.transpose(-1, -2))
+        products.view(block.rows, heads, -1, new, block.slots).add_(mask)
+        torch.matmul(products.softmax(-1), v, out=out[rows])
+    return out.view(batch, num_heads, new, -1).transpose(1, 2).reshape(batch, new, num_heads, -1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -18,16 +18,18 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.config import at_least, more_than
-from rlmodule.core.episodes import LENGTH, STOP, Completion, GenerationRequest
+from rlmodule.core.episodes import Completion, GenerationRequest
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import POLICY
+from rlmodule.models.alone import RowMode
 from rlmodule.models.attention import RaggedCache
 from rlmodule.models.policy import DecodeBatch, PolicyModel, PrefillBatch
 from rlmodule.models.shape import shape_of
-from rlmodule.ops.random import uniform_of_token
 from rlmodule.rollout import ROLLOUTS
+from rlmodule.rollout.parts.decoding import DecodingBatch, DecodingRows
 from rlmodule.rollout.parts.engine import EngineContext
-from rlmodule.rollout.parts.sampling import Distribution, Truncation
+from rlmodule.rollout.parts.lookup import Lookup
+from rlmodule.rollout.parts.sampling import Truncation
 
 if TYPE_CHECKING:  # types alone
     from rlmodule.data.end_tokens import EndTokens
@@ -45,11 +47,14 @@ class HFRolloutConfig:
     max_batch_size: int = 1024  # responses decoded side by side
     cache_gb: float | None = None  # gigabytes of keys and values at most, on each process; null: of all those responses
 
+    lookup: int = 0  # tokens guessed ahead of each response at most, from what it repeats of itself and its prompt
+
     in_process: ClassVar[bool] = True
     pauses: ClassVar[tuple[str, ...]] = ()  # it samples with the weights that are being trained
 
     def __post_init__(self) -> None:
         at_least("max_batch_size", self.max_batch_size, 1)
+        at_least("lookup", self.lookup, 0)
         if self.cache_gb is not None:
             more_than("cache_gb", self.cache_gb, 0)
 
@@ -60,7 +65,18 @@ class HFRolloutConfig:
         return min(self.max_batch_size, int(self.cache_gb * GB // max(row_bytes, 1)))
 
     def connect(self, context: EngineContext) -> HFEngine:
-        """The engine for the policy of a run."""
+        """The engine for the policy of a run.
+
+        Raises:
+            ConfigError: tokens are to be guessed, and what the model keeps of a row cannot be taken back.
+        """
+        if self.lookup and (context.policy.rows is not RowMode.PACKED or context.policy.state_classes):
+            raise ConfigError(
+                key="rollout.lookup",
+                got=self.lookup,
+                because="a wrong guess cannot be taken back from what this model keeps of a response while it is drawn",
+                fix="Use rollout.lookup=0",
+            )
         return HFEngine(
             partial(context.strategy.generator, POLICY),
             partial(context.strategy.generation_mode, POLICY),
@@ -72,6 +88,7 @@ class HFRolloutConfig:
             temperature=context.sampling.temperature,
             compute_dtype=context.policy.compute_dtype,
             places=None if self.cache_gb is None else self._places_of(context.policy),
+            lookup=self.lookup,
         )
 
     def _places_of(self, policy: PolicyModel) -> Callable[[int], int]:
@@ -109,6 +126,7 @@ class HFEngine:
         temperature: that the policy divides its logits by.
         compute_dtype: of the policy's products under autocast; None for the type of its weights.
         places: how many rows of so many tokens have room, prompt and response; None where max_batch_size alone counts.
+        lookup: tokens that are guessed ahead of each row at most, from what it has said before.
     """
 
     takes_weights: ClassVar[bool] = False
@@ -124,6 +142,7 @@ class HFEngine:
     temperature: float = 1.0
     compute_dtype: torch.dtype | None = None
     places: Callable[[int], int] | None = None
+    lookup: int = 0
 
     def start(self) -> None:
         """The module is there already."""
@@ -173,7 +192,7 @@ class HFEngine:
             return running
         fresh: list[GenerationRequest] = []
         while count + len(fresh) < self._places(length) and (request := waiting.next()) is not None:
-            needed = max(length, len(request.prompt_ids) + request.max_tokens)
+            needed = max(length, len(request.prompt_ids) + request.max_tokens + self.lookup)
             if count + len(fresh) >= self._places(needed):
                 waiting.put_back(request)
                 break
@@ -198,7 +217,7 @@ class HFEngine:
         policy, dtype = self.policy(), self.compute_dtype
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             while len(ended) < enough:
-                going = running.batch.draw(running.logits)
+                going = running.draw()
                 over = running.batch.live[~going].tolist()
                 ended += over
                 if len(over) == len(going):
@@ -206,7 +225,7 @@ class HFEngine:
                     break
                 if over:
                     running.batch.keep(running.cache.keep(going))
-                running.logits = policy(DecodeBatch(running.batch.last, running.cache))
+                running.logits = policy(DecodeBatch(running.next_ids(), running.cache))
         return ended
 
     def _prefill(self, requests: Sequence[GenerationRequest]) -> Running:
@@ -216,7 +235,7 @@ class HFEngine:
         ids = [prompt_ids for _, prompt_ids in place]
         lengths = torch.tensor([len(i) for i in ids])
         ends = lengths.cumsum(0)
-        capacity = max(len(request.prompt_ids) + request.max_tokens for request in requests)
+        capacity = max(len(request.prompt_ids) + request.max_tokens for request in requests) + self.lookup
         cache = RaggedCache(lengths.to(self.device), capacity)
         prompts = PrefillBatch(
             input_ids=torch.tensor([t for i in ids for t in i], device=self.device),
@@ -228,7 +247,8 @@ class HFEngine:
         logits = self.policy()(prompts)
         rows = torch.tensor([place[key] for key in keys], device=self.device)
         cache.repeat(rows)
-        return Running(self._batch(requests), cache, logits.index_select(0, rows))
+        lookup = Lookup.of(requests, self.lookup) if self.lookup else None
+        return Running(self._batch(requests), cache, logits.index_select(0, rows), lookup)
 
     def _batch(self, requests: Sequence[GenerationRequest]) -> DecodingBatch:
         [drawing] = {request.drawing for request in requests}
@@ -269,12 +289,51 @@ class Running:
     Args:
         batch: what was drawn.
         cache: what the model keeps of it; rows in the order of ``batch.live``.
-        logits: [b, V] of the next token of each.
+        logits: [b, V] of the next token of each; [b, 1 + Q, V] where Q tokens of each were guessed.
+        lookup: guesses them; None where none are.
+        guesses: [b, Q] of each row, -1 where there is none.
     """
 
     batch: DecodingBatch
     cache: RaggedCache
     logits: Tensor
+    lookup: Lookup | None = None
+    guesses: Tensor | None = None
+
+    def draw(self) -> Tensor:
+        """Draw a token for each row, and further ones as long as what is drawn is what was guessed.
+
+        Every token is drawn with the number of its own position, so it is the same with and without guesses.
+
+        Returns:
+            [b] bool, which rows go on.
+        """
+        guesses, self.guesses = self.guesses, None
+        if guesses is None:
+            return self.batch.draw(self.logits)
+        going = self.batch.draw(self.logits[:, 0])
+        counts = torch.zeros_like(self.batch.last)
+        right = torch.arange(len(going), device=going.device)
+        for place, guess in enumerate(guesses.unbind(1), start=1):
+            right = right[going[right] & (self.batch.last[right] == guess[right])]
+            if not len(right):
+                break
+            going[right] = self.batch.draw(self.logits[right, place], right)
+            counts[right] += 1
+        self.cache.advance_by(counts)
+        return going
+
+    def next_ids(self) -> Tensor:
+        """[b] the last token of each row; [b, 1 + Q] with guesses behind it, where a row has any."""
+        last = self.batch.last
+        if self.lookup is None:
+            return last
+        found = self.lookup.guesses(self.batch)
+        width = max(map(len, found), default=0)
+        if not width:
+            return last
+        self.guesses = torch.tensor([[*row, *[-1] * (width - len(row))] for row in found], device=last.device)
+        return torch.cat([last[:, None], self.guesses.clamp(min=0)], 1)
 
     @property
     def can_grow(self) -> bool:
@@ -285,152 +344,13 @@ class Running:
         """Both side by side."""
         rows = self.cache.join(other.cache)
         self.batch.join(other.batch, rows)
-        self.logits = torch.cat([self.logits, other.logits]).index_select(0, rows)
+        if self.lookup is not None and other.lookup is not None:
+            self.lookup.join(other.lookup)
+        logits = other.logits
+        if self.guesses is not None:  # the others have none
+            width = self.guesses.shape[1]
+            logits = functional.pad(logits[:, None], (0, 0, 0, width))
+            none = self.guesses.new_full((len(logits), width), -1)
+            self.guesses = torch.cat([self.guesses, none]).index_select(0, rows)
+        self.logits = torch.cat([self.logits, logits]).index_select(0, rows)
         return self
-
-
-@dataclass(eq=False)
-class DecodingRows:
-    """``B`` responses, some of which may have ended.
-
-    Args:
-        seeds, sample_ids, first_positions: [B] int64, keys of the random numbers.
-        greedy: [B] bool.
-        max_tokens: [B] int64, tokens of each response at most.
-        tokens, logprobs: [B, largest of max_tokens] what was drawn so far.
-        lengths: [B] int64, tokens of each response.
-        stopped: [B] bool, whether it ended by itself.
-    """
-
-    seeds: Tensor
-    sample_ids: Tensor
-    first_positions: Tensor
-    greedy: Tensor
-    max_tokens: Tensor
-    tokens: Tensor
-    logprobs: Tensor
-    lengths: Tensor
-    stopped: Tensor
-
-    @classmethod
-    def start(cls, requests: Sequence[GenerationRequest], device: torch.device) -> DecodingRows:
-        """Responses before their first token."""
-        count, limit = len(requests), max(r.max_tokens for r in requests)
-        return cls(
-            seeds=torch.tensor([r.seed for r in requests], device=device),
-            sample_ids=torch.tensor([r.sample_id for r in requests], device=device),
-            first_positions=torch.tensor([r.first_position for r in requests], device=device),
-            greedy=torch.tensor([r.greedy for r in requests], device=device),
-            max_tokens=torch.tensor([r.max_tokens for r in requests], device=device),
-            tokens=torch.zeros(count, limit, dtype=torch.int64, device=device),
-            logprobs=torch.zeros(count, limit, device=device),
-            lengths=torch.zeros(count, dtype=torch.int64, device=device),
-            stopped=torch.zeros(count, dtype=torch.bool, device=device),
-        )
-
-    def response(self, row: int) -> tuple[int, Tensor, Tensor, str]:
-        """(sample id, [R] ids, [R] log-probabilities, finish reason) of one response, on the host."""
-        length = int(self.lengths[row])
-        finish_reason = STOP if bool(self.stopped[row]) else LENGTH
-        ids, logprobs = self.tokens[row, :length].cpu(), self.logprobs[row, :length].cpu()
-        return int(self.sample_ids[row]), ids, logprobs, finish_reason
-
-    def joined(self, mine: Tensor, other: DecodingRows, theirs: Tensor) -> DecodingRows:
-        """Rows ``mine`` of these, then rows ``theirs`` of the other."""
-        limit = max(self.tokens.shape[1], other.tokens.shape[1])
-        parts = [(self, mine), (other, theirs)]
-        return DecodingRows(
-            **{
-                name.name: torch.cat([_as_wide(getattr(rows, name.name)[chosen], limit) for rows, chosen in parts])
-                for name in fields(self)
-            }
-        )
-
-
-def _as_wide(tensor: Tensor, width: int) -> Tensor:
-    """[b] as it is, [b, n] with zeros up to ``width``."""
-    return tensor if tensor.ndim == 1 else functional.pad(tensor, (0, width - tensor.shape[1]))
-
-
-@dataclass(eq=False)
-class DecodingBatch:
-    """Responses being drawn side by side, of which ``b`` are still growing.
-
-    Args:
-        truncation: which tokens may be drawn.
-        scale: factor on the model's logits.
-        end_tokens: where a response ends.
-        tokenizer: spells texts that end one.
-        rows: all responses, those that have ended among them.
-        live: [b] int64, rows of the responses still growing.
-        last: [b] int64, the token that each of them ends with so far.
-    """
-
-    truncation: Truncation
-    scale: float
-    end_tokens: EndTokens
-    tokenizer: PreTrainedTokenizerBase
-    rows: DecodingRows
-    live: Tensor
-    last: Tensor = field(init=False)
-    end_ids: Tensor = field(init=False)
-    has_greedy: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.last = torch.zeros_like(self.live)
-        self.end_ids = torch.tensor(self.end_tokens.ids, device=self.live.device)
-        self.has_greedy = bool(self.rows.greedy.any())
-
-    def draw(self, logits: Tensor) -> Tensor:
-        """Draw one token for each live row; returns [b] bool, which of them go on.
-
-        Args:
-            logits: [b, V] of the model; overwritten.
-        """
-        live, rows = self.live, self.rows
-        place = rows.lengths[live]
-        uniform = uniform_of_token(rows.seeds[live], rows.sample_ids[live], rows.first_positions[live] + place)
-        logits = logits if self.scale == 1.0 else logits.mul_(self.scale)
-        if self.has_greedy:
-            self.last, logprobs = self._greedy_or_drawn(logits, rows.greedy[live], uniform)
-        else:
-            distribution = Distribution.of(self.truncation(logits))
-            self.last = distribution.tokens_at(uniform)
-            logprobs = distribution.logprob_of(self.last)
-        rows.tokens[live, place] = self.last
-        rows.logprobs[live, place] = logprobs
-        rows.lengths[live] += 1
-        stopped = torch.isin(self.last, self.end_ids)
-        if self.end_tokens.texts:
-            stopped |= self._spelled()
-        rows.stopped[live] = stopped
-        return ~stopped & (rows.lengths[live] < rows.max_tokens[live])
-
-    def _greedy_or_drawn(self, logits: Tensor, greedy: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-        """[b] tokens and their log-probabilities; a greedy row takes the likeliest of the whole vocabulary."""
-        likeliest = logits.argmax(-1)
-        allowed = torch.where(greedy[:, None], logits, self.truncation(logits))
-        distribution = Distribution.of(allowed)
-        tokens = torch.where(greedy, likeliest, distribution.tokens_at(uniform))
-        return tokens, distribution.logprob_of(tokens)
-
-    def keep(self, rows: Tensor) -> None:
-        """Go on with ``rows`` [m] of the live ones only, in this order."""
-        self.live, self.last = self.live[rows], self.last[rows]
-
-    def join(self, other: DecodingBatch, rows: Tensor) -> None:
-        """Take in the responses of ``other``; those that have ended here are forgotten.
-
-        ``rows`` [m] says which of the live ones of both, counted on from these into those, comes where.
-        """
-        assert (self.truncation, self.scale) == (other.truncation, other.scale), "one call of generate draws in one way"
-        self.rows = self.rows.joined(self.live, other.rows, other.live)
-        self.last = torch.cat([self.last, other.last])[rows]
-        self.live = rows
-        self.has_greedy |= other.has_greedy
-
-    def _spelled(self) -> Tensor:
-        """[b] bool, whether a live row has come to spell one of the texts that end it."""
-        ids = [self.rows.tokens[row, : self.rows.lengths[row]].tolist() for row in self.live.tolist()]
-        spelled = [self.end_tokens.spelled(of_row, self.tokenizer) for of_row in ids]
-        return torch.tensor(spelled, device=self.live.device)

@@ -43,7 +43,8 @@ def engine_of(
     strategy: Any = None,
     run_dir: Path = Path(),
     max_batch_size: int = 1024,
-    cache_gb: float | None = None,
+    cache_gb: float | str | None = None,
+    lookup: int = 0,
     **sampling: Any,
 ) -> HFEngine:
     """The engine of a run of this policy, on one process unless another strategy is given."""
@@ -56,7 +57,7 @@ def engine_of(
         policy,
         run_dir,
     )
-    return HFRolloutConfig(max_batch_size=max_batch_size, cache_gb=cache_gb).connect(context)
+    return HFRolloutConfig(max_batch_size=max_batch_size, cache_gb=cache_gb, lookup=lookup).connect(context)
 
 
 def ask(prompt: Prompt, sample_id: int, *, max_tokens: int = LIMIT, group: int | None = None, **keys: Any) -> Any:

@@ -15,10 +15,14 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import Prompt, StepTotals, TrainingSample
 from rlmodule.data.end_tokens import EndTokens
 from rlmodule.models import attention, output_head
+from rlmodule.models.building import build_policy
+from rlmodule.models.description import ModelConfig
+from rlmodule.models.lora import LoraConfig
+from rlmodule.models.policy import DecodeBatch
 from rlmodule.models.shape import shape_of
 from rlmodule.rollout.hf import HFEngine, HFRolloutConfig
 from rlmodule.rollout.parts.sampling import Truncation
-from tests.helpers.tiny import FAMILIES, single, stock, tiny_policy, tokens
+from tests.helpers.tiny import FAMILIES, architecture, single, stock, tiny_policy, tokens
 from tests.rollout.engines import END, LIMIT, TinyTokenizer, as_sample, ask, engine_of, generate
 
 
@@ -419,3 +423,83 @@ def test_a_large_head_is_laid_out_once_and_draws_the_same_tokens(monkeypatch):
     with torch.no_grad():
         head.weight.mul_(2)
     assert not made[0].is_of(head), "of the old weight"
+
+
+def echoing_policy(family="qwen2", **options):
+    """A policy whose responses repeat themselves: its head is sharp, so that a token soon leads into a circle."""
+    policy = tiny_policy(family, tie_word_embeddings=False, **options)
+    with torch.no_grad():
+        policy.lm.get_output_embeddings().weight.mul_(20)
+    return policy
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_guessed_tokens_change_no_response_and_save_passes(family):
+    """Rows with guesses and without, that end at different times, in places that are taken anew."""
+    policy = echoing_policy(family)
+    requests = [ask(PROMPTS[i % 4], i, max_tokens=20 + (7 * i) % 12, seed=2, greedy=i % 3 == 0) for i in range(8)]
+    passes = []
+    handle = policy.register_forward_pre_hook(lambda _, args: passes.append(args[0].input_ids.shape))
+    expected, plain = generate(engine_of(policy, max_batch_size=3), requests), len(passes)
+    found, guessed = generate(engine_of(policy, max_batch_size=3, lookup=4), requests), len(passes) - plain
+    handle.remove()
+    assert ids_of(found) == ids_of(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=2e-4)
+    assert guessed < plain
+    assert max(shape[1] for shape in passes[plain:] if len(shape) == 2) == 5, "four guesses behind the last token"
+
+
+def test_guesses_stop_at_a_response_s_last_token_and_at_its_end():
+    """A limit within what was guessed, and an end token among right guesses."""
+    policy = echoing_policy()
+    [whole] = generate(engine_of(policy), [ask(PROMPTS[1], 0, max_tokens=40, greedy=True)])
+    engine = engine_of(policy, lookup=7)
+    for limit in range(20, 40):
+        [cut] = generate(engine, [ask(PROMPTS[1], 0, max_tokens=limit, greedy=True)])
+        assert cut.token_ids.tolist() == whole.token_ids.tolist()[:limit]
+    ends = EndTokens((whole.token_ids.tolist()[-1],))
+    plain, guessed = (generate(engine_of(policy, lookup=n, ends=ends), [ask(PROMPTS[1], 0, greedy=True)]) for n in (0, 7))
+    assert ids_of(plain) == ids_of(guessed)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mistral", "qwen3"])
+def test_several_new_tokens_see_what_one_by_one_sees(family):
+    """Three tokens of each row at once, of which one, two and three stay."""
+    policy, generator = tiny_policy(family), torch.Generator().manual_seed(3)
+    more = tokens(9, generator).view(3, 3)
+    with torch.no_grad():
+        whole = [torch.cat([torch.tensor(p.ids), row]) for p, row in zip(PROMPTS, more, strict=False)]
+        expected = torch.stack([stock(policy)(input_ids=ids[None]).logits[0, -3:] for ids in whole])
+        running = engine_of(policy)._prefill([ask(p, p.row) for p in PROMPTS[:3]])
+        found = policy(DecodeBatch(more, running.cache))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+        running.cache.advance_by(torch.tensor([0, 1, 2]))
+        again = policy(DecodeBatch(torch.stack([more[0, 1], more[1, 2], more[2, 0]]), running.cache))
+    for row, place in ((0, 1), (1, 2)):
+        torch.testing.assert_close(again[row], expected[row, place], rtol=0, atol=1e-4)
+
+
+def test_models_with_states_are_not_asked_to_take_tokens_back():
+    policy = tiny_policy()
+    policy.state_classes = ("Mamba2Mixer",)
+    with pytest.raises(ConfigError, match=r"rollout\.lookup=2"):
+        engine_of(policy, lookup=2)
+
+
+def test_which_families_are_decoded_with_weights_laid_out():
+    """As a comparison of small models says; the others run their own forward. Adapters are merged."""
+    found = {family for family in FAMILIES if tiny_policy(family).plain_blocks}
+    assert found == {"qwen3", "qwen2", "llama"}
+
+
+def test_adapters_are_merged_into_weights_that_are_laid_out():
+    """What was recorded while drawing, against the training pass with adapters beside the weights."""
+    policy = build_policy(ModelConfig(architecture=architecture("qwen2"), lora=LoraConfig(r=2)), seed=0, temperature=1.0)
+    assert policy.plain_blocks
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.normal_(0, 0.15)
+    completions = generate(engine_of(policy), REQUESTS)
+    recorded = torch.cat([c.logprobs for c in completions])
+    torch.testing.assert_close(scored(policy, REQUESTS, completions), recorded, rtol=0, atol=1e-5)
