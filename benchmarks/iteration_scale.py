@@ -245,9 +245,7 @@ def measured(samples: int, ranks: int, steps: int) -> dict[str, Any]:
 def show(rows: Sequence[dict[str, Any]]) -> None:
     """One line for each."""
     for row in rows:
-        parts = ", ".join(
-            f"{name} {spent:.3f} s {row['peak_mb'][name]:.0f} MB" for name, spent in row["cpu_s"].items()
-        )
+        parts = ", ".join(f"{name} {spent:.3f} s {row['peak_mb'][name]:.0f} MB" for name, spent in row["cpu_s"].items())
         print(
             f"{row['samples']:9,} samples, {row['ranks']:5,} ranks, {row['steps']} steps: "
             f"{sum(row['cpu_s'].values()):.2f} CPU s, {max(row['peak_mb'].values()):.0f} MB ({parts}); "

@@ -246,14 +246,14 @@ def _num_candidates(num_pairs: int) -> int:
     return next((w for w in range(most, fewest, -1) if num_pairs * len(_subsets(w)[0]) ** 2 <= SWAPS_AT_ONCE), fewest)
 
 
-def _candidates(cells: Cells, rows: Ints, num_candidates: int, turn: int) -> Ints:
+def _candidates(cells: Cells, rows: Ints, num_candidates: int, turn: int) -> NDArray[np.int32]:
     """[P] cells -> [P, w] samples evenly spaced in each, different ones every turn; n where a cell has fewer."""
     members = cells.members[rows]
     if members.shape[1] <= num_candidates:
         return members
     size = np.maximum((members < len(cells.cost) - 1).sum(axis=1), num_candidates)[:, None]
     column = (np.arange(num_candidates) * size // num_candidates + turn) % size
-    candidates: Ints = members[np.arange(len(rows))[:, None], column]
+    candidates: NDArray[np.int32] = members[np.arange(len(rows))[:, None], column]
     return candidates
 
 

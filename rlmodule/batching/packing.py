@@ -111,7 +111,7 @@ class Packing:
         return replace(self, num_steps=self.num_steps + missing, widths=widths)
 
     def by_rank(self) -> tuple[Ints, Ints]:
-        """[n] the samples by rank and micro-step, ascending in each cell; and [dp_size, num_steps] their number in each.
+        """[n] the samples by rank and micro-step, ascending in each cell; [dp_size, num_steps] their number in each.
 
         A cell that ranks share counts where the first of them stands.
         """

@@ -104,7 +104,8 @@ def units_of(
     assert isinstance(cost, Workload), (
         "share_prompts with keep_groups needs a Workload: costs per sample do not tell the cost of a prompt"
     )
-    tokens, shared = with_shared_prompts(metas.take(order), group, length[order], own_cost[order], cost)
+    in_order = metas.take(order)
+    tokens, shared = with_shared_prompts(in_order, group, in_order.length.astype(np.int64), own_cost[order], cost)
     return Units(group[place], is_computed, tokens[place], shared[place], own_cost)
 
 

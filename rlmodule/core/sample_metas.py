@@ -60,7 +60,7 @@ class SampleMetas(Sequence[SampleMeta]):
         counts: Bools = (self.loss_tokens > 0) & ~self.is_padding
         return counts
 
-    def take(self, positions: Ints) -> SampleMetas:
+    def take(self, positions: Ints | Counts) -> SampleMetas:
         """The samples at these positions, in this order."""
         return SampleMetas(*(getattr(self, field.name)[positions] for field in fields(self)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,9 +110,9 @@ class SampleTable(Sequence[SampleInfo]):
         """The samples of all ranks in the order of their ids."""
         columns = JoinedColumns([part.columns for part in parts])
         ids = columns["sample_id"]
-        order = None if (ids[1:] >= ids[:-1]).all() else np.argsort(ids, kind="stable").astype(np.int32)
+        order = None if (ids[1:] >= ids[:-1]).all() else np.argsort(ids, kind="stable")
         # One column after the other, so that no two tables are held at once.
-        found = {name: columns[name] if order is None else columns[name][order] for name in columns.dtypes}
+        found = {name: columns[name] if order is None else columns[name].take(order) for name in columns.dtypes}
         return cls._from_columns(found, {key: text for part in parts for key, text in part.failures.items()})
 
     def _columns(self) -> dict[str, Column]:
@@ -133,7 +133,8 @@ class SampleTable(Sequence[SampleInfo]):
             kind, _, name = key.partition(" ")
             if kind in by_kind:
                 by_kind[kind][name] = Numbers(columns[key], columns[f"has {key}"])
-        return cls(metas, *(columns[name] for name in COLUMNS), *by_kind.values(), failures)
+        others: dict[str, Any] = {name: columns[name] for name in COLUMNS} | by_kind
+        return cls(metas=metas, failures=failures, **others)
 
     @property
     def is_scored(self) -> Bools:

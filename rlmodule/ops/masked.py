@@ -107,37 +107,37 @@ class GroupStatistics:
 
     Args:
         group: [B] int64 number of each response's group, 0 to G-1.
-        count_G: [G] valid members.
-        mean_G: [G] mean; 0 when no member is valid.
-        std_G: [G] unbiased standard deviation; 0 when fewer than two members are valid.
-        has_zero_std_G: [G] bool, all valid members are equal (also when there are fewer than two).
+        counts: [G] valid members.
+        means: [G] mean; 0 when no member is valid.
+        stds: [G] unbiased standard deviation; 0 when fewer than two members are valid.
+        are_equal: [G] bool, all valid members are equal (also when there are fewer than two).
     """
 
     group: Tensor
-    count_G: Tensor
-    mean_G: Tensor
-    std_G: Tensor
-    has_zero_std_G: Tensor
+    counts: Tensor
+    means: Tensor
+    stds: Tensor
+    are_equal: Tensor
 
     @property
     def count(self) -> Tensor:
         """[B] valid members of the group of each."""
-        return self.count_G[self.group]
+        return self.counts[self.group]
 
     @property
     def mean(self) -> Tensor:
         """[B] their mean."""
-        return self.mean_G[self.group]
+        return self.means[self.group]
 
     @property
     def std(self) -> Tensor:
         """[B] their unbiased standard deviation."""
-        return self.std_G[self.group]
+        return self.stds[self.group]
 
     @property
     def has_zero_std(self) -> Tensor:
         """[B] bool, whether they are all equal."""
-        return self.has_zero_std_G[self.group]
+        return self.are_equal[self.group]
 
 
 def group_statistics(value: Tensor, group: Tensor, valid: Tensor) -> GroupStatistics:

@@ -75,7 +75,7 @@ class GroupCollectives:
         return unpickled(everyone, sizes)
 
     def sum_numbers(self, numbers: Tensor) -> Tensor:
-        """Integers, of one shape on every rank -> their sums over ranks, on the CPU; overwrites them. One collective."""
+        """Integers, of one shape on all ranks -> their sums over ranks, on the CPU. One collective; overwrites."""
         summed = numbers.to(self.device)
         dist.all_reduce(summed, group=self.group)
         return summed.cpu()
