@@ -42,6 +42,8 @@ class GRPO:
         group = group_statistics(x.reward, x.group, is_scored)
         advantage = x.reward.double() - group.mean
         if self.normalize_by_std:
-            whole = torch.zeros_like(x.group) if self.std_over == "batch" else x.group
-            advantage = advantage / (group_statistics(x.reward, whole, is_scored).std + self.eps)
+            over = group
+            if self.std_over == "batch":
+                over = group_statistics(x.reward, torch.zeros_like(x.group), is_scored)
+            advantage = advantage / (over.std + self.eps)
         return torch.where(is_scored & ~group.has_zero_std, advantage, 0.0)

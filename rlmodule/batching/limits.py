@@ -79,7 +79,8 @@ class Limits:
         Raises:
             ConfigError: names the largest group.
         """
-        names = {int(number): m.group_id for number, m in zip(units.unit, metas, strict=True)}
+        assert units.unit is not None, "groups are units"
+        names = dict(zip(units.unit.tolist(), SampleMetas.of(metas).group_id.tolist(), strict=True))
         _check_sizes(names, units.sizes, "samples", "mini_batch_size", self.mini_batch_size)
         if self.micro_batch_size is None:
             most, ranks = self.token_budget * self.widest, self.sp_size * self.widest

@@ -16,8 +16,10 @@ from rlmodule.batching.initial_packings import Problem, Targets
 from rlmodule.batching.partition import Ints
 from rlmodule.batching.workload import Floats
 
-# Swaps evaluated in one array operation: enough to amortise the interpreter, few enough to stay in cache.
+# Swaps of a round for which every cell still offers more than the fewest candidates.
 SWAPS_AT_ONCE = 10_000
+# Swaps evaluated in one array operation: enough to amortise the interpreter, few enough to stay in cache.
+SWAPS_IN_CACHE = 100_000
 # Fewest and most samples of a cell that are considered for a swap; the more cells, the fewer samples of each.
 CANDIDATES = (4, 8)
 # A round counts as a gain if it lowers the cost by this share; so many rounds without gain end the search.
@@ -29,7 +31,7 @@ class Cells:
 
     Attributes:
         cost, tokens: [n + 1] float64 of each sample, by falling cost; entry n stands for no sample and is 0.
-        members: [C, W] int64 samples of each cell, ascending, filled up with n.
+        members: [C, W] int32 samples of each cell, ascending, filled up with n.
         work, used: [C] float64 cost and tokens of each cell.
     """
 
@@ -40,7 +42,7 @@ class Cells:
         size = np.bincount(cell, minlength=num_steps * problem.dp_size)  # [C]
         by_cell = np.argsort(cell, kind="stable")
         column = np.arange(len(cell)) - np.repeat(np.cumsum(size) - size, size)
-        self.members = np.full((len(size), max(1, int(size.max()))), len(cell))
+        self.members = np.full((len(size), max(1, int(size.max()))), len(cell), np.int32)
         self.members[cell[by_cell], column] = by_cell
         self.update_sums()
 
@@ -62,7 +64,7 @@ class Cells:
         width = max(self.members.shape[1], int((members < len(self.cost) - 1).sum(axis=1).max()))
         grown = width - self.members.shape[1]
         if grown:
-            room = np.full((len(self.members), grown), len(self.cost) - 1)
+            room = np.full((len(self.members), grown), len(self.cost) - 1, np.int32)
             self.members = np.concatenate([self.members, room], axis=1)
         self.members[rows] = members[:, :width]
         self.update_sums(rows)
@@ -118,8 +120,20 @@ def best_swaps(cells: Cells, first: Ints, second: Ints, transfer: Floats, turn: 
         transfer: [P] net cost to move from first to second.
         turn: number of the round; it rotates the candidates of cells that have more than are considered.
     """
+    num_candidates = _num_candidates(len(first))
+    at_once = max(1, SWAPS_IN_CACHE // len(_subsets(num_candidates)[0]) ** 2)
+    parts = [slice(start, start + at_once) for start in range(0, len(first), at_once)] or [slice(0, 0)]
+    found = [_best_swaps(cells, first[part], second[part], transfer[part], num_candidates, turn) for part in parts]
+    given, taken, residual = (np.concatenate(columns) for columns in zip(*found, strict=True))
+    return Swaps(first, second, given, taken, residual)
+
+
+def _best_swaps(
+    cells: Cells, first: Ints, second: Ints, transfer: Floats, num_candidates: int, turn: int
+) -> tuple[Ints, Ints, Floats]:
+    """``given``, ``taken`` and ``residual`` of the best swap of each pair, all swaps held at once."""
     pairs = len(first)
-    candidates = _candidates(cells, np.concatenate([first, second]), _num_candidates(pairs), turn)  # [2P, w]
+    candidates = _candidates(cells, np.concatenate([first, second]), num_candidates, turn)  # [2P, w]
     subsets, as_columns = _subsets(candidates.shape[1])  # [K, w], [w, K]
     # A column has at most two ones, so a product is a sum of two costs: the same bits on every machine.
     sums = cells.cost[candidates] @ as_columns  # [2P, K]
@@ -132,11 +146,11 @@ def best_swaps(cells: Cells, first: Ints, second: Ints, transfer: Floats, turn: 
     if (tokens[:pairs].max(axis=1) > most).any() or (-tokens[pairs:].max(axis=1) < least).any():
         net = tokens[:pairs, :, None] - tokens[pairs:, None, :]
         residual[(net > most[:, None, None]) | (net < least[:, None, None])] = np.inf
-    flat = residual.reshape(pairs, -1)
+    flat = residual.reshape(pairs, len(subsets) ** 2)
     best = flat.argmin(axis=1)
     sets = subsets[np.concatenate(np.divmod(best, len(subsets)))]  # [2P, w]
     moved = np.where(sets, candidates, len(cells.cost) - 1)
-    return Swaps(first, second, moved[:pairs], moved[pairs:], flat[np.arange(pairs), best])
+    return moved[:pairs], moved[pairs:], flat[np.arange(pairs), best]
 
 
 def improve(cells: Cells, targets: Targets, rounds: int, good_enough: float) -> float:
@@ -232,14 +246,14 @@ def _num_candidates(num_pairs: int) -> int:
     return next((w for w in range(most, fewest, -1) if num_pairs * len(_subsets(w)[0]) ** 2 <= SWAPS_AT_ONCE), fewest)
 
 
-def _candidates(cells: Cells, rows: Ints, num_candidates: int, turn: int) -> Ints:
+def _candidates(cells: Cells, rows: Ints, num_candidates: int, turn: int) -> NDArray[np.int32]:
     """[P] cells -> [P, w] samples evenly spaced in each, different ones every turn; n where a cell has fewer."""
     members = cells.members[rows]
     if members.shape[1] <= num_candidates:
         return members
     size = np.maximum((members < len(cells.cost) - 1).sum(axis=1), num_candidates)[:, None]
     column = (np.arange(num_candidates) * size // num_candidates + turn) % size
-    candidates: Ints = members[np.arange(len(rows))[:, None], column]
+    candidates: NDArray[np.int32] = members[np.arange(len(rows))[:, None], column]
     return candidates
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -109,16 +110,38 @@ class Packing:
         widths = np.concatenate([self.widths, np.ones((missing, self.dp_size), np.int64)])
         return replace(self, num_steps=self.num_steps + missing, widths=widths)
 
-    def members(self, names: Ints) -> list[list[tuple[int, ...]]]:
-        """[n] ascending name of each sample -> [step][rank] ascending names of the micro-batch of each rank."""
-        by_cell = np.argsort(self.cell, kind="stable")
-        ends = np.cumsum(np.bincount(self.cell, minlength=self.num_cells)).tolist()
-        listed = names[by_cell].tolist()
-        cells = [tuple(listed[start:end]) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-        steps = [cells[start : start + self.dp_size] for start in range(0, self.num_cells, self.dp_size)]
-        if self.widths is None:
-            return steps
-        return [[step[rank] for rank in first] for step, first in zip(steps, self.first_ranks.tolist(), strict=True)]
+    def by_rank(self) -> tuple[Ints, Ints]:
+        """[n] the samples by rank and micro-step, ascending in each cell; [dp_size, num_steps] their number in each.
+
+        A cell that ranks share counts where the first of them stands.
+        """
+        step, rank = np.divmod(self.cell, self.dp_size)
+        cell = rank * self.num_steps + step
+        sizes = np.bincount(cell, minlength=self.num_cells).reshape(self.dp_size, self.num_steps)
+        count = max(len(cell), 1)
+        # Sorting cell and sample as one number is several times as fast as a stable argsort.
+        return np.sort(cell * count + np.arange(len(cell))) % count, sizes
+
+
+@dataclass(frozen=True, eq=False)
+class PackingJob:
+    """A mini-batch that is to be packed.
+
+    Args:
+        num_samples: of it.
+        pack: packs it, with the same result in every process.
+    """
+
+    num_samples: int
+    pack: Callable[[], Packing]
+
+
+PackAll = Callable[[Sequence[PackingJob]], Iterable[Packing]]
+
+
+def pack_in_turn(jobs: Sequence[PackingJob]) -> Iterator[Packing]:
+    """The packing of every mini-batch, made here when it is asked for."""
+    return (job.pack() for job in jobs)
 
 
 def _ranks(first: Ints, width: int) -> Ints:

@@ -12,7 +12,10 @@ import numpy as np
 from torch.utils.data import Sampler
 
 from rlmodule.batching.equal_counts import required_multiple, top_up
-from rlmodule.batching.plan import ORDERS, PLANNERS, MiniBatchPlan, plan_batch
+from rlmodule.batching.mini_batch_plan import MiniBatchPlan
+from rlmodule.batching.packing import PackAll, pack_in_turn
+from rlmodule.batching.partition import Ints
+from rlmodule.batching.plan import ORDERS, PLANNERS, plan_batch
 from rlmodule.batching.workload import Workload
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
@@ -136,6 +139,7 @@ class BalancedSampler(Sampler[RankShare]):
         cost: cost model; None for the default of a 7B model.
         trained_models: name of each trained model -> samples of its mini-batches; None for the policy alone. Models
             with equal mini-batch sizes train on the same mini-batches, the others in passes of their own.
+        pack_all: as in ``plan_batch``.
     """
 
     def __init__(
@@ -149,6 +153,7 @@ class BalancedSampler(Sampler[RankShare]):
         epochs: int = 1,
         cost: Workload | None = None,
         trained_models: Mapping[str, int] | None = None,
+        pack_all: PackAll = pack_in_turn,
     ) -> None:
         self.metas = SampleMetas.of(metas)
         self.config = config
@@ -157,20 +162,16 @@ class BalancedSampler(Sampler[RankShare]):
         self.iteration = iteration
         self.consumed = 0  # mini-batches yielded so far, over all epochs
         self._passes = passes_over(trained_models or {POLICY: config.mini_batch_size}, epochs)
-        self._plans = tuple(self._plan(one, cost) for one in self._passes)
+        self._plans = tuple(self._plan(one, cost, pack_all) for one in self._passes)
 
-    def _plan(self, one: Pass, cost: Workload | None) -> tuple[MiniBatchPlan, ...]:
+    def _plan(self, one: Pass, cost: Workload | None, pack_all: PackAll) -> tuple[MiniBatchPlan, ...]:
         config, layout = self.config, self.layout
         order = sample_order(len(self.metas), self.seed, self.iteration, one.epoch, shuffle=config.shuffle)
-        metas: Sequence[SampleMeta] = self.metas.take(np.array(order, np.int64))
-        positions = order
+        metas = self.metas
         if config.equal_counts:
-            metas = [replace(meta, is_skipped=False) for meta in metas]
             multiple = required_multiple(layout.dp_size, *(p.mini_batch_size for p in self._passes))
-            metas = top_up(metas, multiple, one.mini_batch_size)
-            real, padding = iter(order), iter(range(len(order), len(metas)))
-            positions = [next(padding) if meta.is_padding else next(real) for meta in metas]
-        plans = plan_batch(
+            metas, order = _topped_up(metas, order, multiple, one.mini_batch_size)
+        return plan_batch(
             metas,
             mini_batch_size=one.mini_batch_size,
             dp_size=layout.dp_size,
@@ -185,8 +186,9 @@ class BalancedSampler(Sampler[RankShare]):
             keep_groups=config.keep_groups,
             share_prompts=config.share_prompts,
             widest=layout.max_sp_size,
+            data_order=order,
+            pack_all=pack_all,
         )
-        return tuple(replace(plan, micro_batches=_renumber(plan.micro_batches, positions)) for plan in plans)
 
     @property
     def plans(self) -> tuple[MiniBatchPlan, ...]:
@@ -204,8 +206,10 @@ class BalancedSampler(Sampler[RankShare]):
         Args:
             metas: the samples as they are now, in the order of those that were planned.
         """
-        planned = np.zeros(0, np.int64) if not self.plans else np.concatenate([p.position_array for p in self.plans])
-        left_out = np.setdiff1d(np.flatnonzero(self.metas.loss_tokens), planned)
+        is_planned = np.zeros(len(self.metas), bool)
+        for plan in self.plans:
+            is_planned[plan.samples[plan.samples < len(self.metas)]] = True
+        left_out = np.flatnonzero(~is_planned & (self.metas.loss_tokens != 0))
         assert not len(left_out), f"samples {left_out.tolist()} count in the totals and are in no plan"
         self.metas = SampleMetas.of(metas)
         self._plans = tuple(tuple(plan.recounted(self.metas) for plan in plans) for plans in self._plans)
@@ -225,18 +229,20 @@ class BalancedSampler(Sampler[RankShare]):
         rank = self.layout.dp_rank
         return [
             RankShare(
-                plan.micro_batches[rank],
+                plan.micro_batches_of(rank),
                 plan.totals,
                 plan.metrics,
                 has_gradient=plan.has_gradient,
                 longest_row=plan.longest_row,
-                slices=tuple(self._slice(width) for width in plan.widths[rank]) if plan.widths else (),
+                slices=self._slices(plan),
             )
             for plan in plans
         ]
 
-    def _slice(self, width: int) -> SlicePlace:
-        return SlicePlace(width, place_of(self.layout.dp_rank, width), self.layout.parts_of(width))
+    def _slices(self, plan: MiniBatchPlan) -> tuple[SlicePlace, ...]:
+        rank, parts_of = self.layout.dp_rank, self.layout.parts_of
+        widths = [] if plan.widths is None else plan.widths[rank].tolist()
+        return tuple(SlicePlace(width, place_of(rank, width), parts_of(width)) for width in widths)
 
     def speakers(self, plans: Sequence[MiniBatchPlan], positions: Collection[int]) -> dict[int, int]:
         """Each of some positions -> the first data rank that computes it in ``plans``: what is summed counts there."""
@@ -282,17 +288,19 @@ def passes_over(trained_models: Mapping[str, int], epochs: int) -> tuple[Pass, .
     )
 
 
-def _renumber(
-    micro_batches: tuple[tuple[tuple[int, ...], ...], ...], positions: Sequence[int]
-) -> tuple[tuple[tuple[int, ...], ...], ...]:
-    """Map positions in the shuffled list to positions in the original one."""
-    return tuple(tuple(tuple(positions[p] for p in step) for step in steps) for steps in micro_batches)
+def _topped_up(metas: SampleMetas, order: Ints, multiple: int, mini_batch_size: int) -> tuple[SampleMetas, Ints]:
+    """The samples, all of them computed, with padding samples after the last; and the order of the data with those."""
+    computed = replace(metas, is_skipped=np.zeros(len(metas), bool))
+    in_order = SampleMetas.of(top_up(computed.take(order), multiple, mini_batch_size))
+    positions = np.empty(len(in_order), np.int64)
+    positions[~in_order.is_padding] = order
+    positions[in_order.is_padding] = np.arange(len(order), len(in_order))
+    return in_order.take(np.argsort(positions)), positions
 
 
-def sample_order(count: int, seed: int, iteration: int, epoch: int, *, shuffle: bool = True) -> list[int]:
-    """Permutation of ``count`` samples; depends on the arguments alone, on any machine and any number of ranks."""
+def sample_order(count: int, seed: int, iteration: int, epoch: int, *, shuffle: bool = True) -> Ints:
+    """[count] int64 permutation of samples; depends on the arguments alone, on any machine and any number of ranks."""
     if not shuffle:
-        return list(range(count))
+        return np.arange(count)
     key = np.random.SeedSequence([seed & 0xFFFFFFFF, iteration, epoch])
-    permuted: list[int] = np.random.Generator(np.random.Philox(key)).permutation(count).tolist()
-    return permuted
+    return np.random.Generator(np.random.Philox(key)).permutation(count)

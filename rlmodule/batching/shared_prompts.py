@@ -6,13 +6,13 @@ layout is in ``collate.py``.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from rlmodule.batching.partition import Ints
 from rlmodule.batching.workload import Floats, Workload
+from rlmodule.core.sample_metas import SampleMetas
 from rlmodule.core.types import SampleMeta
 
 
@@ -32,9 +32,10 @@ def with_shared_prompts(
         [n] tokens and [n] cost. The first computed sample of a group includes the prompt, the others do not. Skipped
         samples keep their own numbers.
     """
-    prompt = np.fromiter((m.prompt_len for m in metas), np.int64, len(metas))
+    columns = SampleMetas.of(metas)
+    prompt = columns.prompt_len.astype(np.int64)
     own = np.maximum(length - prompt, 1)  # plus the last prompt token, minus the last response token
-    may_share = np.fromiter((m.prompt_len > 1 and not m.is_skipped for m in metas), np.bool_, len(metas))
+    may_share = (prompt > 1) & ~columns.is_skipped
     key = np.where(may_share, group * (prompt.max(initial=0) + 1) + prompt, -1 - np.arange(len(metas)))
     _, first, index, count = np.unique(key, return_index=True, return_inverse=True, return_counts=True)
     is_shared = count[index] > 1
@@ -44,10 +45,8 @@ def with_shared_prompts(
     return tokens, cost - workload.cost(saved, np.zeros_like(saved))
 
 
-def repeated_prompt_tokens(metas: Sequence[SampleMeta], micro_batches: Iterable[Sequence[int]]) -> int:
-    """Prompt tokens saved by sharing, over all given micro-batches of positions into ``metas``."""
-    repeated = 0
-    for micro_batch in micro_batches:
-        num_sharing = Counter((metas[p].group_id, metas[p].prompt_len) for p in micro_batch if metas[p].prompt_len > 1)
-        repeated += sum((count - 1) * prompt_len for (_, prompt_len), count in num_sharing.items())
-    return repeated
+def repeated_prompt_tokens(metas: SampleMetas, cell: Ints) -> int:
+    """Prompt tokens saved by sharing, over all micro-batches; ``cell`` is [n], the micro-batch of each sample."""
+    keys = np.stack([cell, metas.group_id, metas.prompt_len])[:, metas.prompt_len > 1]
+    prompts, count = np.unique(keys, axis=1, return_counts=True)
+    return int(((count - 1) * prompts[2]).sum())

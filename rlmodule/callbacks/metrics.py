@@ -142,7 +142,7 @@ def distributions(iteration: Iteration) -> dict[str, list[float]]:
     values = {
         "distribution/reward": sample_info.reward[sample_info.is_scored].tolist(),
         "distribution/response_length": sample_info.metas.response_len.astype(float).tolist(),
-        "distribution/advantage": scored_advantages(iteration),
+        "distribution/advantage": scored_advantages(iteration).tolist(),
     }
     return {name: numbers for name, numbers in values.items() if numbers}
 

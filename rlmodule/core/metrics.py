@@ -10,10 +10,17 @@ import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+Floats = NDArray[np.float64]
+
+MANTISSA_BITS, SMALLEST = 53, 5e-324  # of a float64
+SUMMED_BITS = 16  # ``exact_sum`` adds up two to this many numbers at a time
 
 CI_LOW, CI_HIGH = "/ci95_low", "/ci95_high"  # what the ends of a metric's 95 % interval are called beside it
 
@@ -169,3 +176,31 @@ def from_rows(names: Iterable[str], rows: Tensor) -> dict[str, Metric]:
 def mean(values: Sequence[float]) -> float:
     """Mean, summed exactly; NaN of nothing."""
     return math.fsum(values) / len(values) if values else math.nan
+
+
+def exact_sum(values: Floats) -> float:
+    """Sum of [n] float64 as ``math.fsum`` gives it, without an object for each number.
+
+    Numbers are cut into heads of so few bits that any sum of them is exact, and rests of which the same is done.
+    """
+    if not np.isfinite(values).all():
+        return math.fsum(values.tolist())
+    sums = []
+    for start in range(0, len(values), 1 << SUMMED_BITS):
+        rest = values[start : start + (1 << SUMMED_BITS)]
+        while largest := float(np.abs(rest).max()):
+            grid = max(math.ldexp(1.0, math.frexp(largest)[1] - MANTISSA_BITS + SUMMED_BITS), SMALLEST)
+            head = np.rint(rest / grid) * grid
+            sums.append(float(head.sum()))
+            rest = rest - head
+    return math.fsum(sums)
+
+
+def array_mean(values: NDArray[Any]) -> float:
+    """``mean`` of [n] numbers or flags."""
+    return exact_sum(values.astype(np.float64, copy=False)) / len(values) if len(values) else math.nan
+
+
+def array_std(values: Floats) -> float:
+    """Population standard deviation of [n] (divides by the count); NaN of nothing."""
+    return math.sqrt(array_mean((values - array_mean(values)) ** 2)) if len(values) else math.nan

@@ -1,4 +1,4 @@
-"""Ids and lengths of all samples of an iteration, column by column: a million of them are eight arrays.
+"""Ids and lengths of all samples of an iteration, column by column: a million of them are eight arrays of 31 MB.
 
 Leaves out what else is known of a sample (``experience/sample_info.py``).
 """
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from rlmodule.core.types import SampleMeta
 
 Ints = NDArray[np.int64]
+Counts = NDArray[np.int32]
 Bools = NDArray[np.bool_]
 
 
@@ -23,15 +24,16 @@ class SampleMetas(Sequence[SampleMeta]):
     """Reads as a sequence of SampleMeta; each is made when it is asked for.
 
     Args:
-        sample_id, group_id, prompt_len, response_len, loss_tokens: [n] int64, as in SampleMeta.
+        sample_id, group_id: [n] int64, as in SampleMeta.
+        prompt_len, response_len, loss_tokens: [n] int32, as in SampleMeta.
         is_padding, is_skipped, has_gradient: [n] bool, as in SampleMeta.
     """
 
     sample_id: Ints
     group_id: Ints
-    prompt_len: Ints
-    response_len: Ints
-    loss_tokens: Ints
+    prompt_len: Counts
+    response_len: Counts
+    loss_tokens: Counts
     is_padding: Bools
     is_skipped: Bools
     has_gradient: Bools
@@ -44,12 +46,12 @@ class SampleMetas(Sequence[SampleMeta]):
         rows = [(m.sample_id, m.group_id, m.prompt_len, m.response_len, m.loss_tokens) for m in metas]
         marks = [(m.is_padding, m.is_skipped, m.has_gradient) for m in metas]
         numbers = np.array(rows, np.int64).reshape(-1, 5).T.copy()
-        return cls(*numbers, *np.array(marks, bool).reshape(-1, 3).T.copy())
+        return cls(*numbers[:2], *numbers[2:].astype(np.int32), *np.array(marks, bool).reshape(-1, 3).T.copy())
 
     @property
-    def length(self) -> Ints:
+    def length(self) -> Counts:
         """[n] prompt and response tokens together."""
-        length: Ints = self.prompt_len + self.response_len
+        length: Counts = self.prompt_len + self.response_len
         return length
 
     @property
@@ -58,7 +60,7 @@ class SampleMetas(Sequence[SampleMeta]):
         counts: Bools = (self.loss_tokens > 0) & ~self.is_padding
         return counts
 
-    def take(self, positions: Ints) -> SampleMetas:
+    def take(self, positions: Ints | Counts) -> SampleMetas:
         """The samples at these positions, in this order."""
         return SampleMetas(*(getattr(self, field.name)[positions] for field in fields(self)))
 

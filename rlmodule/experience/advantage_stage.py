@@ -7,7 +7,7 @@ Leaves out the estimators (``advantages/``), the maths of shaping (``algorithm/s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -63,7 +63,7 @@ class AdvantageStage:
         if not self.objective.needs("advantage"):
             return None
         assert self.advantage is not None, "this loss needs an advantage estimator"
-        loss_tokens = sample_info.metas.loss_tokens.tolist()
+        loss_tokens = torch.from_numpy(sample_info.metas.loss_tokens).long()
         reward, kl_coef = self._shaped_rewards(sample_info, metrics), 0.0
         if self.kl_controller is not None:
             kl_coef = self.kl_controller.coef
@@ -73,11 +73,11 @@ class AdvantageStage:
         tokens = None
         if "tokens" in self.advantage.needs:
             mine = {p: self._tokens(row, kl_coef) for p, row in rows.items()}
-            tokens = gather_tokens(mine, loss_tokens, self.collectives)
+            tokens = gather_tokens(mine, loss_tokens.tolist(), self.collectives)
         return AdvantageInputs(
             reward=reward,
             group=torch.from_numpy(sample_info.metas.group_id),
-            loss_tokens=torch.from_numpy(sample_info.metas.loss_tokens),
+            loss_tokens=loss_tokens,
             parts={
                 name: torch.from_numpy(np.where(column.present, column.values, np.nan))
                 for name, column in sorted(sample_info.parts.items())
@@ -91,14 +91,14 @@ class AdvantageStage:
             else None,
         )
 
-    def _of_loss_tokens(self, name: str, rows: Mapping[int, TrainingSample], loss_tokens: Sequence[int]) -> Tensor:
+    def _of_loss_tokens(self, name: str, rows: Mapping[int, TrainingSample], loss_tokens: Tensor) -> Tensor:
         """[N] float64 of the field ``name`` over the loss tokens of all responses."""
         mine = {}
         for position, row in rows.items():
             values: Tensor | None = getattr(row, name)
             assert values is not None, f"the estimator reads {name}, and a row lacks it"
             mine[position] = values[row.sample.loss_mask].double()
-        return gather_loss_tokens(mine, loss_tokens, self.collectives)
+        return gather_loss_tokens(mine, loss_tokens.tolist(), self.collectives)
 
     def _shaped_rewards(self, sample_info: SampleTable, metrics: dict[str, float]) -> Tensor:
         """[B] float64: verdicts minus the charge for length."""
@@ -146,8 +146,7 @@ class AdvantageStage:
         if inputs is None:
             return None
         assert self.advantage is not None, "inputs are made for an estimator"
-        sizes = inputs.loss_tokens if self.advantage.per_token else torch.ones_like(inputs.loss_tokens)
-        return PerResponse(self.advantage(inputs), sizes)
+        return PerResponse(self.advantage(inputs), inputs.loss_tokens if self.advantage.per_token else None)
 
     def with_returns(
         self, rows: dict[int, TrainingSample], inputs: AdvantageInputs | None, metrics: dict[str, float]
@@ -168,36 +167,42 @@ class PerResponse:
 
     Args:
         values: [N] float.
-        sizes: [B] int64, how many each response has.
+        sizes: [B] int64, how many each response has; None where each has one.
     """
 
     values: Tensor
-    sizes: Tensor
+    sizes: Tensor | None = None
 
     def __post_init__(self) -> None:
-        assert len(self.values) == int(self.sizes.sum()), f"{len(self.values)} numbers for {int(self.sizes.sum())}"
+        count = len(self.values) if self.sizes is None else int(self.sizes.sum())
+        assert len(self.values) == count, f"{len(self.values)} numbers for {count}"
 
     @cached_property
     def ends(self) -> Tensor:
         """[B] int64, where the numbers of each response end."""
+        assert self.sizes is not None, "the number of a response ends where it begins"
         return self.sizes.cumsum(0)
 
     def __getitem__(self, position: int) -> Tensor:
         """Those of one response."""
+        if self.sizes is None:
+            return self.values[position : position + 1]
         end = int(self.ends[position])
         return self.values[end - int(self.sizes[position]) : end]
 
     @property
     def is_zero(self) -> Tensor:
         """[B] bool, whether all of a response's are 0 as float32, in which the loss sees them."""
+        is_zero = self.values.float() == 0
+        if self.sizes is None:
+            return is_zero
         response = torch.arange(len(self.sizes)).repeat_interleave(self.sizes)
-        others = torch.bincount(response[self.values.float() != 0], minlength=len(self.sizes))
-        return others == 0
+        return torch.bincount(response[~is_zero], minlength=len(self.sizes)) == 0
 
     @property
     def means(self) -> Tensor:
         """[B] float64, the mean over the numbers of each response; 0 for one without any."""
-        if bool((self.sizes == 1).all()):
+        if self.sizes is None:
             return self.values
         parts = self.values.split(self.sizes.tolist())
         return torch.stack([part.mean() if len(part) else part.new_zeros(()) for part in parts])

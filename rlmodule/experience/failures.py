@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlmodule.core.errors import TrainingError
+from rlmodule.core.metrics import exact_sum
 from rlmodule.experience.sample_info import SampleInfo
 from rlmodule.experience.sample_table import SampleTable
 
@@ -41,8 +42,8 @@ def check_not_all_stale(sample_info: SampleTable) -> None:
 
 def reward_counts(sample_info: SampleTable) -> dict[str, float]:
     """``reward/NAME`` for what rewards count, such as ``failed``, over all samples that are not trained on again."""
-    listed = {name: column.listed for name, column in sorted(drawn_last(sample_info).counts.items())}
-    return {f"reward/{name}": float(sum(values)) for name, values in listed.items() if values}
+    counts = {name: column.there for name, column in sorted(drawn_last(sample_info).counts.items())}
+    return {f"reward/{name}": exact_sum(values) for name, values in counts.items() if len(values)}
 
 
 def num_failed(sample_info: SampleTable) -> int:

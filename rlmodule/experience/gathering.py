@@ -36,7 +36,7 @@ def gather_sample_info(
         sample_info[i] = replace(sample_info[i], failure="")
     are_gone = isinstance(failure, EnginesGoneError)
     told = None if failure is None else str(failure)
-    everyone = collectives.gather_objects((SampleTable.of(sample_info), told, are_gone))
+    everyone = collectives.gather_objects((SampleTable.of(sample_info).packed(), told, are_gone))
     gone = next((reason for _, reason, are_gone in everyone if are_gone), None)
     if gone is not None:  # the same error everywhere: every rank takes part in saving what was trained
         raise EnginesGoneError(gone)
@@ -45,7 +45,7 @@ def gather_sample_info(
     for rank, (_, reason, _) in enumerate(everyone):
         if reason is not None:
             raise TrainingError(f"rank {rank} could not collect its responses: {reason}")
-    return [s.sample for s in scored], SampleTable.joined([part for part, _, _ in everyone]).by_sample_id()
+    return [s.sample for s in scored], SampleTable.gathered([part for part, _, _ in everyone])
 
 
 def _info_of(scored: ScoredSample) -> SampleInfo:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rlmodule.core.metrics import mean
-from rlmodule.core.sample_metas import Ints
+from rlmodule.core.metrics import array_mean, array_std
+from rlmodule.core.sample_metas import Bools, Ints
 from rlmodule.experience.failures import drawn_last
 from rlmodule.experience.iteration import Iteration
 from rlmodule.experience.sample_info import SampleInfo
 from rlmodule.experience.sample_table import Floats, Numbers, SampleTable
 from rlmodule.records.metrics_log import Elapsed
-from rlmodule.records.summary import standard_deviation
 
 VALIDATE = "validate"  # phase of the clock that is no part of an iteration
 
@@ -79,41 +80,41 @@ def reward_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
     """
     counted = without_padding(sample_info)
     scored = counted.where(counted.is_scored)
-    rewards = scored.reward.tolist()
     metrics = {
-        "reward/mean": mean(rewards),
-        "reward/std": standard_deviation(rewards),
-        "reward/min": min(rewards, default=math.nan),
-        "reward/max": max(rewards, default=math.nan),
+        "reward/mean": array_mean(scored.reward),
+        "reward/std": array_std(scored.reward),
+        "reward/min": float(scored.reward.min()) if scored else math.nan,
+        "reward/max": float(scored.reward.max()) if scored else math.nan,
         "reward/unscored": float(len(counted) - len(scored)),
-        "reward/zero_std_groups": mean(_all_equal(scored.reward, scored.metas.group_id)),
+        "reward/zero_std_groups": array_mean(_all_equal(scored.reward, scored.metas.group_id)),
     }
     taken = {*metrics, *(f"reward/{name}" for name, column in counted.counts.items() if column.present.any())}
     for name in sorted({*scored.diagnostics, *scored.parts}):
         values = _first_of(scored.parts.get(name), scored.diagnostics.get(name))
         key = f"reward/{name}" if f"reward/{name}" not in taken else f"reward/{name}_part"
-        metrics |= {key: mean(values)} if values else {}
+        metrics |= {key: array_mean(values)} if len(values) else {}
     return metrics
 
 
-def _all_equal(reward: Floats, group: Ints) -> list[float]:
-    """[n] rewards and their groups -> for each group whether its rewards are all equal, 1 or 0."""
+def _all_equal(reward: Floats, group: Ints) -> Bools:
+    """[n] rewards and their groups -> for each group whether its rewards are all equal."""
     if not len(reward):
-        return []
-    by_group = np.argsort(group, kind="stable")
-    reward, group = reward[by_group], group[by_group]
+        return np.zeros(0, bool)
+    if (group[1:] < group[:-1]).any():
+        by_group = np.argsort(group, kind="stable")
+        reward, group = reward[by_group], group[by_group]
     starts = np.flatnonzero(np.concatenate([[True], group[1:] != group[:-1]]))
-    is_equal: list[float] = (np.minimum.reduceat(reward, starts) == np.maximum.reduceat(reward, starts)).tolist()
-    return [float(equal) for equal in is_equal]
+    is_equal: Bools = np.minimum.reduceat(reward, starts) == np.maximum.reduceat(reward, starts)
+    return is_equal
 
 
-def _first_of(first: Numbers | None, second: Numbers | None) -> list[float]:
+def _first_of(first: Numbers | None, second: Numbers | None) -> Floats:
     """The numbers of ``first``, and of ``second`` for the samples that have none there."""
     if first is None or second is None:
         found = first or second
-        return [] if found is None else found.listed
+        return np.zeros(0) if found is None else found.there
     both = Numbers(np.where(first.present, first.values, second.values), first.present | second.present)
-    return both.listed
+    return both.there
 
 
 def length_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
@@ -124,9 +125,9 @@ def length_metrics(sample_info: Sequence[SampleInfo]) -> dict[str, float]:
     counted = without_padding(sample_info)
     counted = counted.where(~counted.failed & ~counted.is_stale)
     return {
-        **min_mean_max("response_length", counted.metas.response_len.astype(float).tolist()),
-        "response_length/clip_ratio": mean(counted.truncated.astype(float).tolist()),
-        **min_mean_max("prompt_length", counted.metas.prompt_len.astype(float).tolist()),
+        **min_mean_max("response_length", counted.metas.response_len),
+        "response_length/clip_ratio": array_mean(counted.truncated),
+        **min_mean_max("prompt_length", counted.metas.prompt_len),
     }
 
 
@@ -139,14 +140,14 @@ def staleness_metrics(sample_info: Sequence[SampleInfo], policy_version: int | N
     """
     counted = without_padding(sample_info)
     newest = counted.version.max(initial=0) if policy_version is None else policy_version
-    ages = (newest - counted.version).astype(float).tolist()
-    if not any(ages):
+    ages = newest - counted.version
+    if not ages.any():
         return {}
     return {
-        "rollout/staleness/mean": mean(ages),
-        "rollout/staleness/max": max(ages),
-        "rollout/staleness/replayed": mean(counted.is_replayed.astype(float).tolist()),
-        "rollout/staleness/mixed": mean(counted.is_mixed.astype(float).tolist()),
+        "rollout/staleness/mean": array_mean(ages),
+        "rollout/staleness/max": float(ages.max()),
+        "rollout/staleness/replayed": array_mean(counted.is_replayed),
+        "rollout/staleness/mixed": array_mean(counted.is_mixed),
     }
 
 
@@ -155,12 +156,12 @@ def advantage_metrics(iteration: Iteration) -> dict[str, float]:
     return {} if iteration.advantages is None else min_mean_max("advantage", scored_advantages(iteration))
 
 
-def scored_advantages(iteration: Iteration) -> list[float]:
-    """Advantage of every scored response, by sample id; empty where the loss needs none."""
+def scored_advantages(iteration: Iteration) -> Floats:
+    """[n] advantage of every scored response, by sample id; empty where the loss needs none."""
     if iteration.advantages is None:
-        return []
+        return np.zeros(0)
     info = SampleTable.of(iteration.sample_info)
-    scored: list[float] = iteration.advantages.numpy()[info.is_scored & ~info.metas.is_padding].tolist()
+    scored: Floats = iteration.advantages.numpy()[info.is_scored & ~info.metas.is_padding]
     return scored
 
 
@@ -183,9 +184,10 @@ def without_padding(sample_info: Sequence[SampleInfo]) -> SampleTable:
     return table.where(~table.metas.is_padding)
 
 
-def min_mean_max(name: str, values: Sequence[float]) -> dict[str, float]:
+def min_mean_max(name: str, values: NDArray[Any]) -> dict[str, float]:
+    """Mean, largest and smallest of [n] numbers; NaN of nothing."""
     return {
-        f"{name}/mean": mean(values),
-        f"{name}/max": max(values, default=math.nan),
-        f"{name}/min": min(values, default=math.nan),
+        f"{name}/mean": array_mean(values),
+        f"{name}/max": float(values.max()) if len(values) else math.nan,
+        f"{name}/min": float(values.min()) if len(values) else math.nan,
     }

@@ -6,12 +6,12 @@ that a sample is not learned from (``sample_info.py``, ``collect.py``, ``maker.p
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.sample_metas import Bools
@@ -88,10 +88,10 @@ class Ledger:
         Raises:
             TrainingError: the sums are not those of the samples that came; the same on every rank.
         """
-        fates = Counter(fates_of(iteration, skipped))
+        numbers = np.concatenate(_fates(iteration, skipped))
         self.rows, self.samples = rows, self.samples + len(new_samples(iteration))
-        for fate in FATES:
-            self.counts[fate] += fates[fate]
+        for fate, count in zip(FATES, np.bincount(numbers, minlength=len(FATES)).tolist(), strict=True):
+            self.counts[fate] += count
         if sum(self.counts.values()) != self.samples:
             counted = ", ".join(f"{count} {fate}" for fate, count in self.counts.items())
             raise TrainingError(
@@ -128,7 +128,7 @@ def new_samples(iteration: Iteration) -> SampleTable:
 
 def fates_of(iteration: Iteration, skipped: Collection[int] = ()) -> list[str]:
     """The fate of each new sample of an iteration that was trained on; see ``Ledger``."""
-    return [*_fates(iteration.sample_info, are_trained(iteration, skipped)), *_fates(iteration.left_out)]
+    return [FATES[number] for number in np.concatenate(_fates(iteration, skipped)).tolist()]
 
 
 def are_trained(iteration: Iteration, skipped: Collection[int]) -> Bools:
@@ -137,13 +137,16 @@ def are_trained(iteration: Iteration, skipped: Collection[int]) -> Bools:
     trained = np.zeros(len(metas), bool)
     for number, plan in enumerate(iteration.sampler.plans):
         if plan.has_gradient and plan.totals.tokens and number not in skipped:
-            positions = plan.position_array
-            trained[positions[positions < len(metas)]] = True  # from there on they are padding samples
+            trained[plan.samples[plan.samples < len(metas)]] = True  # from there on they are padding samples
     return np.logical_and(trained, metas.has_gradient)
 
 
-def _fates(table: SampleTable, are_trained: Bools | None = None) -> list[str]:
-    trained = np.zeros(len(table), bool) if are_trained is None else are_trained
-    fates = np.select([table.is_stale, ~table.is_scored, trained], [STALE, FAILED, TRAINED], DROPPED)
-    found: list[str] = fates[~(table.is_replayed | table.metas.is_padding)].tolist()
+def _fates(iteration: Iteration, skipped: Collection[int]) -> list[NDArray[np.uint8]]:
+    """Numbers in ``FATES``: [n] of the new samples that are in the iteration, and of those that it left out."""
+    found = []
+    for table, trained in ((iteration.sample_info, are_trained(iteration, skipped)), (iteration.left_out, False)):
+        fates = np.where(trained, np.uint8(FATES.index(TRAINED)), np.uint8(FATES.index(DROPPED)))
+        fates = np.where(table.is_scored, fates, np.uint8(FATES.index(FAILED)))
+        fates = np.where(table.is_stale, np.uint8(FATES.index(STALE)), fates)
+        found.append(fates[~(table.is_replayed | table.metas.is_padding)])
     return found

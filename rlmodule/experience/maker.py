@@ -118,8 +118,8 @@ class ExperienceMaker:
         """An iteration that a checkpoint interrupted, from the rows of all its ranks; nothing is scored anew."""
         info = saved.sample_info
         # Advantages that needed a plan first had no say in it, and have none now.
-        values, ones = saved.advantages, torch.ones(len(info), dtype=torch.int64)
-        known = None if self._needs_scores or values is None else PerResponse(values, ones)
+        values = saved.advantages
+        known = None if self._needs_scores or values is None else PerResponse(values)
         metas = self._metas(info, known)
         # What no rank holds was left out of the plan, and is again.
         is_held = np.isin(np.arange(len(info)), list(saved.rows))

@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rlmodule.core.sample_metas import Bools, Ints, SampleMetas
+from rlmodule.core.sample_metas import Bools, Counts, Ints, SampleMetas
+from rlmodule.experience.packed_columns import Column, JoinedColumns, PackedColumns
 from rlmodule.experience.sample_info import SampleInfo
 
 Floats = NDArray[np.float64]
+
+# Fields of a SampleTable with a number, and with numbers by name, of each sample.
+COLUMNS = ("reward", "baseline", "truncated", "version", "failed", "is_replayed", "is_stale", "is_mixed")
+NUMBERS = ("parts", "diagnostics", "counts")
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,15 +28,10 @@ class Numbers:
     values: Floats
     present: Bools
 
-    def take(self, positions: Ints) -> Numbers:
-        """Those of the samples at these positions."""
-        return Numbers(self.values[positions], self.present[positions])
-
     @property
-    def listed(self) -> list[float]:
+    def there(self) -> Floats:
         """The numbers there are."""
-        listed: list[float] = self.values[self.present].tolist()
-        return listed
+        return self.values[self.present]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +42,7 @@ class SampleTable(Sequence[SampleInfo]):
         metas: ids and lengths.
         reward, baseline: [n] float64, NaN where there is none.
         truncated: [n] bool.
-        version: [n] int64.
+        version: [n] int32.
         failed: [n] bool, whether the reward function failed.
         is_replayed, is_stale, is_mixed: [n] bool, as in SampleInfo.
         parts, diagnostics, counts: numbers by name.
@@ -53,7 +53,7 @@ class SampleTable(Sequence[SampleInfo]):
     reward: Floats
     baseline: Floats
     truncated: Bools
-    version: Ints
+    version: Counts
     failed: Bools
     is_replayed: Bools
     is_stale: Bools
@@ -73,38 +73,68 @@ class SampleTable(Sequence[SampleInfo]):
             _floats(f.reward for f in samples),
             _floats(f.baseline for f in samples),
             np.array([f.truncated for f in samples], bool),
-            np.array([f.version for f in samples], np.int64),
+            np.array([f.version for f in samples], np.int32),
             np.array([f.failure is not None for f in samples], bool),
             np.array([f.is_replayed for f in samples], bool),
             np.array([f.is_stale for f in samples], bool),
             np.array([f.is_mixed for f in samples], bool),
-            _columns([f.parts for f in samples]),
-            _columns([f.diagnostics for f in samples]),
-            _columns([f.counts for f in samples]),
+            _numbers([f.parts for f in samples]),
+            _numbers([f.diagnostics for f in samples]),
+            _numbers([f.counts for f in samples]),
             {f.meta.sample_id: f.failure for f in samples if f.failure},
         )
 
     @classmethod
     def joined(cls, tables: Sequence[SampleTable]) -> SampleTable:
-        """The samples of all tables, one after the other."""
-        if len(tables) == 1:
-            return tables[0]
-        sizes = [len(table) for table in tables]
-        return cls(
-            SampleMetas(*(np.concatenate([getattr(t.metas, f.name) for t in tables]) for f in fields(SampleMetas))),
-            np.concatenate([t.reward for t in tables]),
-            np.concatenate([t.baseline for t in tables]),
-            np.concatenate([t.truncated for t in tables]),
-            np.concatenate([t.version for t in tables]),
-            np.concatenate([t.failed for t in tables]),
-            np.concatenate([t.is_replayed for t in tables]),
-            np.concatenate([t.is_stale for t in tables]),
-            np.concatenate([t.is_mixed for t in tables]),
-            _joined([t.parts for t in tables], sizes),
-            _joined([t.diagnostics for t in tables], sizes),
-            _joined([t.counts for t in tables], sizes),
-            {key: text for t in tables for key, text in t.failures.items()},
-        )
+        """The samples of all tables, one after the other; a table itself where the others are empty."""
+        filled = [table for table in tables if len(table)]
+        if len(filled) < 2:
+            return next(iter(filled or tables))
+        everyone = [table._columns() for table in filled]
+        names = dict.fromkeys(name for columns in everyone for name in columns)
+        lacking = {size: np.zeros(size) for size in {len(table) for table in filled}}
+
+        def column(name: str) -> Column:
+            found = [c.get(name, lacking[len(t)]) for c, t in zip(everyone, filled, strict=True)]
+            return np.concatenate(found, dtype=next(c[name].dtype for c in everyone if name in c), casting="unsafe")
+
+        failures = {key: text for table in filled for key, text in table.failures.items()}
+        return cls._from_columns({name: column(name) for name in names}, failures)
+
+    def packed(self) -> PackedSamples:
+        """The table as it is sent to other ranks."""
+        return PackedSamples(PackedColumns.of(self._columns()), self.failures)
+
+    @classmethod
+    def gathered(cls, parts: Sequence[PackedSamples]) -> SampleTable:
+        """The samples of all ranks in the order of their ids."""
+        columns = JoinedColumns([part.columns for part in parts])
+        ids = columns["sample_id"]
+        order = None if (ids[1:] >= ids[:-1]).all() else np.argsort(ids, kind="stable")
+        # One column after the other, so that no two tables are held at once.
+        found = {name: columns[name] if order is None else columns[name].take(order) for name in columns.dtypes}
+        return cls._from_columns(found, {key: text for part in parts for key, text in part.failures.items()})
+
+    def _columns(self) -> dict[str, Column]:
+        """Every column by a name of its own; of numbers two."""
+        columns = {f.name: getattr(self.metas, f.name) for f in fields(SampleMetas)}
+        columns |= {name: getattr(self, name) for name in COLUMNS}
+        for kind in NUMBERS:
+            for name, numbers in getattr(self, kind).items():
+                columns[f"{kind} {name}"], columns[f"has {kind} {name}"] = numbers.values, numbers.present
+        return columns
+
+    @classmethod
+    def _from_columns(cls, columns: Mapping[str, Column], failures: Mapping[int, str]) -> SampleTable:
+        """Inverse of ``_columns``."""
+        metas = SampleMetas(*(columns[f.name] for f in fields(SampleMetas)))
+        by_kind: dict[str, dict[str, Numbers]] = {kind: {} for kind in NUMBERS}
+        for key in columns:
+            kind, _, name = key.partition(" ")
+            if kind in by_kind:
+                by_kind[kind][name] = Numbers(columns[key], columns[f"has {key}"])
+        others: dict[str, Any] = {name: columns[name] for name in COLUMNS} | by_kind
+        return cls(metas=metas, failures=failures, **others)
 
     @property
     def is_scored(self) -> Bools:
@@ -114,30 +144,8 @@ class SampleTable(Sequence[SampleInfo]):
 
     def take(self, positions: Ints) -> SampleTable:
         """The samples at these positions, in this order."""
-
-        def taken(columns: Mapping[str, Numbers]) -> dict[str, Numbers]:
-            return {name: column.take(positions) for name, column in columns.items()}
-
-        return SampleTable(
-            self.metas.take(positions),
-            self.reward[positions],
-            self.baseline[positions],
-            self.truncated[positions],
-            self.version[positions],
-            self.failed[positions],
-            self.is_replayed[positions],
-            self.is_stale[positions],
-            self.is_mixed[positions],
-            taken(self.parts),
-            taken(self.diagnostics),
-            taken(self.counts),
-            self.failures,
-        )
-
-    def by_sample_id(self) -> SampleTable:
-        """The samples in the order of their ids; itself where they stand in it."""
-        ids = self.metas.sample_id
-        return self if (ids[1:] >= ids[:-1]).all() else self.take(np.argsort(ids, kind="stable"))
+        columns = {name: column[positions] for name, column in self._columns().items()}
+        return SampleTable._from_columns(columns, self.failures)
 
     def where(self, chosen: Bools) -> SampleTable:
         """The samples that are chosen, [n] bool; itself where all are."""
@@ -191,7 +199,7 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else float(value)
 
 
-def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, Numbers]:
+def _numbers(rows: Sequence[Mapping[str, float]]) -> dict[str, Numbers]:
     """[n] numbers by name of each sample -> [n] numbers of each name."""
     found: dict[str, Numbers] = {}
     for place, row in enumerate(rows):
@@ -202,13 +210,9 @@ def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, Numbers]:
     return found
 
 
-def _joined(parts: Sequence[Mapping[str, Numbers]], sizes: Sequence[int]) -> dict[str, Numbers]:
-    """The numbers of each name one after the other; of a part that lacks a name there are none."""
-    names = dict.fromkeys(name for part in parts for name in part)
-    lacking = {size: Numbers(np.zeros(size), np.zeros(size, bool)) for size in set(sizes)}
-    found = {}
-    for name in names:
-        columns = [part.get(name, lacking[size]) for part, size in zip(parts, sizes, strict=True)]
-        values, present = ([getattr(c, key) for c in columns] for key in ("values", "present"))
-        found[name] = Numbers(np.concatenate(values), np.concatenate(present))
-    return found
+@dataclass(frozen=True)
+class PackedSamples:
+    """A SampleTable on its way to other ranks: its columns, and its failures."""
+
+    columns: PackedColumns
+    failures: Mapping[int, str]

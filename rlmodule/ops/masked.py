@@ -103,17 +103,41 @@ def place_at_end(score: Tensor, length: Tensor, width: int) -> Tensor:
 class GroupStatistics:
     """Statistics of each response's group over its valid members, float64.
 
+    They are kept of each group: with a million responses, what every member knows of its group takes the memory.
+
     Args:
-        count: [B] valid members.
-        mean: [B] mean; 0 when no member is valid.
-        std: [B] unbiased standard deviation; 0 when fewer than two members are valid.
-        has_zero_std: [B] bool, all valid members are equal (also when there are fewer than two).
+        group: [B] int64 number of each response's group, 0 to G-1.
+        counts: [G] valid members.
+        means: [G] mean; 0 when no member is valid.
+        stds: [G] unbiased standard deviation; 0 when fewer than two members are valid.
+        are_equal: [G] bool, all valid members are equal (also when there are fewer than two).
     """
 
-    count: Tensor
-    mean: Tensor
-    std: Tensor
-    has_zero_std: Tensor
+    group: Tensor
+    counts: Tensor
+    means: Tensor
+    stds: Tensor
+    are_equal: Tensor
+
+    @property
+    def count(self) -> Tensor:
+        """[B] valid members of the group of each."""
+        return self.counts[self.group]
+
+    @property
+    def mean(self) -> Tensor:
+        """[B] their mean."""
+        return self.means[self.group]
+
+    @property
+    def std(self) -> Tensor:
+        """[B] their unbiased standard deviation."""
+        return self.stds[self.group]
+
+    @property
+    def has_zero_std(self) -> Tensor:
+        """[B] bool, whether they are all equal."""
+        return self.are_equal[self.group]
 
 
 def group_statistics(value: Tensor, group: Tensor, valid: Tensor) -> GroupStatistics:
@@ -126,17 +150,20 @@ def group_statistics(value: Tensor, group: Tensor, valid: Tensor) -> GroupStatis
     """
     assert value.shape == group.shape == valid.shape, "one group and one flag per value"
     kept = torch.where(valid, value.double(), 0.0)  # [B]
-    index = torch.unique(group, return_inverse=True)[1]  # [B], 0 to G-1
+    # [B], 0 to G-1; groups that come one after the other, as they do in an iteration, need no sorting.
+    is_sorted = bool((group[1:] >= group[:-1]).all())
+    index = (torch.unique_consecutive if is_sorted else torch.unique)(group, return_inverse=True)[1]
     num_groups = int(index.max()) + 1 if len(index) else 0
     zeros = torch.zeros(num_groups, dtype=torch.float64, device=value.device)  # [G]
 
     count = zeros.index_add(0, index, valid.double())
     mean = zeros.index_add(0, index, kept) / count.clamp(min=1)
-    deviation = torch.where(valid, kept - mean[index], 0.0)
-    std = (zeros.index_add(0, index, deviation.square()) / (count - 1).clamp(min=1)).sqrt()
+    square = mean[index].sub_(kept).square_().masked_fill_(~valid, 0.0)  # [B] of the deviation from the mean
+    std = (zeros.index_add(0, index, square) / (count - 1).clamp(min=1)).sqrt()
+    del square
 
     # Comparing largest and smallest is exact, while the std of equal decimals such as 0.1 is rounding noise, not 0.
     infinity = torch.full_like(zeros, torch.inf)
     largest = (-infinity).scatter_reduce(0, index, torch.where(valid, kept, -torch.inf), "amax")
     smallest = infinity.scatter_reduce(0, index, torch.where(valid, kept, torch.inf), "amin")
-    return GroupStatistics(count[index], mean[index], std[index], (largest <= smallest)[index])
+    return GroupStatistics(index, count, mean, std, largest <= smallest)

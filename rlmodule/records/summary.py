@@ -21,12 +21,6 @@ ENDS = ("start", "end")
 NOTHING = 0.1  # share of the best held-out reward below which nothing is left of it
 
 
-def standard_deviation(values: Sequence[float]) -> float:
-    """Population standard deviation (divides by the count); NaN of nothing."""
-    centre = mean(values)
-    return math.sqrt(mean([(value - centre) ** 2 for value in values])) if values else math.nan
-
-
 def series(records: Iterable[Record], name: str) -> tuple[list[int], list[float]]:
     """(steps, values) of one metric, finite values only: a curve."""
     points = [(r.step, r.metrics[name]) for r in records if name in r.metrics]

@@ -26,6 +26,10 @@ class LocalCollectives:
         """The item alone."""
         return [item]
 
+    def sum_numbers(self, numbers: Tensor) -> Tensor:
+        """The numbers themselves."""
+        return numbers
+
     def exchange(self, outgoing: Sequence[Item]) -> list[Item]:
         """The one item."""
         return list(outgoing)
@@ -68,7 +72,13 @@ class GroupCollectives:
         sizes = self._gather(torch.tensor([len(mine)])).tolist()
         longest = max(sizes)
         everyone = self._gather(torch.nn.functional.pad(mine, (0, longest - len(mine))))
-        return [pickle.loads(part[:size].numpy()) for part, size in zip(everyone.split(longest), sizes, strict=True)]
+        return unpickled(everyone, sizes)
+
+    def sum_numbers(self, numbers: Tensor) -> Tensor:
+        """Integers, of one shape on all ranks -> their sums over ranks, on the CPU. One collective; overwrites."""
+        summed = numbers.to(self.device)
+        dist.all_reduce(summed, group=self.group)
+        return summed.cpu()
 
     def _gather(self, mine: Tensor) -> Tensor:
         """[n] of each rank -> [ranks * n] on the CPU; one all-gather."""
@@ -102,3 +112,9 @@ class GroupCollectives:
 
 def _pickled(item: object) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(item, protocol=5)), dtype=torch.uint8)
+
+
+def unpickled(everyone: Tensor, sizes: Sequence[int]) -> list[Any]:
+    """[ranks * longest] uint8, the bytes of each rank filled up to those of the longest -> the object of each."""
+    parts = everyone.split(len(everyone) // len(sizes))
+    return [pickle.loads(part[:size].numpy()) for part, size in zip(parts, sizes, strict=True)]

@@ -27,6 +27,9 @@ class Collectives(Protocol):
     def gather_objects(self, item: Item) -> list[Item]:
         """One picklable object per rank -> the objects of all ranks, in rank order."""
 
+    def sum_numbers(self, numbers: Tensor) -> Tensor:
+        """Integers, of one shape on all ranks -> their sums over ranks, on the CPU. One collective; may overwrite."""
+
     def exchange(self, outgoing: Sequence[Item]) -> list[Item]:
         """Send ``outgoing[r]`` to rank r; returns what every rank sent to this one, in rank order."""
 

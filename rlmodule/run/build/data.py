@@ -29,6 +29,7 @@ from rlmodule.experience.drawn_tokens import DrawnCheck
 from rlmodule.experience.in_flight import InFlight
 from rlmodule.experience.ledger import Ledger
 from rlmodule.experience.maker import ExperienceMaker
+from rlmodule.experience.packing_over_ranks import PackingOverRanks
 from rlmodule.experience.reference_cache import ReferenceLogprobCache
 from rlmodule.experience.replay import ReplayMemory
 from rlmodule.experience.scoring import Scorer
@@ -177,6 +178,7 @@ def build_maker(
         epochs=s.algorithm.ppo_epochs,
         cost=Workload(shape_of(dataset.hf_config), exchange=exchange_of(layout, s.batching, s.trainer.num_nodes)),
         trained_models=s.trained_models(iteration),
+        pack_all=PackingOverRanks(layout, strategy.collectives),
     )
     pad = dataset.tokenizer.pad_token_id
     collator = DynamicCollator(
