@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import chain
 from typing import ClassVar, TypeVar
 
 import torch
@@ -149,7 +150,10 @@ class ServerEngine:
         lost = {url: why for url, why in zip(self._urls, outcomes, strict=True) if why is not None}
         if weights is not None:
             assert self.transfer is not None, "weights go past the folder by a transfer"
-            lost |= self.transfer.send([self._api(url) for url in self._urls if url not in lost], weights, version)
+            unsent = self.transfer.send([self._api(url) for url in self._urls if url not in lost], weights, version)
+            for url in unsent:  # it may hang in the middle of them
+                self.own.end(url)
+            lost |= unsent
         if is_new:
             if lost:
                 raise self._none_came_up(lost)
@@ -273,7 +277,8 @@ class ServerEngine:
         with ThreadPoolExecutor(min(len(asked), self.settings.num_requests)) as threads:
             # Drawn first: asking for the prompt's own log-probabilities would fill a prefix cache that may be old.
             found = list(threads.map(lambda one: drawn(*one), asked))
-            scores = list(threads.map(lambda one: one[0].score(one[2]), asked))
+            # One after the other: vLLM with adapters on CPUs ends when a prompt is scored beside anything else.
+            scores = list(chain(*threads.map(lambda api: [api.score(prompt) for prompt in prompts], apis)))
         if temperature == 1.0:  # given tokens are scored at no other
             found += [
                 Probe(f"{api.url}, tokens that it was given", prompt[:1], torch.tensor(prompt[1:]), torch.tensor(given))
