@@ -6,11 +6,13 @@ A random Qwen2 (vocabulary 32,768, hidden 256, 4 layers, heads of 64) answers th
 
     rlmodule      the `hf` engine; gives log-probabilities
     generate      transformers' `generate`, 32 at a time, each response ended at its length
-    ctranslate2   CTranslate2's generator, 32 at a time, likewise; a callback ends each response, and ended rows leave
+    ctranslate2   CTranslate2's generator, 32 at a time, likewise; a callback ends each response, and ended rows leave;
+                  of prompts side by side it reads what is longer than the shortest token by token
     vllm          vLLM's own scheduler in one process, with log-probabilities
 
 First all of them answer greedily, and have to draw the same tokens. CTranslate2 is read from an environment of its
-own with the same Python (`pip install ctranslate2`); vLLM runs in that of `make test-vllm`. One left out is not measured.
+own with the same Python (`pip install ctranslate2`); vLLM runs in that of `make test-vllm`. What is left out is not
+measured.
 
     python benchmarks/samplers.py [--ctranslate2 PYTHON] [--vllm PYTHON] [--small] [--rounds 2] [--json PATH]
 """
@@ -68,6 +70,7 @@ def own(work: Work) -> Sampler:
     import torch
     from rollout import NoWords
     from transformers import AutoModelForCausalLM
+    from update import ATTENTION
 
     from rlmodule.core.episodes import GenerationRequest
     from rlmodule.data.end_tokens import EndTokens
@@ -75,7 +78,6 @@ def own(work: Work) -> Sampler:
     from rlmodule.models.policy import PolicyModel
     from rlmodule.rollout.hf import HFEngine
     from rlmodule.rollout.parts.sampling import Truncation
-    from update import ATTENTION
 
     lm = AutoModelForCausalLM.from_pretrained(work.folder, dtype=torch.float32, attn_implementation=ATTENTION)
     policy = PolicyModel(lm).eval()
@@ -160,13 +162,15 @@ def ctranslate2(work: Work) -> Sampler:
     model = Generator(converted, device="cpu", compute_type="float32", inter_threads=1, intra_threads=1)
 
     def wave(prompts: Sequence[Sequence[int]], lengths: Sequence[int], greedy: bool) -> list[list[int]]:
+        shortest = min(map(len, prompts))  # steps begin after it: longer prompts are read token by token
+        steps = [len(prompt) - shortest + length for prompt, length in zip(prompts, lengths, strict=True)]
         found = model.generate_batch(
             [[f"t{token}" for token in prompt] for prompt in prompts],
-            max_length=max(lengths),
-            min_length=max(lengths),
+            max_length=max(steps),
+            min_length=max(steps),
             sampling_topk=1 if greedy else 0,
             include_prompt_in_result=False,
-            callback=lambda step: step.step + 1 >= lengths[step.batch_id],
+            callback=lambda step: step.step + 1 >= steps[step.batch_id],
         )
         return [one.sequences_ids[0][:length] for one, length in zip(found, lengths, strict=True)]
 
@@ -265,7 +269,10 @@ def processes(pythons: dict[str, str | None], file: Path) -> list[Process]:
     run = f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"
     made = []
     for name in WAYS:
-        python, code = pythons.get(name, sys.executable), f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})"
+        python, code = (
+            pythons.get(name, sys.executable),
+            f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})",
+        )
         if python is None:
             continue
         if name == CTRANSLATE2:  # its own package alone: torch and transformers are those of the others

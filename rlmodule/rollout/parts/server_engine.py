@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -36,12 +36,14 @@ from rlmodule.rollout.parts.weight_change import WeightChange
 from rlmodule.rollout.parts.weight_folder import WeightFolder, Weights
 
 T = TypeVar("T")
+Tokens = tuple[int, ...]
+Scores = list[tuple[str, Tokens, tuple[float, ...]]]  # (address, prompt, log-probabilities of its tokens but the first)
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # until a running server that was lost must answer again
 PROBES, LATER = 4, 1  # fixed sequences at the start, and of them after every later update
 PROBE_LENGTH = 150  # tokens of each at most: more than a block of any server's prefix cache
-DRAWN = 8  # tokens drawn after each
+DRAWN, DRAWN_LATER = 8, 4  # tokens drawn after each
 DIGEST_SECONDS = 1.0  # that a server may take over the digests of its tensors, once for each update
 # How far a server may be from what it said after a proven sync, in nats.
 AGREEMENT = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}
@@ -241,15 +243,30 @@ class ServerEngine:
 
     # ---- proof
 
-    def probe(self) -> list[Probe]:
-        """What every server makes of the fixed sequences: tokens it draws after them, and their own tokens."""
+    def probe(self) -> Iterator[list[Probe]]:
+        """What every server makes of the fixed sequences: first tokens it draws after them, then their own tokens.
 
-        def ask() -> tuple[list[Probe], list[tuple[float, ...]]]:
-            self._wake_all()
-            return self._asked_for_probes(self._running.in_use)
+        They are drawn first: asking for a prompt's own log-probabilities would fill a prefix cache that may be old.
+        """
+        count, drawn = (LATER, DRAWN_LATER) if self._was_probed else (PROBES, DRAWN)
+        prompts = self._prompts[:count]
+        scores: list[Future[Scores]] = []
+        with ThreadPoolExecutor(1) as beside:
 
-        found, self._said = self.on_first(ask)
-        return found
+            def draw() -> list[Probe]:
+                self._wake_all()
+                apis = self._running.in_use
+                found = self._drawn_after(prompts, drawn, apis)
+                scores.append(beside.submit(_scored, prompts, apis))
+                return found
+
+            def given() -> tuple[list[Probe], list[tuple[float, ...]]]:
+                [found] = scores
+                return self._as_probes(found.result()), [said for _, prompt, said in found.result()][: len(prompts)]
+
+            yield self.on_first(draw)
+            found, self._said = self.on_first(given)
+            yield found
 
     def likely_stale(self) -> str:
         """Tensors whose digest is that of before the last update, where a server gives digests."""
@@ -263,28 +280,26 @@ class ServerEngine:
         names = ", ".join(dict.fromkeys(same[:6]))
         return f"unchanged since before the update, by the server's own digests: {names}" if same else ""
 
-    def _asked_for_probes(self, apis: Sequence[ServerApi]) -> tuple[list[Probe], list[tuple[float, ...]]]:
-        """Probes of every server, and what the first says of the fixed sequences; all answer side by side."""
-        temperature = self.context.sampling.temperature
-        prompts = self._prompts[: LATER if self._was_probed else PROBES]
-        asked = [(api, number, prompt) for api in apis for number, prompt in enumerate(prompts)]
+    def _drawn_after(self, prompts: Sequence[Tokens], count: int, apis: Sequence[ServerApi]) -> list[Probe]:
+        """So many tokens by each server after each of the prompts, all of them side by side."""
 
-        def drawn(api: ServerApi, number: int, prompt: tuple[int, ...]) -> Probe:
-            found = api.draw(Draw(prompt, DRAWN, temperature, seed=number))
+        def drawn(api: ServerApi, number: int, prompt: Tokens) -> Probe:
+            found = api.draw(Draw(prompt, count, self.context.sampling.temperature, seed=number))
             ids, logprobs = torch.tensor(found.token_ids), torch.tensor(found.logprobs)
             return Probe(f"{api.url}, tokens that it drew", prompt, ids, logprobs)
 
+        asked = [(api, number, prompt) for api in apis for number, prompt in enumerate(prompts)]
         with ThreadPoolExecutor(min(len(asked), self.settings.num_requests)) as threads:
-            # Drawn first: asking for the prompt's own log-probabilities would fill a prefix cache that may be old.
-            found = list(threads.map(lambda one: drawn(*one), asked))
-            # One after the other: vLLM with adapters on CPUs ends when a prompt is scored beside anything else.
-            scores = list(chain(*threads.map(lambda api: [api.score(prompt) for prompt in prompts], apis)))
-        if temperature == 1.0:  # given tokens are scored at no other
-            found += [
-                Probe(f"{api.url}, tokens that it was given", prompt[:1], torch.tensor(prompt[1:]), torch.tensor(given))
-                for (api, _, prompt), given in zip(asked, scores, strict=True)
-            ]
-        return found, scores[: len(prompts)]
+            return list(threads.map(lambda one: drawn(*one), asked))
+
+    def _as_probes(self, scores: Scores) -> list[Probe]:
+        """Log-probabilities of the prompts' own tokens; servers score given tokens at temperature 1 alone."""
+        if self.context.sampling.temperature != 1.0:
+            return []
+        return [
+            Probe(f"{url}, tokens that it was given", prompt[:1], torch.tensor(prompt[1:]), torch.tensor(said))
+            for url, prompt, said in scores
+        ]
 
     @cached_property
     def _prompts(self) -> list[tuple[int, ...]]:
@@ -611,6 +626,19 @@ class Beside:
     def generate(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
         """As the engine's own, without other ranks."""
         return self.engine._asked(requests)
+
+
+def _scored(prompts: Sequence[Tokens], apis: Sequence[ServerApi]) -> Scores:
+    """The prompts' log-probabilities by every server, each of which is asked for one after the other.
+
+    vLLM with adapters on a CPU ends when it is asked for those of a prompt beside anything else.
+    """
+
+    def one(api: ServerApi) -> Scores:
+        return [(api.url, prompt, api.score(prompt)) for prompt in prompts]
+
+    with ThreadPoolExecutor(len(apis)) as threads:
+        return list(chain(*threads.map(one, apis)))
 
 
 def _seed_of(request: GenerationRequest) -> int:

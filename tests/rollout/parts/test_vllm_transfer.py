@@ -151,7 +151,7 @@ def test_when_every_server_dies_in_a_broadcast_the_run_says_so(tmp_path, monkeyp
         run.engine()
         transfer._links[servers[0].url] = WireOfTheDead(servers[0])
         run.train()
-        with pytest.raises(EnginesGoneError, match="no rollout server is left .*server died during transfer"):
+        with pytest.raises(EnginesGoneError, match=r"no rollout server is left .*server died during transfer"):
             run.engine()
 
 
