@@ -246,7 +246,7 @@ def main() -> None:
         tokens = statistics.median(one["tokens"] for one in found[way])
         print(f"| {way} | {tokens:,.0f} | " + " | ".join(f"{x[p]:.2f}" for p in PHASES) + f" | {sum(x.values()):.2f} |")
     if options.json:
-        record.write(options.json, {"rounds": found, "per_1000_tokens": medians})
+        record.write(options.json, {"limit": limit, "rounds": found, "per_1000_tokens": medians})
 
 
 if __name__ == "__main__":

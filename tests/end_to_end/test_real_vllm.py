@@ -96,6 +96,12 @@ def url_without_adapters(tmp_path_factory):
     yield from server_with(tmp_path_factory, KEEP)
 
 
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """Where runs find the warm start of an earlier one."""
+    return f"warm_start.cache_dir={tmp_path_factory.mktemp('warm')}"
+
+
 def server_with(tmp_path_factory, pause, *words):
     """The address of a server; RLMODULE_VLLM_URL names one that runs already."""
     if "RLMODULE_VLLM_URL" in os.environ:
@@ -212,15 +218,17 @@ def test_weights_change_while_responses_are_under_way(url_without_adapters, tmp_
     assert (mixed > 0) == (pause != WAIT)
 
 
-def test_a_run_draws_beside_training(url_without_adapters, tmp_path, capsys):
+def test_a_run_draws_beside_training(url_without_adapters, warm, tmp_path, capsys):
     folder, url = tmp_path / "run", url_without_adapters
-    keys = ("debug=fast", "rollout=vllm", f"rollout.url={url}", "rollout.ahead=1", "rollout.pause=abort")
+    keys = (*SORT[:2], warm, "rollout=vllm", f"rollout.url={url}", "rollout.ahead=1", "rollout.pause=abort")
     process, out = train(folder, *keys, "rollout_correction=tis", "trainer.max_epochs=3")
     assert process.wait() == 0, out.read_text()[-3000:]
     records = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     last = [r for r in records if r["kind"] == "iteration"][-1]
     samples = [json.loads(line)["sample_id"] for file in (folder / "rollouts").glob("*.jsonl") for line in file.open()]
-    assert sorted(samples) == list(range(3 * 8 * 4))
+    assert sorted(samples) == list(range(3 * 32 * 8))
+    assert last["samples/trained"] > len(samples) / 2
+    assert last["rollout/staleness/mean"] == 1
     with capsys.disabled():
         print("", {k: v for k, v in last.items() if k.startswith(("samples/", "rollout/", "rollout_corr/"))}, sep="\n")
 
@@ -262,13 +270,12 @@ def held_out(folder, *keys):
     return rewards[0], (rewards[-2] + rewards[-1]) / 2
 
 
-def test_sort_is_learned_as_well_as_in_process(url, tmp_path, capsys):
+def test_sort_is_learned_as_well_as_in_process(url_without_adapters, warm, tmp_path, capsys):
     """The same start, prompts and seeds; the two draw with random numbers of their own."""
     rewards = {"hf": [], "vllm": []}
     for seed in SEEDS:
-        for name, keys in (("hf", ()), ("vllm", (f"rollout.url={url}",))):
-            start = f"warm_start.cache_dir={tmp_path / 'warm'}"
-            before, after = held_out(tmp_path / f"{name}_{seed}", f"rollout={name}", f"seed={seed}", start, *keys)
+        for name, keys in (("hf", ()), ("vllm", (f"rollout.url={url_without_adapters}",))):
+            before, after = held_out(tmp_path / f"{name}_{seed}", f"rollout={name}", f"seed={seed}", warm, *keys)
             rewards[name].append(after)
             with capsys.disabled():
                 print(f"\nsort, rollout={name}, seed {seed}: held-out reward {before:.3f} -> {after:.3f}")
