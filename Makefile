@@ -76,6 +76,7 @@ bench: setup ## measure, draw, and fill the tables of docs/performance.md (SMALL
 bench-peers: $(PEERS)/.ready ## the same work by verl, OpenRLHF and TRL, in an environment of its own
 	mkdir -p $(RESULTS)
 	HF_HUB_OFFLINE=1 OMP_WAIT_POLICY=PASSIVE $(PEERS)/bin/python benchmarks/peers.py $(if $(SMALL),--small) --json $(RESULTS)/peers.json
+	$(PEERS)/bin/python benchmarks/iteration_trl.py $(if $(SMALL),--small) --json $(RESULTS)/iteration_trl.json
 	$(PEERS)/bin/python benchmarks/report.py --results $(RESULTS) $(if $(SMALL),--out $(RESULTS)/performance.md)
 
 $(PEERS)/.ready: pyproject.toml constraints.txt benchmarks/peers.txt benchmarks/peers_needs.txt

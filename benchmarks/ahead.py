@@ -8,7 +8,10 @@ first iteration, in which the server starts, and CPU seconds of the trainer (`cp
     ahead=0     respond, train, respond, train
     ahead=1     the responses of the next iteration are drawn while this one trains
 
-    python benchmarks/ahead.py [--small] [--rounds 2] [--json PATH]
+With --url a running vLLM server of the built-in model (`model.architecture.head_dim=32`) takes the place of the small
+one: on a CPU it wants the processors that the trainer wants, so what there is to gain is the time that either waits.
+
+    python benchmarks/ahead.py [--small] [--rounds 2] [--url http://HOST:PORT] [--json PATH]
 """
 
 from __future__ import annotations
@@ -32,19 +35,25 @@ PHASES = ("rollout", "reward", "old_logprob", "update")
 
 @dataclass(frozen=True)
 class Work:
-    """How much there is to do: iterations after the first, passes over the samples of each, seconds of a token."""
+    """How much there is to do: iterations after the first, passes over the samples of each, seconds of a token.
+
+    ``url`` is of a running server.
+    """
 
     iterations: int = 6
     passes: int = 6
     token_seconds: float = 0.03
+    url: str | None = None
 
     def keys(self, ahead: int) -> list[str]:
         """Of one run."""
-        server = f"[{sys.executable},{SERVER},FOLDER,HOST,PORT,{self.token_seconds}]"
+        words = f"[{sys.executable},{SERVER},FOLDER,HOST,PORT,{self.token_seconds}]"
+        server = [f"rollout.command={words}"] if self.url is None else [f"rollout.url={self.url}"]
         return [
             "debug=fast",
             "rollout=vllm",
-            f"rollout.command={server}",
+            *server,
+            "model.architecture.head_dim=32",
             f"rollout.ahead={ahead}",
             "rollout.num_requests=16",
             "rollout.n=8",
@@ -88,9 +97,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a quick look")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--url", help="of a running vLLM server, in place of the small one")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    work = Work(iterations=2, passes=2) if options.small else Work()
+    work = Work(iterations=2, passes=2, url=options.url) if options.small else Work(url=options.url)
     found: dict[int, list[dict[str, float]]] = {0: [], 1: []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(1 if options.small else options.rounds):

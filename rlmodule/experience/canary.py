@@ -65,8 +65,21 @@ class Canary:
         Raises:
             TrainingError: on every rank, when a copy is not the policy.
         """
-        probes = engine.probe()
-        found = _agreements(probes, self._scores(probes))
+        found: dict[str, Agreement] = {}
+        scored: dict[tuple[int, ...], Tensor] = {}
+        for probes in engine.probe():
+            part = _agreements(probes, self._scores(probes, scored))
+            self._check(part, engine)
+            found |= part
+        self.at_start = found | self.at_start
+        return found
+
+    def _check(self, found: Mapping[str, Agreement], engine: ProvableEngine) -> None:
+        """Whether what was found is explained by rounding; says so the first time.
+
+        Raises:
+            TrainingError: it is not.
+        """
         most, mean = ROUNDING[engine.promised_dtype]
         for source, agreement in found.items():
             before = self.at_start.get(source)
@@ -76,15 +89,24 @@ class Canary:
                 raise TrainingError(self._words(source, agreement, (limit, limit_of_mean), engine, is_first=not before))
             if before is None:
                 self.say(f"proven: {source} agree with the trainer: {agreement} (nats)")
-        self.at_start = found | self.at_start
-        return found
 
-    def _scores(self, probes: Sequence[Probe]) -> list[Tensor]:
-        """[R] of the policy for each probe; what several servers were asked alike is scored once."""
-        keys = [(probe.prompt_ids, tuple(probe.token_ids.tolist())) for probe in probes]
-        different = dict(zip(keys, probes, strict=True))
-        scores = dict(zip(different, self.score(list(different.values())), strict=True))
-        return [scores[key] for key in keys]
+    def _scores(self, probes: Sequence[Probe], scored: dict[tuple[int, ...], Tensor]) -> list[Tensor]:
+        """[R] of the policy for each probe; a sequence is scored once, also where it begins another.
+
+        Args:
+            probes: of any copies.
+            scored: sequence -> log-probabilities of its tokens but the first; what is new is added.
+        """
+        wholes = [(*probe.prompt_ids, *probe.token_ids.tolist()) for probe in probes]
+        if new := [whole for whole in dict.fromkeys(wholes) if _row_of(whole, scored) is None]:
+            asked = [Probe("", whole[:1], torch.tensor(whole[1:]), torch.empty(0)) for whole in new]
+            scored.update(zip(new, self.score(asked), strict=True))
+        rows = [_row_of(whole, scored) for whole in wholes]
+        return [
+            row[len(probe.prompt_ids) - 1 : len(whole) - 1]
+            for probe, whole, row in zip(probes, wholes, rows, strict=True)
+            if row is not None
+        ]
 
     def _words(
         self,
@@ -110,6 +132,11 @@ class Canary:
             f"log-probabilities differ by {found} (nats), while {because}{likely}. Nothing was trained on its samples. "
             "Start the server again and go on with resume=auto"
         )
+
+
+def _row_of(whole: tuple[int, ...], scored: Mapping[tuple[int, ...], Tensor]) -> Tensor | None:
+    """Scores of a sequence that is this one or begins with it, where there is one."""
+    return next((row for sequence, row in scored.items() if sequence[: len(whole)] == whole), None)
 
 
 def _agreements(probes: Sequence[Probe], scores: Sequence[Tensor]) -> dict[str, Agreement]:

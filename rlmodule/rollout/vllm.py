@@ -148,7 +148,7 @@ class VLLMRolloutConfig(ServerSettings):
     def _link(self, device: torch.device) -> Callable[[VLLMApi], Link]:
         if self.weight_transfer == IPC:
             return lambda api: IPCLink.join(api, device)
-        return lambda api: NCCLLink.join(api, address_for(api.url) if self.urls else self.host)
+        return lambda api: NCCLLink.join(api, address_for(api.url) if self.urls else self.host, device)
 
     def _own(self, context: EngineContext, folder: WeightFolder) -> tuple[OwnServer, ...]:
         log = context.run_dir / "rollout"

@@ -69,8 +69,11 @@ class ProvableEngine(RolloutEngine, Protocol):
     def promised_dtype(self) -> torch.dtype:
         """What the copy computes in, which bounds its rounding."""
 
-    def probe(self) -> list[Probe]:
-        """Fixed sequences as each copy sees them, the same on every rank; every rank calls it."""
+    def probe(self) -> Iterator[list[Probe]]:
+        """Fixed sequences as each copy sees them, in parts, the same on every rank; every rank reads all of them.
+
+        Copies answer the next part while the policy scores the one before.
+        """
 
     def likely_stale(self) -> str:
         """Which weights did not change with the last update, in words; empty where that is not known."""

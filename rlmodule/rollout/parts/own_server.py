@@ -83,12 +83,21 @@ class OwnServer:
             )
 
     def close(self) -> None:
-        """End it, with every process it has started."""
+        """End it, with every process it has started, and remove ``clean``."""
+        self._end(b"")
+
+    def end(self) -> None:
+        """End it likewise and leave ``clean``, so that it can be started again."""
+        self._end(b"e")
+
+    def _end(self, word: bytes) -> None:
         keeper, self._keeper = self._keeper, None
         if keeper is None:
             return
         assert keeper.stdin is not None, "it was started with a pipe"
-        keeper.stdin.close()
+        with suppress(BrokenPipeError):  # the keeper has ended
+            keeper.stdin.write(word)
+            keeper.stdin.close()
         try:
             keeper.wait(PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
@@ -141,6 +150,12 @@ class OwnServers:
         server = self.at(url)
         is_watched = self._watch is not None and self.restarts > 0
         return server is not None and not server.is_running and not is_watched
+
+    def end(self, url: str) -> None:
+        """End the server with this address, if it is one of them; where it is watched it starts again."""
+        if (server := self.at(url)) is not None:
+            with self._may_start:
+                server.end()
 
     def close(self) -> None:
         """End all of them."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
@@ -29,7 +29,7 @@ from rlmodule.rollout.parts.ranks import RankGroup
 from rlmodule.rollout.parts.routing import ATTEMPTS, FAILED, Place, Router, none_left
 from rlmodule.rollout.parts.server_api import ServerApi, WeightTransfer
 from rlmodule.rollout.parts.server_checks import ServerChecks
-from rlmodule.rollout.parts.server_proof import ServerProof
+from rlmodule.rollout.parts.server_proof import Said, ServerProof
 from rlmodule.rollout.parts.server_requests import Beside, ServerRequests
 from rlmodule.rollout.parts.server_settings import ServerSettings
 from rlmodule.rollout.parts.weight_change import WeightChange
@@ -151,7 +151,10 @@ class ServerEngine:
         lost = {url: why for url, why in zip(self._urls, outcomes, strict=True) if why is not None}
         if weights is not None:
             assert self.transfer is not None, "weights go past the folder by a transfer"
-            lost |= self.transfer.send([self._api(url) for url in self._urls if url not in lost], weights, version)
+            unsent = self.transfer.send([self._api(url) for url in self._urls if url not in lost], weights, version)
+            for url in unsent:  # it may hang in the middle of them
+                self.own.end(url)
+            lost |= unsent
         if is_new:
             if lost:
                 raise self._none_came_up(lost)
@@ -246,23 +249,43 @@ class ServerEngine:
 
     # ---- proof
 
-    def probe(self) -> list[Probe]:
-        """What every server makes of the fixed sequences: tokens it draws after them, and their own tokens."""
+    def probe(self) -> Iterator[list[Probe]]:
+        """What every server makes of the fixed sequences: first tokens it draws after them, then their own tokens."""
+        scores: list[Future[Said]] = []
+        with ThreadPoolExecutor(1) as beside:
 
-        def ask() -> tuple[list[Probe], list[tuple[float, ...]]]:
-            self._wake_all()
-            for _ in range(ATTEMPTS - 1):
+            def draw() -> list[Probe]:
+                self._wake_all()
+                found = self._by_those_left(self._proof.drawn)
+                scores.append(beside.submit(self._proof.given, self._running.in_use))
+                return found
+
+            def given() -> Said:
+                [under_way] = scores
                 try:
-                    return self._proof.asked(self._running.in_use)
+                    return under_way.result()
                 except (ServerGoneError, ServerRefusedError) as error:
-                    if getattr(error, "status", FAILED) < FAILED:
-                        raise
-                    self._say(f"rollout server lost while its weights were proven: {error}")
-                    self._running.leave_out(self._comes_back)
-            return self._proof.asked(self._running.in_use)
+                    self._leave_out_after(error)
+                    return self._by_those_left(self._proof.drawn_and_given)
 
-        found, self._proof.said = self._ranks.on_first(ask)
-        return found
+            yield self._ranks.on_first(draw)
+            found, self._proof.said = self._ranks.on_first(given)
+            yield found
+
+    def _by_those_left(self, ask: Callable[[Sequence[ServerApi]], T]) -> T:
+        """What servers that are in use answer; one that is lost on the way is left out, and the others asked again."""
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return ask(self._running.in_use)
+            except (ServerGoneError, ServerRefusedError) as error:
+                self._leave_out_after(error)
+        return ask(self._running.in_use)
+
+    def _leave_out_after(self, error: ServerGoneError | ServerRefusedError) -> None:
+        if getattr(error, "status", FAILED) < FAILED:
+            raise error
+        self._say(f"rollout server lost while its weights were proven: {error}")
+        self._running.leave_out(self._comes_back)
 
     def likely_stale(self) -> str:
         """Tensors whose digest is that of before the last update, where a server gives digests."""

@@ -2,8 +2,8 @@
 
 ``python server_keeper.py CLEAN COMMAND...`` is a process of its own, which loads nothing but the standard library. Its
 standard input is a pipe from the trainer. When that closes, or when its parent is gone, the folder CLEAN is removed and
-every process of its group ended; when the server ends first, what it has left of the group is. Standard output and
-error are those it was given, the server's too.
+every process of its group ended; a byte on it ends them and leaves the folder; when the server ends first, what it has
+left of the group is ended. Standard output and error are those it was given, the server's too.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         print(f"cannot run {command[0]}: {error.strerror}", file=sys.stderr)
         return 127
-    while server.poll() is None and os.getppid() == parent and not _is_closed(0):
-        pass
-    if server.poll() is None:
+    told: bytes | None = None
+    while server.poll() is None and os.getppid() == parent and told is None:
+        told = _read(0)
+    if server.poll() is None and not told:
         shutil.rmtree(clean, ignore_errors=True)
     else:
         print(f"the server ended with code {server.returncode}", file=sys.stderr, flush=True)
@@ -48,10 +49,10 @@ def main(arguments: Sequence[str]) -> int:
     return 1
 
 
-def _is_closed(stream: int) -> bool:
-    """Whether the other end of a pipe is closed; waits a moment for it."""
+def _read(stream: int) -> bytes | None:
+    """A byte from a pipe, none at its end; None where nothing comes within a moment."""
     ready, _, _ = select.select([stream], [], [], POLL_SECONDS)
-    return bool(ready) and not os.read(stream, 1)
+    return os.read(stream, 1) if ready else None
 
 
 def _has_others() -> bool:

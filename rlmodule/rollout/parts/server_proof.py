@@ -18,9 +18,12 @@ from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.rollout.parts.server_api import Draw, ServerApi
 from rlmodule.rollout.parts.server_checks import check_tokens
 
+Tokens = tuple[int, ...]
+Said = tuple[list[Probe], list[tuple[float, ...]]]  # (probes, what the first server says of the fixed sequences)
+
 PROBES, LATER = 4, 1  # fixed sequences at the start, and of them after every later update
 PROBE_LENGTH = 150  # tokens of each at most: more than a block of any server's prefix cache
-DRAWN = 8  # tokens drawn after each
+DRAWN, DRAWN_LATER = 8, 4  # tokens drawn after each
 DIGEST_SECONDS = 1.0  # that a server may take over the digests of its tensors, once for each update
 # How far a server may be from what it said after a proven sync, in nats.
 AGREEMENT = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}
@@ -75,31 +78,51 @@ class ServerProof:
         names = ", ".join(dict.fromkeys(same[:6]))
         return f"unchanged since before the update, by the server's own digests: {names}" if same else ""
 
-    def asked(self, apis: Sequence[ServerApi]) -> tuple[list[Probe], list[tuple[float, ...]]]:
-        """Probes of every server, and what the first says of the fixed sequences; all answer side by side."""
-        temperature = self.context.sampling.temperature
-        prompts = self.prompts[: LATER if self._was_probed else PROBES]
-        asked = [(api, number, prompt) for api in apis for number, prompt in enumerate(prompts)]
+    def drawn(self, apis: Sequence[ServerApi]) -> list[Probe]:
+        """Tokens that every server draws after the fixed sequences, all of them side by side.
 
-        def drawn(api: ServerApi, number: int, prompt: tuple[int, ...]) -> Probe:
-            found = api.draw(Draw(prompt, DRAWN, temperature, seed=number))
+        To be asked before ``given``, which fills a prefix cache that may be old.
+        """
+        count = DRAWN_LATER if self._was_probed else DRAWN
+        asked = [(api, number, prompt) for api in apis for number, prompt in enumerate(self._prompts_of_now)]
+
+        def drawn(api: ServerApi, number: int, prompt: Tokens) -> Probe:
+            found = api.draw(Draw(prompt, count, self.context.sampling.temperature, seed=number))
             check_tokens(api.url, found, self.context.vocab_size)
             ids, logprobs = torch.tensor(found.token_ids), torch.tensor(found.logprobs)
             return Probe(f"{api.url}, tokens that it drew", prompt, ids, logprobs)
 
         with ThreadPoolExecutor(min(len(asked), self.num_requests)) as threads:
-            # Drawn first: asking for the prompt's own log-probabilities would fill a prefix cache that may be old.
-            found = list(threads.map(lambda one: drawn(*one), asked))
-            scores = list(threads.map(lambda one: one[0].score(one[2]), asked))
-        if temperature == 1.0:  # given tokens are scored at no other
-            found += [
-                Probe(f"{api.url}, tokens that it was given", prompt[:1], torch.tensor(prompt[1:]), torch.tensor(given))
-                for (api, _, prompt), given in zip(asked, scores, strict=True)
-            ]
-        return found, scores[: len(prompts)]
+            return list(threads.map(lambda one: drawn(*one), asked))
+
+    def given(self, apis: Sequence[ServerApi]) -> Said:
+        """What every server says of the fixed sequences' own tokens, and what the first of them says in numbers.
+
+        Each is asked for one after the other: vLLM with adapters on a CPU ends when it is asked for those of a prompt
+        beside anything else. Servers score given tokens at temperature 1 alone; at another there are no probes.
+        """
+        prompts = self._prompts_of_now
+        with ThreadPoolExecutor(len(apis)) as threads:
+            scores = list(threads.map(lambda api: [api.score(prompt) for prompt in prompts], apis))
+        found = [
+            Probe(f"{api.url}, tokens that it was given", prompt[:1], torch.tensor(prompt[1:]), torch.tensor(said))
+            for api, of_api in zip(apis, scores, strict=True)
+            for prompt, said in zip(prompts, of_api, strict=True)
+        ]
+        return (found if self.context.sampling.temperature == 1.0 else []), scores[0]
+
+    def drawn_and_given(self, apis: Sequence[ServerApi]) -> Said:
+        """Both, of servers some of which may have come back in between."""
+        drawn = self.drawn(apis)
+        given, said = self.given(apis)
+        return [*drawn, *given], said
+
+    @property
+    def _prompts_of_now(self) -> list[Tokens]:
+        return self.prompts[: LATER if self._was_probed else PROBES]
 
     @cached_property
-    def prompts(self) -> list[tuple[int, ...]]:
+    def prompts(self) -> list[Tokens]:
         """The fixed sequences: token ids drawn once, evenly over the vocabulary, ends and special tokens left out."""
         left_out = {*self.context.end_tokens.ids, *self.context.tokenizer.all_special_ids}
         allowed = torch.tensor([token for token in range(self.context.vocab_size) if token not in left_out])

@@ -2,7 +2,9 @@
 
 What is said over HTTP is the same for both: servers are joined once; then, for each update, ``/start_weight_update``,
 ``/update_weights`` for each chunk while its bytes go from device to device, ``/finish_weight_update``. The bytes go by
-a ``Link``. The links were written after vLLM's code and have not been run on a device.
+a ``Link``. A broadcast to a server that has died never ends by itself, so the bytes go from a thread that is left
+behind when the server's answer breaks off or does not come in time. The links were written after vLLM's code and have
+not been run on a device.
 """
 
 from __future__ import annotations
@@ -10,8 +12,9 @@ from __future__ import annotations
 import base64
 import pickle
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Protocol, TypeVar
@@ -30,6 +33,7 @@ T = TypeVar("T")
 
 DISK, NCCL, IPC = TRANSFERS = ("disk", "nccl", "ipc")
 CHUNK_BYTES = 1 << 30
+SECONDS = 300.0  # that meeting a server, and each chunk, may take: a gigabyte goes over any network in less
 LOST = (ServerGoneError, ServerRefusedError, RuntimeError)  # torch's and NCCL's own errors are RuntimeErrors
 
 
@@ -51,10 +55,12 @@ class VLLMTransfer:
     """Args:
     join: meets one server, and gives the link to it.
     chunks: cuts a strategy's stream into chunks, as the server names weights.
+    seconds: that the bytes of one chunk may take; a server that needs longer is lost.
     """
 
     join: Callable[[VLLMApi], Link]
     chunks: Callable[[Weights], Iterator[Mapping[str, Tensor]]]
+    seconds: float = SECONDS
     _links: dict[str, Link] = field(default_factory=dict, init=False)
 
     def send(self, servers: Sequence[VLLMApi], weights: Weights, version: int) -> dict[str, str]:
@@ -69,7 +75,7 @@ class VLLMTransfer:
         for api in servers:  # NCCL joins one group at a time
             if api.url not in self._links:
                 self._note(lost, {api: _done(self._joined, api)})
-        each(VLLMApi.begin_transfer)
+        each(lambda api: api.begin_transfer())
         for chunk in self.chunks(weights):
             going = [api for api in servers if api.url not in lost]
             with ThreadPoolExecutor(max(1, len(going))) as threads:
@@ -96,8 +102,12 @@ class VLLMTransfer:
         api.take({**told, **self._links[api.url].told(chunk)})
 
     def _carry(self, api: VLLMApi, taking: Future[None], chunk: Mapping[str, Tensor]) -> None:
-        if not (taking.done() and taking.exception()):  # nobody waits for the bytes of a request that was refused
-            self._links[api.url].carry(chunk)
+        link = self._links[api.url]
+        try:
+            done_together(api, taking, lambda: link.carry(chunk), self.seconds)
+        except LOST:
+            self._leave(api.url)  # at once: what hangs keeps the device from sending to the next server
+            raise
 
     def _note(self, lost: dict[str, str], outcomes: Mapping[VLLMApi, Future[Any]]) -> None:
         """Note why work failed; a server that it failed for is met anew the next time."""
@@ -106,17 +116,56 @@ class VLLMTransfer:
                 outcome.result()
             except LOST as error:
                 lost.setdefault(api.url, str(error))
-                if (link := self._links.pop(api.url, None)) is not None:
-                    link.close()
+                self._leave(api.url)
+
+    def _leave(self, url: str) -> None:
+        if (link := self._links.pop(url, None)) is not None:
+            link.close()
+
+
+def done_together(api: VLLMApi, answer: Future[None], work: Callable[[], T], seconds: float) -> T:
+    """What ``work`` gives, which ends only if the server does its part; where it does not, ``work`` is left behind.
+
+    Args:
+        api: asks the server.
+        answer: of the server, once it has done its part.
+        work: called in a thread of its own, unless the server has failed already.
+        seconds: until both must be done.
+
+    Raises:
+        ServerGoneError: the server died meanwhile, or time is up.
+        ServerRefusedError: the server refuses its part.
+        RuntimeError: ``work`` failed.
+    """
+    outcome: Future[T] = Future()
+    if not (answer.done() and answer.exception()):
+        threading.Thread(target=_settle, args=(outcome, work), name="weight transfer", daemon=True).start()
+    done, missing = wait((outcome, answer), seconds, FIRST_EXCEPTION)
+    if missing:
+        api.hang_up()  # a server that waits for bytes which come no more would never answer
+    try:
+        if answer in done:
+            answer.result()
+        if outcome in done:
+            outcome.result()
+        if missing:
+            raise ServerGoneError(f"{api.url} was not done within {seconds:g} seconds")
+    except ServerGoneError as error:
+        raise ServerGoneError(f"server died during transfer: {error}") from None
+    return outcome.result()
+
+
+def _settle(outcome: Future[T], work: Callable[[], T]) -> None:
+    try:
+        outcome.set_result(work())
+    except Exception as error:
+        outcome.set_exception(error)
 
 
 def _done(work: Callable[..., T], *args: Any) -> Future[T]:
     """The outcome of work that is done at once."""
     outcome: Future[T] = Future()
-    try:
-        outcome.set_result(work(*args))
-    except LOST as error:
-        outcome.set_exception(error)
+    _settle(outcome, lambda: work(*args))
     return outcome
 
 
@@ -126,12 +175,14 @@ class NCCLLink:
 
     Args:
         group: vLLM's communicator.
+        device: of the trainer.
     """
 
     group: Any
+    device: torch.device
 
     @classmethod
-    def join(cls, api: VLLMApi, host: str) -> NCCLLink:
+    def join(cls, api: VLLMApi, host: str, device: torch.device, seconds: float = SECONDS) -> NCCLLink:
         """Meet the workers at ``host``, an address of this machine that they can reach.
 
         vLLM's own code builds the group on both sides: the trainer's environment needs vLLM for it.
@@ -140,9 +191,12 @@ class NCCLLink:
         common = import_module("vllm.distributed.weight_transfer.nccl_common")
         with ThreadPoolExecutor(1) as threads:  # workers answer once the trainer has come too
             joined = threads.submit(api.join_transfer, {**meeting, "rank_offset": 1, "packed": False})
-            group = common.trainer_init(meeting)
-            joined.result()
-        return cls(group)
+
+            def meet() -> Any:
+                with torch.cuda.device(device):  # threads begin on the first one
+                    return common.trainer_init(meeting)
+
+            return cls(done_together(api, joined, meet, seconds), device)
 
     def told(self, chunk: Mapping[str, Tensor]) -> Mapping[str, Any]:
         """Nothing more."""
@@ -150,13 +204,15 @@ class NCCLLink:
 
     def carry(self, chunk: Mapping[str, Tensor]) -> None:
         """Broadcast tensor by tensor, in the order of the names, and wait for the end."""
-        stream = torch.cuda.current_stream()
-        for tensor in chunk.values():
-            self.group.broadcast(tensor, src=0, stream=stream)
-        stream.synchronize()
+        torch.cuda.synchronize(self.device)  # the chunk may have been made on another stream
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.current_stream()
+            for tensor in chunk.values():
+                self.group.broadcast(tensor, src=0, stream=stream)
+            stream.synchronize()
 
     def close(self) -> None:
-        """Destroy the communicator."""
+        """Abort the communicator, which ends a broadcast that hangs."""
         self.group.destroy()
 
 
@@ -195,7 +251,7 @@ class IPCLink:
             self.buffer = torch.empty(max(CHUNK_BYTES, sum(sizes)), dtype=torch.uint8, device=self.device)
             self.handle = reduce_tensor(self.buffer)[1]
         torch.cat(flat, out=self.buffer[: sum(sizes)])
-        torch.cuda.current_stream().synchronize()
+        torch.cuda.current_stream(self.device).synchronize()
         name = str(torch.cuda.get_device_properties(self.device).uuid)
         pickled = base64.b64encode(pickle.dumps({name: self.handle})).decode()
         return {"tensor_sizes": sizes, "ipc_handles_pickled": pickled}

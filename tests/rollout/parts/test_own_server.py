@@ -80,3 +80,20 @@ def test_a_server_that_ends_is_started_again_as_often_as_was_said(tmp_path):
     wait_until(lambda: servers.has_ended(server.url))
     assert "the server ended with code -9" in server.last_words()
     servers.close()
+
+
+def test_a_server_that_is_ended_leaves_its_weights_and_is_started_again(tmp_path):
+    server, file = sleeper(tmp_path)
+    servers = OwnServers((server,), restarts=1)
+    servers.start()
+    wait_until(lambda: file.exists() and file.read_text())
+    first = int(file.read_text())
+    servers.watch()
+    servers.end("http://127.0.0.1:2")
+    assert is_alive(first), "another address"
+    servers.end(server.url)
+    assert not is_alive(first)
+    wait_until(lambda: file.read_text() not in ("", str(first)))
+    assert server.clean.exists()
+    servers.close()
+    assert not server.clean.exists()
