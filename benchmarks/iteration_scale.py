@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +192,7 @@ def sampler_of(
 
 
 def exchanged(rank: int, world_size: int, port: int, samples: int, steps: int) -> dict[str, float]:
-    """CPU seconds of this rank to gather the facts of all, and to plan with the others; from the second time on."""
+    """CPU seconds of this rank to gather the facts of all, and to plan with the others, the second time."""
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(minutes=5))
@@ -199,21 +200,21 @@ def exchanged(rank: int, world_size: int, port: int, samples: int, steps: int) -
     mine = table_of(rank, world_size, samples // world_size)
     table = SampleTable.gathered(collectives.gather_objects(mine.packed()))
     pack_all = PackingOverRanks(layout, collectives)
-    ways: dict[str, Callable[[], object]] = {
+    plans = {"plan": pack_all, "plan alone": pack_in_turn}
+    ways: dict[str, Callable[[], Any]] = {
         "facts": lambda: SampleTable.gathered(collectives.gather_objects(mine.packed())),
-        "plan": lambda: sampler_of(table.metas, samples // steps, layout, pack_all),
-        "plan alone": lambda: sampler_of(table.metas, samples // steps, layout),
+        **{name: partial(sampler_of, table.metas, samples // steps, layout, way) for name, way in plans.items()},
     }
-    spent: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(3):
+    spent: dict[str, float] = {}
+    made: dict[str, Any] = {}
+    for _ in range(2):
         for name, way in ways.items():
             start = time.process_time()
-            way()
-            spent[name].append(time.process_time() - start)
-    shared = sampler_of(table.metas, samples // steps, layout, pack_all)
-    assert shared.plans == sampler_of(table.metas, samples // steps, layout).plans, "the same plan"
+            made[name] = way()
+            spent[name] = time.process_time() - start
+    assert made["plan"].plans == made["plan alone"].plans, "the same plan"
     dist.destroy_process_group()
-    return {name: float(np.median(times[1:])) for name, times in spent.items()}
+    return spent
 
 
 def on_processes(world_size: int, samples: int, steps: int) -> dict[str, Any]:
