@@ -228,7 +228,7 @@ def test_a_run_draws_beside_training(url_without_adapters, warm, tmp_path, capsy
     samples = [json.loads(line)["sample_id"] for file in (folder / "rollouts").glob("*.jsonl") for line in file.open()]
     assert sorted(samples) == list(range(3 * 32 * 8))
     assert last["samples/trained"] > len(samples) / 2
-    assert last["rollout/staleness/mean"] == 1
+    assert 0 < last["rollout/staleness/mean"] <= last["rollout/staleness/max"] == 1
     with capsys.disabled():
         print("", {k: v for k, v in last.items() if k.startswith(("samples/", "rollout/", "rollout_corr/"))}, sep="\n")
 

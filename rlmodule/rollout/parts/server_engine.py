@@ -10,12 +10,11 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import chain
 from typing import ClassVar, TypeVar
 
 import torch
@@ -31,19 +30,26 @@ from rlmodule.rollout.parts.own_server import OwnServers
 from rlmodule.rollout.parts.routing import Place, Router, none_left
 from rlmodule.rollout.parts.server_api import Draw, Drawn, ServerApi, WeightTransfer
 from rlmodule.rollout.parts.server_checks import ServerChecks, check_response
+from rlmodule.rollout.parts.server_probes import (
+    DRAWN,
+    DRAWN_LATER,
+    LATER,
+    PROBES,
+    Scores,
+    Tokens,
+    as_probes,
+    drawn_after,
+    fixed_prompts,
+    scored,
+)
 from rlmodule.rollout.parts.server_settings import ServerSettings
 from rlmodule.rollout.parts.weight_change import WeightChange
 from rlmodule.rollout.parts.weight_folder import WeightFolder, Weights
 
 T = TypeVar("T")
-Tokens = tuple[int, ...]
-Scores = list[tuple[str, Tokens, tuple[float, ...]]]  # (address, prompt, log-probabilities of its tokens but the first)
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # until a running server that was lost must answer again
-PROBES, LATER = 4, 1  # fixed sequences at the start, and of them after every later update
-PROBE_LENGTH = 150  # tokens of each at most: more than a block of any server's prefix cache
-DRAWN, DRAWN_LATER = 8, 4  # tokens drawn after each
 DIGEST_SECONDS = 1.0  # that a server may take over the digests of its tensors, once for each update
 # How far a server may be from what it said after a proven sync, in nats.
 AGREEMENT = {torch.float32: 2e-3, torch.float16: 2e-2, torch.bfloat16: 2e-1}
@@ -249,20 +255,22 @@ class ServerEngine:
         They are drawn first: asking for a prompt's own log-probabilities would fill a prefix cache that may be old.
         """
         count, drawn = (LATER, DRAWN_LATER) if self._was_probed else (PROBES, DRAWN)
-        prompts = self._prompts[:count]
+        prompts, temperature = self._prompts[:count], self.context.sampling.temperature
         scores: list[Future[Scores]] = []
         with ThreadPoolExecutor(1) as beside:
 
             def draw() -> list[Probe]:
                 self._wake_all()
                 apis = self._running.in_use
-                found = self._drawn_after(prompts, drawn, apis)
-                scores.append(beside.submit(_scored, prompts, apis))
+                found = drawn_after(prompts, drawn, temperature, apis, self.settings.num_requests)
+                scores.append(beside.submit(scored, prompts, apis))
                 return found
 
             def given() -> tuple[list[Probe], list[tuple[float, ...]]]:
                 [found] = scores
-                return self._as_probes(found.result()), [said for _, prompt, said in found.result()][: len(prompts)]
+                # Servers score given tokens at temperature 1 alone.
+                probes = as_probes(found.result()) if temperature == 1.0 else []
+                return probes, [said for _, _, said in found.result()][: len(prompts)]
 
             yield self.on_first(draw)
             found, self._said = self.on_first(given)
@@ -280,37 +288,13 @@ class ServerEngine:
         names = ", ".join(dict.fromkeys(same[:6]))
         return f"unchanged since before the update, by the server's own digests: {names}" if same else ""
 
-    def _drawn_after(self, prompts: Sequence[Tokens], count: int, apis: Sequence[ServerApi]) -> list[Probe]:
-        """So many tokens by each server after each of the prompts, all of them side by side."""
-
-        def drawn(api: ServerApi, number: int, prompt: Tokens) -> Probe:
-            found = api.draw(Draw(prompt, count, self.context.sampling.temperature, seed=number))
-            ids, logprobs = torch.tensor(found.token_ids), torch.tensor(found.logprobs)
-            return Probe(f"{api.url}, tokens that it drew", prompt, ids, logprobs)
-
-        asked = [(api, number, prompt) for api in apis for number, prompt in enumerate(prompts)]
-        with ThreadPoolExecutor(min(len(asked), self.settings.num_requests)) as threads:
-            return list(threads.map(lambda one: drawn(*one), asked))
-
-    def _as_probes(self, scores: Scores) -> list[Probe]:
-        """Log-probabilities of the prompts' own tokens; servers score given tokens at temperature 1 alone."""
-        if self.context.sampling.temperature != 1.0:
-            return []
-        return [
-            Probe(f"{url}, tokens that it was given", prompt[:1], torch.tensor(prompt[1:]), torch.tensor(said))
-            for url, prompt, said in scores
-        ]
-
     @cached_property
-    def _prompts(self) -> list[tuple[int, ...]]:
-        """The fixed sequences: token ids drawn once, evenly over the vocabulary, ends and special tokens left out."""
+    def _prompts(self) -> list[Tokens]:
+        """The fixed sequences; ends and special tokens are left out."""
         config = self.context.policy.lm.config.get_text_config()
         left_out = {*self.context.end_tokens.ids, *self.context.tokenizer.all_special_ids}
-        allowed = torch.tensor([token for token in range(config.vocab_size) if token not in left_out])
-        length = max(2, min(PROBE_LENGTH, self._max_length - DRAWN))
-        rng = torch.Generator().manual_seed(20261130)
-        picked = allowed[torch.randint(len(allowed), (PROBES, length), generator=rng)]
-        return [tuple(row) for row in picked.tolist()]
+        allowed = [token for token in range(config.vocab_size) if token not in left_out]
+        return fixed_prompts(allowed, self._max_length)
 
     # ---- responses
 
@@ -626,19 +610,6 @@ class Beside:
     def generate(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
         """As the engine's own, without other ranks."""
         return self.engine._asked(requests)
-
-
-def _scored(prompts: Sequence[Tokens], apis: Sequence[ServerApi]) -> Scores:
-    """The prompts' log-probabilities by every server, each of which is asked for one after the other.
-
-    vLLM with adapters on a CPU ends when it is asked for those of a prompt beside anything else.
-    """
-
-    def one(api: ServerApi) -> Scores:
-        return [(api.url, prompt, api.score(prompt)) for prompt in prompts]
-
-    with ThreadPoolExecutor(len(apis)) as threads:
-        return list(chain(*threads.map(one, apis)))
 
 
 def _seed_of(request: GenerationRequest) -> int:
