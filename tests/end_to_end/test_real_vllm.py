@@ -228,7 +228,7 @@ def test_a_run_draws_beside_training(url_without_adapters, warm, tmp_path, capsy
     samples = [json.loads(line)["sample_id"] for file in (folder / "rollouts").glob("*.jsonl") for line in file.open()]
     assert sorted(samples) == list(range(3 * 32 * 8))
     assert last["samples/trained"] > len(samples) / 2
-    assert last["rollout/staleness/mean"] == 1
+    assert 0 < last["rollout/staleness/mean"] <= last["rollout/staleness/max"] == 1
     with capsys.disabled():
         print("", {k: v for k, v in last.items() if k.startswith(("samples/", "rollout/", "rollout_corr/"))}, sep="\n")
 
@@ -302,7 +302,11 @@ def test_an_own_server_is_killed_in_mid_iteration(tmp_path, capsys):
     """kill -9 among the requests of the second iteration: started again, proven again, and the run goes on."""
     folder = tmp_path / "run"
     keys = ("debug=fast", "rollout=vllm", f"rollout.python={PYTHON}", "rollout.arguments=[--enforce-eager]")
-    keys += ("rollout.start_seconds=3000", "trainer.max_epochs=3")
+    keys += (
+        "rollout.start_seconds=3000",
+        "trainer.max_epochs=3",
+        *SORT[:2],
+    )  # more requests than a busy machine misses
     process, out = train(folder, *keys)
     log = folder / "rollout" / "server_0.log"
     answered = lambda: log.read_text(errors="replace").count("POST /v1/completions")  # noqa: E731
@@ -317,7 +321,7 @@ def test_an_own_server_is_killed_in_mid_iteration(tmp_path, capsys):
     assert "rollout server lost" in said
     assert "is back with the present weights" in said
     samples = [json.loads(line) for file in (folder / "rollouts").glob("*.jsonl") for line in file.open()]
-    assert len({(s["iteration"], s["sample_id"]) for s in samples}) == len(samples) == 3 * 8 * 4
+    assert len({(s["iteration"], s["sample_id"]) for s in samples}) == len(samples) == 3 * 32 * 4
     wait_for(lambda: not servers_of(log), 60)
     with capsys.disabled():
         print("", *(line for line in said.splitlines() if "rollout server" in line or "proven" in line), sep="\n")

@@ -140,7 +140,8 @@ def done_together(api: VLLMApi, answer: Future[None], work: Callable[[], T], sec
     outcome: Future[T] = Future()
     if not (answer.done() and answer.exception()):
         threading.Thread(target=_settle, args=(outcome, work), name="weight transfer", daemon=True).start()
-    done, missing = wait((outcome, answer), seconds, FIRST_EXCEPTION)
+    both: tuple[Future[Any], ...] = (outcome, answer)
+    done, missing = wait(both, seconds, FIRST_EXCEPTION)
     if missing:
         api.hang_up()  # a server that waits for bytes which come no more would never answer
     try:
