@@ -1,4 +1,4 @@
-"""Environments written for ``verifiers`` (github.com/PrimeIntellect-ai/verifiers, 0.1): ``environment=verifiers``.
+"""Environments written for ``verifiers`` (github.com/PrimeIntellect-ai/verifiers, to 0.3.0): ``environment=verifiers``.
 
 An episode is the environment's own ``rollout``, run step by step: where it asks a model for a response it is given the
 policy's, and what it says before it asks again is what the policy is shown. Its rubric gives the reward. Leaves out

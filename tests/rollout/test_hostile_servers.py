@@ -97,6 +97,48 @@ def test_an_answer_that_cannot_be_right_ends_the_run_in_words(tmp_path, name):
             generate(engine, requests_of(2))
 
 
+def asked_otherwise(server: Any, **changes: Callable[[Any], Any]) -> None:
+    """Have a server draw for another request than it was sent."""
+    real = server.draw
+    server.draw = lambda ask: real({**ask, **{name: change(ask[name]) for name, change in changes.items()}})
+
+
+def biased(server: Any) -> None:
+    real = server.model.next_logits
+
+    def logits(ids: tuple[int, ...], *, is_prompt: bool) -> Any:
+        found = real(ids, is_prompt=is_prompt).clone()
+        found[7] += 2.0
+        return found
+
+    server.model.next_logits = logits
+
+
+SETTINGS = {
+    "a token before the prompt": lambda server: asked_otherwise(server, prompt=lambda ids: [2, *ids]),
+    "a template behind it": lambda server: asked_otherwise(server, prompt=lambda ids: [*ids, 3]),
+    "top-k by default": lambda server: asked_otherwise(server, top_k=lambda k: k or 20),
+    "a bias": biased,
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_server_with_settings_of_its_own_is_not_the_policy(tmp_path, name):
+    with served(tiny_policy(), tmp_path) as (run, [server]):
+        SETTINGS[name](server)
+        with pytest.raises(TrainingError, match="does not have the policy's weights of version 0"):
+            run.engine()
+
+
+def test_one_stale_server_of_two_is_found_and_named(tmp_path):
+    with served(tiny_policy(), tmp_path, servers=2) as (run, servers):
+        run.engine()
+        run.train()
+        servers[1].model.faults.add("no_reload")
+        with pytest.raises(TrainingError, match=f"weights of version 1: {servers[1].url}"):
+            run.engine()
+
+
 @pytest.mark.parametrize("logprob", [None, "low", {}], ids=str)
 def test_scores_that_are_no_numbers_end_the_proof_in_words(tmp_path, logprob):
     def edit(found: Any) -> None:

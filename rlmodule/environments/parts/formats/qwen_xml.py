@@ -42,11 +42,11 @@ def _read(name: str, content: str, end: str) -> ToolCall | MalformedCall:
         return MalformedCall(f"<function={name}> is not closed by </function>")
     found, place = dict[str, str](), 0
     while begin := _BEGIN.match(content, place):
-        end = content.find(_CLOSES, begin.end())
-        if end < 0:
+        stop = content.find(_CLOSES, begin.end())
+        if stop < 0:
             return MalformedCall("a <parameter=NAME> is not closed by </parameter>")
-        found[begin[1].strip()] = content[begin.end() : end].removesuffix("\n")
-        place = end + len(_CLOSES)
+        found[begin[1].strip()] = content[begin.end() : stop].removesuffix("\n")
+        place = stop + len(_CLOSES)
     if content[place:].strip():
         return MalformedCall(f"<function={name}> holds something beside <parameter=NAME>...</parameter>")
     return ToolCall(name.strip(), found)
