@@ -453,3 +453,13 @@ def test_stages_of_a_pipeline_share_blocks_and_a_plan_says_how_long_they_wait():
     [problem] = data_of(plan_of(*SEVEN, "strategy.pp_size=29", "trainer.devices=29"))["problems"]
     assert (problem["key"], problem["got"]) == ("strategy.pp_size", "29")
     assert "28 blocks" in problem["because"]
+
+
+def test_a_row_fits_beside_weights_and_moments_where_its_step_does():
+    plan = plan_of(*SEVEN, "model.activation_checkpointing=full")
+    step = plan.memory.step(8192)
+    room = step.total - step.weights - step.moments
+    assert plan.row_that_fits("policy", room) == 8192
+    assert plan.row_that_fits("policy", room - 1) == 8191
+    assert plan.row_that_fits("policy", 0) == 1
+    assert plan.row_that_fits("critic", 0) == math.inf
