@@ -1,8 +1,8 @@
-"""What a packed row will take of a device's memory, from what rows before it took; rows are cut before they fail.
+"""What a packed row will take of a device's memory, by the plan and by rows before it; rows are cut before they fail.
 
 For strategies whose processes wait for each other within a row: a process that has failed there cannot go back alone,
 and those that wait for it cannot be told. So every process measures what its longest row needed, all agree on the most
-tokens that fit everywhere, and all run as many rows. The first mini-batch of a model has nothing to go by.
+tokens that fit everywhere, and all run as many rows. The first mini-batch of a model goes by the plan of the run.
 
 Leaves out rows that are computed again (``row_limit.py``), rows whose tokens several processes share, and devices that
 do not count their memory (CPUs).
@@ -25,6 +25,15 @@ from rlmodule.core.types import MicroBatch, MiniBatch
 
 # Of the memory that is free: an allocator cannot use all of it, since tensors of other sizes have left gaps.
 USABLE = 0.95
+
+
+# (name of a model, free bytes) -> tokens of the longest row that is expected to fit; infinity where nothing is known.
+Foretold = Callable[[str, float], float]
+
+
+def nothing_foretold(name: str, room: float) -> float:
+    """Rows are run as planned until some were measured."""
+    return math.inf
 
 
 class DeviceMemory(Protocol):
@@ -81,39 +90,46 @@ class Foresight:
     Args:
         keep_groups: rows keep the samples of a group together.
         memory_of: the memory of a device; None where it is not counted.
+        foretold: what fits of a model of which no row was measured on this process.
     """
 
     keep_groups: bool = False
     memory_of: Callable[[torch.device], DeviceMemory | None] = memory_of
-    _measured: set[str] = field(default_factory=set)  # models, the same ones on every process
+    foretold: Foretold = nothing_foretold
     _took: dict[str, float] = field(default_factory=dict)  # bytes per token of each model's longest row so far
     _longest: dict[str, int] = field(default_factory=dict)
 
-    def cut(self, strategy: Strategy, name: str, mini_batch: MiniBatch) -> Sequence[MicroBatch]:
-        """The rows of this process, those above what every process has room for cut; every process calls it.
+    def cut(self, strategy: Strategy, name: str, mini_batch: MiniBatch) -> tuple[Sequence[MicroBatch], int]:
+        """The rows of this process, those above what every process has room for cut; and the most tokens of any row.
 
-        A process with fewer parts of a row than another one gets rows without loss, which count nowhere.
+        Every process calls it. A process with fewer parts of a row than another one gets rows without loss, which count
+        nowhere.
         """
-        rows, memory = mini_batch.micro_batches, self.memory_of(strategy.root_device)
+        rows, longest, memory = mini_batch.micro_batches, mini_batch.longest_row, self.memory_of(strategy.root_device)
         layout = strategy.layout
         shares_rows = max(layout.sp_size, layout.max_sp_size, layout.pp_size) > 1
-        if memory is None or shares_rows or name not in self._measured:
-            return rows
-        took = self._took.get(name)
-        found = strategy.gather_from_all(math.inf if took is None else USABLE * memory.room() / took)
-        fits = max(1.0, min(found))
-        if fits >= mini_batch.longest_row:
-            return rows
+        if memory is None or shares_rows:
+            return rows, longest
+        fits = max(1.0, min(strategy.gather_from_all(self._fits(name, memory))))
+        if fits >= longest:
+            return rows, longest
         parts = [cut(row, math.floor(fits), keep_groups=self.keep_groups) for row in rows]
         counts = strategy.gather_from_all([len(part) for part in parts])  # [ranks][rows]
         if layout.rank == 0:
-            warnings.warn(_words(mini_batch.longest_row, math.floor(fits)), stacklevel=2)
+            by = "rows before it" if name in self._took else "the plan of the run"
+            warnings.warn(_words(longest, math.floor(fits), by), stacklevel=2)
         wanted = [max(of_row) for of_row in zip(*counts, strict=True)]
-        return [
+        made = [
             row
             for part, count in zip(parts, wanted, strict=True)
             for row in (*part, *[without_samples(part[0])] * (count - len(part)))
         ]
+        return made, math.floor(fits)
+
+    def _fits(self, name: str, memory: DeviceMemory) -> float:
+        """Tokens of the longest row that this process has room for."""
+        took, room = self._took.get(name), USABLE * memory.room()
+        return self.foretold(name, room) if took is None else room / took
 
     @contextmanager
     def measuring(self, strategy: Strategy, name: str, rows: Sequence[MicroBatch], longest_row: int) -> Iterator[None]:
@@ -128,16 +144,15 @@ class Foresight:
             return
         memory.watch()
         yield
-        self._measured.add(name)
         longest = max(len(row.input_ids) for row in rows)
         if longest >= self._longest.get(name, 0) and 2 * longest >= longest_row:
             self._longest[name] = longest
             self._took[name] = max(memory.rise(), 1) / longest
 
 
-def _words(longest: int, fits: int) -> str:
+def _words(longest: int, fits: int, by: str) -> str:
     return (
-        f"a row of {longest} tokens would not fit in the memory of every process, going by rows before it: rows of "
+        f"a row of {longest} tokens would not fit in the memory of every process, going by {by}: rows of "
         f"this mini-batch above {fits} tokens are cut, on all processes, with the same numbers. "
         f"batching.max_token_len_per_gpu={fits} plans for it"
     )

@@ -22,7 +22,7 @@ from typing import TypeVar
 import torch
 
 from rlmodule.batching.cutting import cut, is_one_unit
-from rlmodule.batching.foresight import DeviceMemory, Foresight, memory_of
+from rlmodule.batching.foresight import DeviceMemory, Foresight, Foretold, memory_of, nothing_foretold
 from rlmodule.core.contract import Backward, ModelObjective, Strategy
 from rlmodule.core.errors import TrainingError, in_one_line
 from rlmodule.core.metrics import Metrics
@@ -44,17 +44,19 @@ class RowLimit:
     Args:
         keep_groups: rows that a loss is computed of keep the samples of a group together.
         tokens: the limit; infinity until a row does not fit.
-        memory_of: the memory of a device, for rows that must be cut before they fail.
+        memory_of, foretold: the memory of a device, and what fits of a model by the plan of the run, for rows that must
+            be cut before they fail.
     """
 
     keep_groups: bool = False
     tokens: float = math.inf
     memory_of: Callable[[torch.device], DeviceMemory | None] = memory_of
+    foretold: Foretold = nothing_foretold
     _foresight: Foresight = field(init=False)
     _fitted: list[int] = field(default_factory=lambda: [0, 0])  # longest rows that fitted once, and twice
 
     def __post_init__(self) -> None:
-        self._foresight = Foresight(self.keep_groups, self.memory_of)
+        self._foresight = Foresight(self.keep_groups, self.memory_of, self.foretold)
 
     def forward_backward(
         self, strategy: Strategy, name: str, mini_batch: MiniBatch, objective: ModelObjective, backward: Backward
@@ -75,7 +77,9 @@ class RowLimit:
             return strategy.forward_backward(name, rows, objective, mini_batch.totals, backward)
 
         if strategy.exchanges_within_rows:
-            rows = mini_batch.micro_batches if is_tried else self._foresight.cut(strategy, name, mini_batch)
+            rows: Rows = mini_batch.micro_batches
+            if not is_tried:
+                rows, longest = self._foresight.cut(strategy, name, mini_batch)
             with _ends_in_words(rows), self._foresight.measuring(strategy, name, rows, longest):
                 metrics = train(rows)
             if len(rows) == len(mini_batch.micro_batches):

@@ -352,7 +352,8 @@ class Run:
         step = None if checkpoint is None else read_manifest(checkpoint).step
         objective = config.objective
         strategy = self.strategy.build()
-        module = build_module(config, objective, self.dataset.samples_per_row, strategy)
+        foretold = Plan(self.config, self.strategy).row_that_fits
+        module = build_module(config, objective, self.dataset.samples_per_row, strategy, foretold)
         context = self._context(config, dict(module.models.items()), step)
         context.metrics_log.subscribe(on_phase=self.on_phase)
         callbacks = [made.connect(context) for made in config.callbacks.values()]

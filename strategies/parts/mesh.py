@@ -100,14 +100,14 @@ class Mesh:
 
     def _made(self, width: int, *, apart: int) -> dist.ProcessGroup:
         """The group of this process among ``width`` neighbours, each ``apart`` from the next; makes those of all."""
-        world, rank, mine = self.layout.world_size, self.layout.rank, None
-        for first in range(0, world, width):
-            for place in range(apart):
-                ranks = list(range(first + place, first + width, apart))
+        mine: list[dist.ProcessGroup] = []
+        for first in range(0, self.layout.world_size, width):
+            for place in range(first, first + apart):
+                ranks = list(range(place, first + width, apart))
                 group = dist.new_group(ranks)
-                mine = group if rank in ranks else mine
-        assert mine is not None, f"rank {rank} is in no group of {width} of {world}"
-        return mine
+                mine += [group] if self.layout.rank in ranks else []
+        assert len(mine) == 1, f"rank {self.layout.rank} is in {len(mine)} groups of {width} neighbours"
+        return mine[0]
 
     @property
     def tensor(self) -> DeviceMesh | None:

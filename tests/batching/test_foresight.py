@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from rlmodule.batching.foresight import USABLE, Foresight, memory_of
+from rlmodule.batching.foresight import USABLE, Foresight, memory_of, nothing_foretold
 from rlmodule.batching.row_limit import RowLimit
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.models.building import build_policy_on_meta
@@ -40,14 +40,19 @@ class SmallMemory:
         return PER_TOKEN * max(self.rows[self._start :])
 
 
-def fit(rank, run):
+def by_bytes(name, room):
+    """A plan of the run that foretells what rows will be measured to take."""
+    return room / PER_TOKEN
+
+
+def fit(rank, run, foretold=nothing_foretold):
     """What the run came to, the rows this rank ran, and what was said; only the last rank has little memory."""
     memory = SmallMemory((FITS + 0.5) / USABLE if rank == 1 else 1e6)
     policy = build_policy_on_meta(ModelConfig(architecture=ARCHITECTURE, tokenizer="byte"), seed=0, temperature=1.0)
     policy.register_forward_pre_hook(lambda _, args: memory.rows.append(len(args[0].input_ids)))
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        limit = RowLimit(memory_of=lambda device: memory)
+        limit = RowLimit(memory_of=lambda device: memory, foretold=foretold)
         outcome = replace(run, policy=policy, row_limit=limit).fit(current_layout().world_size, rank)
     return outcome, memory.rows, [str(one.message) for one in told if "would not fit" in str(one.message)]
 
@@ -72,22 +77,34 @@ def test_rows_that_would_not_fit_on_one_rank_are_cut_on_all(undisturbed, backend
     assert not ranks[1][2], "one rank says it for all"
 
 
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore")
+def test_rows_of_the_first_mini_batch_are_cut_where_the_plan_says_that_they_would_not_fit(undisturbed):
+    ranks = run_on_ranks(2, lambda rank: fit(rank, RUN.with_options("fsdp2"), by_bytes))
+    check_equal(undisturbed, [outcome for outcome, _, _ in ranks])
+    assert len(ranks[0][1]) == len(ranks[1][1]), "ranks run equally many rows"
+    assert max(row for _, rows, _ in ranks for row in rows) <= FITS
+    first, second = ranks[0][2][:2]
+    assert "going by the plan of the run" in first
+    assert "going by rows before it" in second, "those that were cut"
+
+
 def test_a_row_is_cut_only_once_rows_before_it_say_so():
     (mini_batch,) = share_rows(mixed_rows(((3, 4), (5, 1), (2, 9), (4, 3))), BatchingConfig(mini_batch_size=4))
     (row,) = mini_batch.micro_batches
     strategy, memory = single({"policy": tiny_policy()}), SmallMemory(len(row.input_ids))
     foresight = Foresight(memory_of=lambda device: memory)
-    assert foresight.cut(strategy, "policy", mini_batch) is mini_batch.micro_batches
+    assert foresight.cut(strategy, "policy", mini_batch)[0] is mini_batch.micro_batches
     with foresight.measuring(strategy, "policy", [row], 3 * len(row.input_ids)):
         memory.rows.append(len(row.input_ids))
-    assert foresight.cut(strategy, "policy", mini_batch) is mini_batch.micro_batches, "a short row says nothing"
+    assert foresight.cut(strategy, "policy", mini_batch)[0] is mini_batch.micro_batches, "a short row says nothing"
     with foresight.measuring(strategy, "policy", [row], len(row.input_ids)):
         memory.rows.append(len(row.input_ids))
-    assert len(foresight.cut(strategy, "other", mini_batch)) == 1, "another model has other needs"
+    assert len(foresight.cut(strategy, "other", mini_batch)[0]) == 1, "another model has other needs"
     with pytest.warns(UserWarning, match="would not fit"):  # 95 % of the room
-        assert len(foresight.cut(strategy, "policy", mini_batch)) == 2
+        assert len(foresight.cut(strategy, "policy", mini_batch)[0]) == 2
     memory.tokens *= 2
-    assert foresight.cut(strategy, "policy", mini_batch) is mini_batch.micro_batches
+    assert foresight.cut(strategy, "policy", mini_batch)[0] is mini_batch.micro_batches
 
 
 def test_a_cpu_does_not_count_its_memory():

@@ -13,6 +13,7 @@ from torch import nn
 
 from rlmodule.algorithm.critic import CriticObjective, JointObjective
 from rlmodule.algorithm.objective import Objective
+from rlmodule.batching.foresight import Foretold, nothing_foretold
 from rlmodule.batching.row_limit import RowLimit
 from rlmodule.core.contract import LANGUAGE_MODEL, POLICY_VALUE, VALUE_MODEL, ModelObjective, ModelSpec, Strategy
 from rlmodule.core.types import CRITIC, POLICY, REFERENCE, REWARD_MODEL, TEACHER
@@ -30,7 +31,13 @@ from rlmodule.training.update import Trainable
 Minimised = dict[str, tuple[ModelObjective, OptimizerConfig]]  # model that trains -> its objective and its optimizer
 
 
-def build_module(config: RunConfig, objective: Objective, samples_per_row: float, strategy: Strategy) -> RLModule:
+def build_module(
+    config: RunConfig,
+    objective: Objective,
+    samples_per_row: float,
+    strategy: Strategy,
+    foretold: Foretold = nothing_foretold,
+) -> RLModule:
     """The Lightning module, with all models of the run.
 
     Args:
@@ -38,6 +45,7 @@ def build_module(config: RunConfig, objective: Objective, samples_per_row: float
         objective: what the policy or the reward model minimises.
         samples_per_row: mean number of samples of a row of the data; the number of optimizer steps follows from it.
         strategy: builds the models.
+        foretold: says which rows fit before any was run.
     """
     models = {name: _built(name, spec, strategy) for name, spec in model_specs(config, objective).items()}
     trainables = [
@@ -48,7 +56,7 @@ def build_module(config: RunConfig, objective: Objective, samples_per_row: float
         models,
         trainables,
         max_skipped_in_a_row=config.trainer.max_skipped_in_a_row,
-        row_limit=RowLimit(config.batching.keep_groups),
+        row_limit=RowLimit(config.batching.keep_groups, foretold=foretold),
     )
 
 

@@ -6,6 +6,7 @@ Formulas and what they leave out are in docs/planning.md; benchmarks/memory.py c
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlmodule.core.sharding import Sharding
@@ -241,16 +242,30 @@ class MemoryModel:
 
     def largest_budget(self, memory: float) -> int | None:
         """The most tokens of a micro-batch that fit into ``memory`` bytes; None where not even one sample does."""
-        low, high = self.longest, self.longest
-        if self.peak(low) > memory:
+        if self.peak(self.longest) > memory:
             return None
-        while self.peak(2 * high) <= memory and high < 2**24:
-            high *= 2
-        high *= 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.peak(middle) <= memory else (low, middle)
-        return max(self.longest, low // GRANULE * GRANULE)
+        most = _largest(self.longest, lambda budget: self.peak(budget) <= memory)
+        return max(self.longest, most // GRANULE * GRANULE)
+
+    def row_that_fits(self, room: float) -> int:
+        """The most tokens of a row whose passes take ``room`` bytes beyond weights and moments; 1 where none fits."""
+
+        def fits(num_tokens: int) -> bool:
+            step = self.step(num_tokens)
+            return step.total - step.weights - step.moments <= room
+
+        return _largest(1, fits)
+
+
+def _largest(low: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to which ``fits`` holds, ``low`` where it holds for none."""
+    high = 2 * low
+    while fits(high) and high < 2**25:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,9 @@ from rlmodule.run.preflight.checks import all_checks
 from rlmodule.run.preflight.layout import check_layout
 from rlmodule.run.preflight.teacher import teacher_model
 
+# What models of others raise where their activations cannot be counted, see also ``models/shape.py``.
+UNPLANNED = (RLModuleError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+
 
 @dataclass(eq=False)
 class Plan:
@@ -161,6 +164,18 @@ class Plan:
             loss_share=min(1.0, self.expected.response / self.expected.sample),
             gathered_keys=self._gathered_keys(checkpointing) * head.compute_bytes,
         )
+
+    def row_that_fits(self, name: str, room: float) -> float:
+        """Tokens of the longest row of model ``name`` whose passes take ``room`` bytes on top of what is there before.
+
+        Infinity where that is not known, as for a value model beside the policy.
+        """
+        if name != self.config.trained_model:
+            return math.inf
+        try:
+            return self.memory.row_that_fits(room)
+        except UNPLANNED:  # such as a model whose code does not run without weights: it trains all the same
+            return math.inf
 
     def _gathered_keys(self, checkpointing: str) -> float:
         """Numbers in keys and values of other parts of a row, for each token of a process: of all layers, or of one.

@@ -465,3 +465,13 @@ def test_a_strategy_whose_package_is_missing_is_not_planned_as_another(monkeypat
     monkeypatch.setattr(StrategyRegistry, "lookup", lookup)
     with pytest.raises(DependencyError, match=r"pip install 'rlmodule\[deepspeed\]'"):
         data_of(plan_of(*words))
+
+
+def test_a_row_fits_beside_weights_and_moments_where_its_step_does():
+    plan = plan_of(*SEVEN, "model.activation_checkpointing=full")
+    step = plan.memory.step(8192)
+    room = step.total - step.weights - step.moments
+    assert plan.row_that_fits("policy", room) == 8192
+    assert plan.row_that_fits("policy", room - 1) == 8191
+    assert plan.row_that_fits("policy", 0) == 1
+    assert plan.row_that_fits("critic", 0) == math.inf
