@@ -101,6 +101,7 @@ LIBRARIES = {
     "rlmodule/run/launchers/ray.py": {"ray"},
     "rlmodule/run/run.py": {"lightning"},
     "rlmodule/run/evaluation_run.py": {"lightning"},
+    "rlmodule/run/sharing_cost.py": {"lightning"},
     "rlmodule/run/planning/page.py": {"rich"},
     "rlmodule/run/build": {"lightning"},
     "rlmodule/parity": TORCH | {"lightning"},
