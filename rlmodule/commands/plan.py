@@ -12,7 +12,8 @@ from rich.console import Console
 from rlmodule.commands import COMMANDS, Command, Invocation
 from rlmodule.core.config import at_least, at_most, more_than
 from rlmodule.core.errors import ConfigError
-from rlmodule.run.build.device_memory import ACCELERATOR_SHARE, device_memory
+from rlmodule.core.memory import ACCELERATOR_SHARE
+from rlmodule.run.build.device_memory import device_memory
 from rlmodule.run.launchers.parts.supervision import USER_ERROR
 from rlmodule.run.planning.machine import PlannedMachine
 from rlmodule.run.planning.page import Assumed, as_data, show

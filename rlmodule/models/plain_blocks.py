@@ -230,9 +230,12 @@ def _is_plain(trunk: Any) -> bool:
 
 
 def _has_plain_weights(trunk: nn.Module) -> bool:
-    """Whether all are float32 on a CPU, and modules are called without hooks or a forward of their own."""
+    """Whether all are float32 on a CPU and count how often they are written to, and modules have no hooks."""
     return all(
-        type(p) in (Tensor, nn.Parameter) and p.device.type == "cpu" and p.dtype == torch.float32
+        type(p) in (Tensor, nn.Parameter)
+        and p.device.type == "cpu"
+        and p.dtype == torch.float32
+        and not p.is_inference()
         for p in trunk.parameters()
     ) and not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in trunk.modules())
 

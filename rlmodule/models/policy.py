@@ -83,7 +83,7 @@ class PolicyModel(nn.Module):
             and reads weights of the layers inside it, so a strategy has to gather all of it at once.
         head: what lies between the last hidden states and the logits.
         head_in_fp32: whether the family wants its logits computed in float32.
-        plain_blocks: whether its blocks are of the plain kind, as a comparison has shown; sampling on CPUs then runs them
+        plain_blocks: whether its blocks are of the plain kind, as a comparison has shown; sampling on CPUs runs them
             laid out anew (``plain_blocks.py``).
         likeliest: which tokens ``top_ids`` and ``top_logprob`` are about; set on a teacher that is asked for them.
     """

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,14 @@ from transformers import PreTrainedTokenizerBase
 from rlmodule.core.config import at_least, more_than
 from rlmodule.core.episodes import Completion, GenerationRequest
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.memory import free_memory
 from rlmodule.core.types import POLICY
 from rlmodule.models.alone import RowMode
 from rlmodule.models.attention import RaggedCache
-from rlmodule.models.policy import DecodeBatch, PolicyModel, PrefillBatch
+from rlmodule.models.policy import DecodeBatch, PrefillBatch
 from rlmodule.models.shape import shape_of
 from rlmodule.rollout import ROLLOUTS
+from rlmodule.rollout.parts.cache_room import GB, CacheRoom
 from rlmodule.rollout.parts.decoding import DecodingBatch, DecodingRows
 from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.rollout.parts.lookup import Lookup
@@ -34,7 +36,8 @@ from rlmodule.rollout.parts.sampling import Truncation
 if TYPE_CHECKING:  # types alone
     from rlmodule.data.end_tokens import EndTokens
 
-GB = 1e9
+AUTO = "auto"
+LOGITS = 8  # bytes for each token of the vocabulary and row while one is drawn
 REFILL_AT = 8  # new requests come in once an eighth of the places is free
 RETURN_AT = 8  # responses are handed back once an eighth of those at work has ended
 
@@ -45,7 +48,7 @@ class HFRolloutConfig:
     """Settings of the in-process engine."""
 
     max_batch_size: int = 1024  # responses decoded side by side
-    cache_gb: float | None = None  # gigabytes of keys and values at most, on each process; null: of all those responses
+    cache_gb: Any = None  # gigabytes of keys and values at most, on each process; null: of all those responses; auto
 
     lookup: int = 0  # tokens guessed ahead of each response at most, from what it repeats of itself and its prompt
 
@@ -55,14 +58,22 @@ class HFRolloutConfig:
     def __post_init__(self) -> None:
         at_least("max_batch_size", self.max_batch_size, 1)
         at_least("lookup", self.lookup, 0)
-        if self.cache_gb is not None:
-            more_than("cache_gb", self.cache_gb, 0)
+        if self.cache_gb in (None, AUTO):
+            return
+        if isinstance(self.cache_gb, bool) or not isinstance(self.cache_gb, int | float):
+            raise ConfigError(
+                key="cache_gb", got=self.cache_gb, because="it is no number", fix=f"Use a number, null or {AUTO}"
+            )
+        more_than("cache_gb", self.cache_gb, 0)
 
     def places(self, row_bytes: int) -> int:
-        """Responses decoded side by side at most, each with so many bytes of keys and values; 0 where none fits."""
+        """Responses decoded side by side at most, each with so many bytes of keys and values; 0 where none fits.
+
+        With ``auto`` it is the one that there must be room for, as how many more there are is known while sampling.
+        """
         if self.cache_gb is None:
             return self.max_batch_size
-        return min(self.max_batch_size, int(self.cache_gb * GB // max(row_bytes, 1)))
+        return 1 if self.cache_gb == AUTO else min(self.max_batch_size, int(self.cache_gb * GB // max(row_bytes, 1)))
 
     def connect(self, context: EngineContext) -> HFEngine:
         """The engine for the policy of a run.
@@ -87,27 +98,22 @@ class HFRolloutConfig:
             self.max_batch_size,
             temperature=context.sampling.temperature,
             compute_dtype=context.policy.compute_dtype,
-            places=None if self.cache_gb is None else self._places_of(context.policy),
+            places=None if self.cache_gb is None else self._room(context),
             lookup=self.lookup,
         )
 
-    def _places_of(self, policy: PolicyModel) -> Callable[[int], int]:
-        """How many rows of so many tokens have room; it raises ConfigError where one has none."""
-        shape, itemsize = shape_of(policy.lm.config), (policy.compute_dtype or policy.lm.dtype).itemsize
-
-        def places(length: int) -> int:
-            row_bytes = shape.cache_bytes(length, itemsize)
-            if found := self.places(row_bytes):
-                return found
-            raise ConfigError(
-                key="rollout.cache_gb",
-                got=self.cache_gb,
-                because=f"a response and its prompt have up to {length} tokens, whose keys and values need "
-                f"{row_bytes / GB:.2g} GB",
-                fix=f"Use rollout.cache_gb={row_bytes / GB:.2g} or more, or a smaller rollout.max_response_length",
-            )
-
-        return places
+    def _room(self, context: EngineContext) -> CacheRoom:
+        policy, processes = context.policy, context.strategy.layout.world_size
+        config = policy.lm.config
+        itemsize = (policy.compute_dtype or policy.lm.dtype).itemsize
+        vocabulary = int(config.get_text_config().vocab_size)
+        return CacheRoom(
+            row_bytes=partial(shape_of(config).cache_bytes, itemsize=itemsize),
+            beside=LOGITS * vocabulary,
+            most=self.max_batch_size,
+            given=None if self.cache_gb == AUTO else self.cache_gb * GB,
+            free=partial(free_memory, context.device, processes),
+        )
 
 
 @dataclass(eq=False)
@@ -141,7 +147,7 @@ class HFEngine:
     version: int = 0
     temperature: float = 1.0
     compute_dtype: torch.dtype | None = None
-    places: Callable[[int], int] | None = None
+    places: CacheRoom | None = None
     lookup: int = 0
 
     def start(self) -> None:
@@ -159,6 +165,8 @@ class HFEngine:
         """One completion per request, soon after it ends; new requests take the places of responses that have ended."""
         waiting = Waiting(iter(requests))
         with self.generation_mode():
+            if self.places is not None:
+                self.places.measure()
             running: Running | None = None
             while True:
                 running = self._refill(running, waiting)

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlmodule.batching.collate import pack_rows
+from rlmodule.core import memory
 from rlmodule.core.episodes import Drawing
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import Prompt, StepTotals, TrainingSample
@@ -401,6 +402,26 @@ def test_keys_and_values_need_no_more_memory_than_they_may(monkeypatch):
     assert 0 < bounded <= allowed < free
 
 
+def test_keys_and_values_take_the_memory_that_is_free_when_sampling_begins(monkeypatch):
+    """Room for five rows, then for one, then for less than one; the same tokens, and fewer rows side by side."""
+    policy, rows = tiny_policy(), []
+    requests = [ask(PROMPTS[1], i, max_tokens=8, seed=2) for i in range(12)]
+    row_bytes = shape_of(policy.lm.config).cache_bytes(7 + 8, 4) + 8 * 64
+    expected = ids_of(generate(engine_of(policy), requests))
+    policy.register_forward_pre_hook(lambda _, args: rows.append(len(args[0].cache.lengths)))
+    for share, most in ((5.5, 5), (1.5, 1), (0.1, 1)):
+        monkeypatch.setattr(memory, "free_host_memory", lambda share=share: share * row_bytes / memory.HOST_SHARE)
+        rows.clear()
+        assert ids_of(generate(engine_of(policy, cache_gb="auto"), requests)) == expected
+        assert max(rows) == most
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, "all"])
+def test_a_bound_that_is_no_number_is_refused(wrong):
+    with pytest.raises(ConfigError, match="cache_gb"):
+        HFRolloutConfig(cache_gb=wrong)
+
+
 def test_a_bound_on_keys_and_values_that_one_response_breaks_is_refused():
     with pytest.raises(ConfigError, match="up to 17 tokens, whose keys and values need") as error:
         generate(engine_of(tiny_policy(), cache_gb=1e-6), [ask(PROMPTS[1], 0)])
@@ -459,7 +480,9 @@ def test_guesses_stop_at_a_response_s_last_token_and_at_its_end():
         [cut] = generate(engine, [ask(PROMPTS[1], 0, max_tokens=limit, greedy=True)])
         assert cut.token_ids.tolist() == whole.token_ids.tolist()[:limit]
     ends = EndTokens((whole.token_ids.tolist()[-1],))
-    plain, guessed = (generate(engine_of(policy, lookup=n, ends=ends), [ask(PROMPTS[1], 0, greedy=True)]) for n in (0, 7))
+    plain, guessed = (
+        generate(engine_of(policy, lookup=n, ends=ends), [ask(PROMPTS[1], 0, greedy=True)]) for n in (0, 7)
+    )
     assert ids_of(plain) == ids_of(guessed)
 
 
@@ -495,7 +518,9 @@ def test_which_families_are_decoded_with_weights_laid_out():
 
 def test_adapters_are_merged_into_weights_that_are_laid_out():
     """What was recorded while drawing, against the training pass with adapters beside the weights."""
-    policy = build_policy(ModelConfig(architecture=architecture("qwen2"), lora=LoraConfig(r=2)), seed=0, temperature=1.0)
+    policy = build_policy(
+        ModelConfig(architecture=architecture("qwen2"), lora=LoraConfig(r=2)), seed=0, temperature=1.0
+    )
     assert policy.plain_blocks
     with torch.no_grad():
         for parameter in policy.parameters():

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rlmodule.core.memory import ACCELERATOR_SHARE
 from rlmodule.models.recompute import MODES, SELECTIVE
-from rlmodule.run.build.device_memory import ACCELERATOR_SHARE
 from rlmodule.run.learning_rate import learning_rate_in_words, learning_rate_warning
 from rlmodule.run.planning.plan import Plan
 from rlmodule.run.planning.work import seconds

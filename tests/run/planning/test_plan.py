@@ -14,10 +14,10 @@ from rich.console import Console
 
 from rlmodule import cli
 from rlmodule.core.errors import ConfigError, DependencyError
+from rlmodule.core.memory import free_host_memory
 from rlmodule.core.sharding import Sharding
 from rlmodule.models import footprint
 from rlmodule.records.run_directory import RunDirectory
-from rlmodule.run.build.device_memory import free_host_memory
 from rlmodule.run.planning.page import Assumed, as_data, show
 from rlmodule.run.planning.plan import Plan
 from rlmodule.run.planning.work import Lengths, seconds, sent_bytes
