@@ -177,8 +177,8 @@ class PlainBlocks:
         unseen = unseen_slots(lengths + 1, blocks, new)
         for number, block in enumerate(self.blocks):
             query, key, value = self._heads(block, hidden, cos, sin)
-            rows = (x.view(batch, new, -1, self.head_dim).transpose(1, 2) for x in (key, value))
-            keys, values = cache.update(*rows, number)
+            key, value = (x.view(batch, new, -1, self.head_dim).transpose(1, 2) for x in (key, value))
+            keys, values = cache.update(key, value, number)
             query = query.view(batch, new, self.num_heads, -1).transpose(1, 2)
             attended = decode_attention(query, keys, values, blocks, unseen, self.scaling)
             block.out.add_to(hidden, attended.reshape(batch * new, -1))
