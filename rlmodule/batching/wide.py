@@ -58,6 +58,9 @@ def plan_wide(
     wide = cells.packing(order).with_balanced_ranks(cost)
     if alone is None:
         return wide
+    assert wide.widths is not None, "cells have widths"
+    if not (wide.widths > 1).any():
+        return alone
     limit = _cost_of(alone, cost, step_cost, exchange) * (1 - MIN_SAVING)
     return wide if _cost_of(wide, cost, step_cost, exchange) < limit else alone
 

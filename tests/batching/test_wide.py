@@ -100,6 +100,16 @@ def test_a_plan_is_never_worse_than_without_shared_rows_and_of_the_same_samples(
             assert plan == before, "to the digit"
 
 
+def test_where_only_another_packing_saves_the_plan_is_the_one_without_shared_rows():
+    """The search for shared rows finds 19 in two micro-steps that share nothing, where the other planner has 20 in one."""
+    metas = metas_of([2] * 11 + [15])
+    costs = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    choices = {"mini_batch_size": 9, "dp_size": 2, "token_budget": 20, "planner": "joint_free", "cost": costs}
+    wide, alone = (plan_batch(metas, **choices, widest=widest)[0] for widest in (2, 1))
+    assert wide.shared_rows == 0
+    assert wide == alone
+
+
 def test_where_ranks_are_level_the_plan_is_the_one_without_shared_rows():
     case = CASES["logn8k-256x8x4"]
     sizes = {name: case[name] for name in ("mini_batch_size", "dp_size", "token_budget")}
