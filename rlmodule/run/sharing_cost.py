@@ -22,6 +22,7 @@ from rlmodule.batching.collate import DynamicCollator
 from rlmodule.core.contract import Strategy
 from rlmodule.core.errors import ConfigError, TrainingError
 from rlmodule.core.layout import place_of, widths_of
+from rlmodule.core.slices import SlicePlace
 from rlmodule.core.types import POLICY, MicroBatch, Prompt, Sample, StepTotals, TrainingSample
 from rlmodule.losses.ppo_clip import PPOClip
 from rlmodule.models.description import NO_VALUE
@@ -153,8 +154,9 @@ def _row(tokens: int, width: int, strategy: Strategy) -> MicroBatch:
     zeros = torch.zeros(len(response))
     sample = Sample(0, 0, prompt, response, torch.ones_like(response, dtype=torch.bool))
     row = TrainingSample(sample, advantage=zeros + 1, old_logprob=zeros - 1)
-    rank = strategy.layout.dp_rank
-    packed = DynamicCollator().pack([row], _totals(strategy, len(response)), (0,), (width, place_of(rank, width)))
+    layout = strategy.layout
+    place = SlicePlace(width, place_of(layout.dp_rank, width), layout.parts_of(width))
+    packed = DynamicCollator().pack([row], _totals(strategy, len(response)), (0,), place)
     return packed.to(strategy.root_device)
 
 
