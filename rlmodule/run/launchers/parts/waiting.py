@@ -7,6 +7,9 @@ may hang, and devices other than CPUs cannot be used in one, so ranks are then s
 
 from __future__ import annotations
 
+import atexit
+import logging
+import multiprocessing.util
 import os
 import pickle
 import signal
@@ -99,8 +102,7 @@ def _wait(read: int, main: Callable[[Sequence[str]], int]) -> int:
     """In the fork."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False  # what the supervisor made, it clears up itself
+    _leave_to_the_supervisor()
     try:
         with open(read, "rb") as pipe:
             arguments, environment, log = pickle.load(pipe)
@@ -112,6 +114,16 @@ def _wait(read: int, main: Callable[[Sequence[str]], int]) -> int:
         _write_to(log)
     _show_name(f"rank {environment['RANK']}")
     return main(arguments)
+
+
+def _leave_to_the_supervisor() -> None:
+    """What was registered for the end so far is about things that the supervisor made, and clears up itself."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # so that new ones are
+    atexit._clear()
+    for ending in (logging.shutdown, multiprocessing.util._exit_function):  # type: ignore[attr-defined]
+        atexit.register(ending)
 
 
 def _write_to(log: Path) -> None:

@@ -1,5 +1,6 @@
 """Ranks that wait are told who they are, are watched like any other, and outlive nobody."""
 
+import atexit
 import os
 import signal
 import subprocess
@@ -64,6 +65,7 @@ def test_one_that_is_not_needed_leaves_without_a_word(capfd):
 
 def test_it_clears_up_what_it_made_itself_and_nothing_of_the_supervisor_s(tmp_path):
     own = tempfile.TemporaryDirectory(dir=tmp_path)
+    atexit.register(own.cleanup)  # as wandb does
     kept = []
 
     def make(arguments):
@@ -73,6 +75,7 @@ def test_it_clears_up_what_it_made_itself_and_nothing_of_the_supervisor_s(tmp_pa
     rank = WaitingRank(make)
     rank.start([], {"RANK": "0"}, None)
     assert rank.wait(60) == 0
+    atexit.unregister(own.cleanup)
     assert [str(path) for path in tmp_path.iterdir()] == [own.name]
     own.cleanup()
 
