@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from rlmodule.batching.collate import pack_rows
-from rlmodule.core.contract import Layout
 from rlmodule.core.episodes import Completion, Done, Observation
 from rlmodule.core.errors import DataError
+from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, RewardResult, StepTotals, TrainingSample
 from rlmodule.data.chat import ChatFormat
 from rlmodule.data.end_tokens import EndTokens

@@ -15,8 +15,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import rlmodule.models.shape
 from rlmodule.batching.workload import AttentionShape
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.layout import Layout
 from rlmodule.models.description import ModelConfig, load_model_config
 from rlmodule.models.shape import shape_of
 from rlmodule.run.preflight.layout import check_layout

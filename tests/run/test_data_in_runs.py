@@ -5,8 +5,8 @@ import json
 import pytest
 from transformers import AddedToken
 
-from rlmodule.core.contract import Layout
 from rlmodule.core.errors import ConfigError, DataError
+from rlmodule.core.layout import Layout
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.description import ModelConfig, load_model_config
 from rlmodule.records.run_directory import RunDirectory
