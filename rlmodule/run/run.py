@@ -250,7 +250,9 @@ class Run:
         if config.needs_warm_start and config.environment is None:
             Demonstrations(config.for_warm_start(), self.tokenizer, self.hf_config).check(Layout())
         self.dataset.check_held_out(layout)
-        self.resume_from(say=lambda line: print(line) if self.is_rank_zero else None)
+        checkpoint = self.resume_from(say=lambda line: print(line) if self.is_rank_zero else None)
+        if checkpoint is not None:
+            _check_not_over(checkpoint, config)
         self._warn_of_unread(config)
         if self.config.general.resume:
             changed = check_unchanged(self.run_dir.root, self.digests, allowed=self.config.general.resume_changed)
@@ -435,4 +437,17 @@ class Run:
             dataset.describe_columns(),
             dataset.samples_per_row,
             {name: str(m.loading) for name, m in models.items() if m is not leading and m.loading != leading.loading},
+        )
+
+
+def _check_not_over(checkpoint: Path, config: RunConfig) -> None:
+    """Refuse to go on from more iterations than the run is to have."""
+    trained, wanted = int(read_manifest(checkpoint).entries.get("iteration", 0)), config.trainer.max_epochs
+    if trained > wanted:
+        is_counted = config.trainer.passes is not None
+        raise ConfigError(
+            key="trainer.passes" if is_counted else "trainer.max_epochs",
+            got=config.trainer.passes if is_counted else wanted,
+            because=f"{checkpoint.name} has {trained} iterations behind it, and the run would have {wanted}",
+            fix="Use more, or go on from an earlier checkpoint with resume=RUN/checkpoints/iteration_...",
         )

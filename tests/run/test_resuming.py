@@ -121,3 +121,11 @@ def test_a_resumed_run_takes_the_learning_rate_of_the_command_line(begun: tuple[
     rates = [r.metrics["actor/lr"] for r in records if r.iteration == 2 and "actor/lr" in r.metrics]
     assert rates
     assert rates == pytest.approx([1e-5] * len(rates))
+
+
+def test_a_run_does_not_go_on_from_more_iterations_than_it_is_to_have(begun: tuple[Path, list[str]]) -> None:
+    folder, words = begun
+    run_small(folder, *words)
+    with pytest.raises(ConfigError, match=r"trainer\.max_epochs=1: iteration_000002 has 2 iterations behind it"):
+        small_run(folder, *[w if not w.startswith("trainer.max_epochs") else "trainer.max_epochs=1" for w in words])
+    assert small_run(folder, *words).resume_from() is not None, "as many as it has are no error"
