@@ -23,6 +23,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from rlmodule.models.linear import Product, base_of, can_be_packed, is_plain_weight, merged
+
 NUM_POSITIONS, NUM_ROWS = 4, 16  # hidden states, and rows of the head's weight, that the measurement uses
 TINY, HUGE = 1e-6, 1e8  # factors on the head under which a cap on the logits cannot be seen, and is all that is seen
 CLOSE = 1e-4  # relative difference up to which two results are one; families round their logits to float32
@@ -87,28 +89,24 @@ WORTH_PACKING = 1 << 20  # numbers in a head's weight; a smaller one stays in th
 class PackedHead:
     """The linear layer of the head with its weight laid out once for many products with few rows, on CPUs.
 
-    A product of 32 rows spends as long on laying out a large weight as on multiplying with it; oneDNN keeps the layout.
     It is another copy of the weight, of one moment, so it is kept no longer than keys and values are.
 
     Args:
         weight: [V, H'] that was laid out.
         version: how often it had been written to by then.
-        bias: [V] or None.
-        packed: the same weight as oneDNN wants it.
+        product: the same layer, laid out.
     """
 
     weight: Tensor
     version: int
-    bias: Tensor | None
-    packed: Tensor
+    product: Product
 
     @classmethod
     def of(cls, head: Any, num_rows: int) -> PackedHead | None:
         """The head laid out for products with ``num_rows`` rows; None where that is not possible or not worth it."""
-        if not _can_be_packed(head):
+        if not _is_worth_packing(head):
             return None
-        packed = torch.ops.mkldnn._reorder_linear_weight(head.weight.detach(), num_rows)
-        return cls(head.weight, head.weight._version, head.bias, packed)
+        return cls(head.weight, head.weight._version, Product.of([head], num_rows, WORTH_PACKING))
 
     def is_of(self, head: Any) -> bool:
         """Whether the weight of ``head`` is the one that was laid out, and has not been written to since."""
@@ -116,40 +114,28 @@ class PackedHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[B, H'] -> [B, V]."""
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, "none", [], "")
-        return product
+        return self.product(hidden)
 
 
-def _can_be_packed(head: Any) -> bool:
-    """Whether it is a plain large linear layer in float32 on a CPU, whose call does nothing else."""
+def _is_worth_packing(head: Any) -> bool:
+    """Whether it is a large linear layer without an adapter, in float32 on a CPU, whose call does nothing else."""
     return (
         type(head) is nn.Linear
-        and type(head.weight) in (Tensor, nn.Parameter)
-        and head.weight.device.type == "cpu"
-        and head.weight.dtype == torch.float32
+        and is_plain_weight(head.weight)
         and head.weight.numel() >= WORTH_PACKING
         and not (head._forward_hooks or head._forward_pre_hooks)
-        and not (head.weight.is_inference() or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"))
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and can_be_packed()
     )
 
 
 def head_weight(lm: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
     """([V, H'] weight, [V] bias or None) of the linear layer that makes the logits, an adapter on it included."""
-    head: Any = lm.get_output_embeddings()
-    base = plain_head(lm)
-    weight = base.weight
-    if base is not head and not head.disable_adapters:
-        for adapter in head.active_adapters:
-            weight = weight + head.get_delta_weight(adapter)
-    return weight, getattr(base, "bias", None)
+    return merged(lm.get_output_embeddings())
 
 
 def plain_head(lm: PreTrainedModel) -> Any:
     """The linear layer itself, without the adapter around it."""
-    head: Any = lm.get_output_embeddings()
-    return getattr(head, "base_layer", head)
+    return base_of(lm.get_output_embeddings())
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -21,6 +21,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from rlmodule.models.linear import Product, is_linear, is_plain_weight, merged
 from rlmodule.ops.attention import DecodeBlock, decode_attention, unseen_slots
 
 TRUNK = {"embed_tokens", "layers", "norm", "rotary_emb"}
@@ -30,44 +31,6 @@ HEAD_NORMS = {"q_norm", "k_norm"}
 MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 WORTH_PACKING = 1 << 19  # numbers in a matrix from which on oneDNN's own layout is faster than a transposed one
 CLOSE = 1e-5  # relative difference up to which a norm is an RMS norm
-
-
-@dataclass(frozen=True, eq=False)
-class Product:
-    """A linear layer whose weight is laid out once.
-
-    Args:
-        weight: [K, N], or as oneDNN wants it.
-        bias: [N] or None.
-        is_packed: whether it is oneDNN's.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    is_packed: bool
-
-    @classmethod
-    def of(cls, parts: list[nn.Module], rows: int) -> Product:
-        """Of linear layers that read the same input, their outputs side by side, for products with so many rows."""
-        weights, biases = zip(*map(_linear, parts), strict=True)
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        bias = None if biases[0] is None else torch.cat(biases)
-        if weight.numel() >= WORTH_PACKING and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-            return cls(torch.ops.mkldnn._reorder_linear_weight(weight, rows), bias, is_packed=True)
-        return cls(weight.t().contiguous(), bias, is_packed=False)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, K] -> [T, N]."""
-        if self.is_packed:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-            return product
-        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
-
-    def add_to(self, sum_: Tensor, x: Tensor) -> Tensor:
-        """Add the product of [T, K] to [T, N], in place."""
-        if self.is_packed or self.bias is not None:
-            return sum_.add_(self(x))
-        return sum_.addmm_(x, self.weight)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,16 +67,16 @@ class Block:
     def of(cls, layer: Any, rows: int) -> Block:
         """Lay out a layer for products with so many rows."""
         attention, mlp = layer.self_attn, layer.mlp
-        norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None
+        norms = (attention.q_norm, attention.k_norm) if set(attention._modules) >= HEAD_NORMS else None
         return cls(
             before_attention=Norm.of(layer.input_layernorm),
-            qkv=Product.of([attention.q_proj, attention.k_proj, attention.v_proj], rows),
+            qkv=Product.of([attention.q_proj, attention.k_proj, attention.v_proj], rows, WORTH_PACKING),
             head_norms=None if norms is None else (Norm.of(norms[0]), Norm.of(norms[1])),
-            out=Product.of([attention.o_proj], rows),
+            out=Product.of([attention.o_proj], rows, WORTH_PACKING),
             before_mlp=Norm.of(layer.post_attention_layernorm),
-            gate_up=Product.of([mlp.gate_proj, mlp.up_proj], rows),
+            gate_up=Product.of([mlp.gate_proj, mlp.up_proj], rows, WORTH_PACKING),
             activation=mlp.act_fn,
-            down=Product.of([mlp.down_proj], rows),
+            down=Product.of([mlp.down_proj], rows, WORTH_PACKING),
         )
 
 
@@ -198,16 +161,6 @@ class PlainBlocks:
         return turned[:, :count], turned[:, count:], value
 
 
-def _linear(module: Any) -> tuple[Tensor, Tensor | None]:
-    """([N, K] weight with its adapter merged, [N] bias or None)."""
-    base = getattr(module, "base_layer", module)
-    weight = base.weight.detach()
-    if base is not module and not module.disable_adapters:
-        for adapter in module.active_adapters:
-            weight = weight + module.get_delta_weight(adapter)
-    return weight, None if base.bias is None else base.bias.detach()
-
-
 def _leaves(trunk: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
     for module in trunk.modules():
         for name, parameter in module._parameters.items():
@@ -231,13 +184,9 @@ def _is_plain(trunk: Any) -> bool:
 
 def _has_plain_weights(trunk: nn.Module) -> bool:
     """Whether all are float32 on a CPU and count how often they are written to, and modules have no hooks."""
-    return all(
-        type(p) in (Tensor, nn.Parameter)
-        and p.device.type == "cpu"
-        and p.dtype == torch.float32
-        and not p.is_inference()
-        for p in trunk.parameters()
-    ) and not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in trunk.modules())
+    return all(map(is_plain_weight, trunk.parameters())) and not any(
+        m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in trunk.modules()
+    )
 
 
 def _is_plain_layer(layer: Any) -> bool:
@@ -251,8 +200,8 @@ def _is_plain_layer(layer: Any) -> bool:
     of_mlp = [mlp.gate_proj, mlp.up_proj]
     return (
         all(norm is None or _is_norm(norm) for norm in norms)
-        and all(map(_is_linear, [*read, attention.o_proj, *of_mlp, mlp.down_proj]))
-        and all(len({_linear(one)[1] is None for one in parts}) == 1 for parts in (read, of_mlp))
+        and all(map(is_linear, [*read, attention.o_proj, *of_mlp, mlp.down_proj]))
+        and all(len({merged(one)[1] is None for one in parts}) == 1 for parts in (read, of_mlp))
         and not any(isinstance(value, float) for value in vars(layer).values())  # factors on what is added
     )
 
@@ -263,13 +212,6 @@ def _window(attention: Any) -> Any:
     if kinds is not None and kinds[attention.layer_idx] == "full_attention":
         return None
     return getattr(attention, "sliding_window", None) or getattr(config, "sliding_window", None)
-
-
-def _is_linear(module: Any) -> bool:
-    """A linear layer, or one with an adapter that can be merged."""
-    return type(module) is nn.Linear or (
-        type(getattr(module, "base_layer", None)) is nn.Linear and hasattr(module, "get_delta_weight")
-    )
 
 
 @torch.no_grad()

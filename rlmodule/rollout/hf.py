@@ -103,8 +103,13 @@ class HFRolloutConfig:
         )
 
     def _room(self, context: EngineContext) -> CacheRoom:
-        policy, processes = context.policy, context.strategy.layout.world_size
+        policy, strategy = context.policy, context.strategy
         config = policy.lm.config
+
+        def free() -> float:
+            """What the process with least has: ranks that repeat each other's tokens draw as many side by side."""
+            return min(strategy.gather_from_all(free_memory(context.device, strategy.layout.world_size)))
+
         itemsize = (policy.compute_dtype or policy.lm.dtype).itemsize
         vocabulary = int(config.get_text_config().vocab_size)
         return CacheRoom(
@@ -112,7 +117,7 @@ class HFRolloutConfig:
             beside=LOGITS * vocabulary,
             most=self.max_batch_size,
             given=None if self.cache_gb == AUTO else self.cache_gb * GB,
-            free=partial(free_memory, context.device, processes),
+            free=free,
         )
 
 

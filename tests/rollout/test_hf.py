@@ -416,6 +416,20 @@ def test_keys_and_values_take_the_memory_that_is_free_when_sampling_begins(monke
         assert max(rows) == most
 
 
+def test_ranks_draw_as_many_side_by_side_as_the_one_with_least_memory(monkeypatch):
+    """Ranks that repeat each other's tokens round alike only where they draw the same rows side by side."""
+    policy, rows = tiny_policy(), []
+    strategy = single({"policy": policy})
+    monkeypatch.setattr(strategy, "gather_from_all", lambda mine: [mine, mine / 3])
+    row_bytes = shape_of(policy.lm.config).cache_bytes(7 + 8, 4) + 8 * 64
+    monkeypatch.setattr(memory, "free_host_memory", lambda: 9.5 * row_bytes / memory.HOST_SHARE)
+    policy.register_forward_pre_hook(lambda _, args: rows.append(len(args[0].cache.lengths)))
+    generate(
+        engine_of(policy, strategy=strategy, cache_gb="auto"), [ask(PROMPTS[1], i, max_tokens=8) for i in range(12)]
+    )
+    assert max(rows) == 3
+
+
 @pytest.mark.parametrize("wrong", [0, -1.0, "all"])
 def test_a_bound_that_is_no_number_is_refused(wrong):
     with pytest.raises(ConfigError, match="cache_gb"):
