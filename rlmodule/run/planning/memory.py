@@ -278,6 +278,7 @@ class SamplingMemory:
         cache: keys and values.
         logits: of one step of decoding.
         rows: responses decoded side by side at most.
+        laid_out: copies that CPUs make of weights for products with few rows, of a model whose blocks are plain.
     """
 
     resident: int
@@ -285,8 +286,9 @@ class SamplingMemory:
     cache: int
     logits: int
     rows: int
+    laid_out: int = 0
 
     @property
     def total(self) -> int:
         """The peak."""
-        return self.resident + self.copied + self.cache + self.logits
+        return self.resident + self.copied + self.laid_out + self.cache + self.logits

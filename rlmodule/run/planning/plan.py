@@ -225,12 +225,14 @@ class Plan:
         rows = samples if places is None else min(samples, max(places, 1))
         copied = self.size.total * FP32 - self.size.matrices * (FP32 - itemsize)
         vocabulary = int(self.model.config.get_text_config().vocab_size)
+        is_laid_out = self.strategy.machine.device == "cpu" and itemsize == FP32
         return SamplingMemory(
             resident=sum(m.weights + m.moments for m in everything),
             copied=copied if self.sharding.copies_to_sample else 0,
             cache=rows * config.longest_sample * self.shape.cached_per_token * itemsize,
             logits=rows * vocabulary * 2 * FP32,
             rows=rows,
+            laid_out=round((self.shape.macs_per_token + self.shape.macs_per_loss_token) * FP32) if is_laid_out else 0,
         )
 
     @property

@@ -271,6 +271,10 @@ def test_sampling_holds_a_whole_copy_and_the_cache_of_every_row():
     assert sampling.cache == 64 * 2048 * LAYERS * 4 * 2 * 128 * 2  # rows, tokens, layers, heads, both, width, bytes
     assert plan_of("model=qwen7b", *FILES).sampling.copied == 0
     assert plan_of(*SEVEN, "algorithm=sft").sampling is None
+    assert sampling.laid_out == 0
+    on_cpu = plan_of("model=qwen7b", "model.precision=32-true", *FILES)
+    assert on_cpu.sampling.laid_out == 4 * (MATRICES + V * H), "every weight that multiplies, once more"
+    assert plan_of("model=qwen7b", "model.precision=bf16-mixed", *FILES).sampling.laid_out == 0
 
 
 def test_the_recommended_budget_is_the_largest_that_fits():
