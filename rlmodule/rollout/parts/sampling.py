@@ -6,7 +6,6 @@ beside it change it. Leaves out models and caches (``rollout/``) and where a res
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor
 from rlmodule.core.config import at_least, more_than
 from rlmodule.core.errors import ConfigError
 
-LOG2_E = math.log2(math.e)  # powers of 2 take CPUs two thirds of the time of powers of e
 BLOCK = 128  # tokens whose probabilities are summed up together
 
 
@@ -92,7 +90,7 @@ class Distribution:
     """What the next token of each row is drawn from, kept so that drawing reads the vocabulary once.
 
     Args:
-        weights: [B, V] probabilities times a factor of the row; the largest of a row is 1.
+        weights: [B, V] probabilities, up to rounding of their sum.
         blocks: [B, C] float64, sums of ``weights`` up to the end of each block of ``BLOCK`` tokens.
     """
 
@@ -101,8 +99,8 @@ class Distribution:
 
     @classmethod
     def of(cls, logits: Tensor) -> Distribution:
-        """The softmax of [B, V] logits, which are overwritten."""
-        weights = logits.sub_(logits.amax(dim=-1, keepdim=True)).mul_(LOG2_E).exp2_()
+        """The softmax of [B, V] logits."""
+        weights = logits.softmax(dim=-1)
         whole = weights.shape[-1] // BLOCK * BLOCK
         # A block is summed in the type of its weights: a sum in float64 would copy the whole vocabulary first.
         sums = weights[:, :whole].unflatten(-1, (-1, BLOCK)).sum(dim=-1)
