@@ -109,6 +109,33 @@ def test_a_launcher_starts_those_that_wait(tmp_path, monkeypatch):
     assert all(rank.returncode is not None for rank in waiting)
 
 
+def test_one_that_died_while_it_waited_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "can_fork", lambda: True)
+    launcher = local.Local()
+    waiting = launcher.ready(2, "cpu", patient)
+    waiting[1].kill()  # as the system does when it is short of memory
+    waiting[1].wait(60)
+    with pytest.raises(TrainingError, match="rank 1 was ended by SIGKILL"):
+        launcher(Job(("/no/such/program",), tmp_path, 2, waiting=waiting))
+
+
+def test_where_not_all_can_be_forked_none_waits(monkeypatch):
+    made, fork = [], os.fork
+
+    def fork_once():
+        if made:
+            raise BlockingIOError("no more processes")
+        made.append(fork())
+        return made[-1]
+
+    monkeypatch.setattr(local, "can_fork", lambda: True)
+    monkeypatch.setattr(os, "fork", fork_once)
+    open_files = len(os.listdir("/proc/self/fd"))
+    assert list(local.Local().ready(2, "cpu", patient)) == []
+    assert not Path(f"/proc/{made[0]}").exists(), "the first one is gone"
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
 @pytest.mark.parametrize(("device", "forks"), [("cuda", True), ("cpu", False)])
 def test_none_wait_where_a_fork_would_not_do(monkeypatch, device, forks):
     monkeypatch.setattr(local, "can_fork", lambda: forks)
