@@ -103,7 +103,7 @@ class SavedState:
                 wanted = self.state_dict_to_load(name, optimizer)
                 found = on_all_or_none(partial(read_parts, folder, wanted))
                 self.load_state_dict(name, optimizer, found)
-                if len(found) < len(wanted):  # saved before the first optimizer step
+                if not any(MOMENT in key for key in found):  # saved before the first optimizer step
                     optimizer.state.clear()
 
     # ---- Lightning's hooks

@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from rlmodule.checkpoint.state import STATE_FILE, folder_of, verify
+from rlmodule.models.building import build_policy
+from rlmodule.models.description import ModelConfig
 from strategies.parts import snapshot
 from strategies.parts.shards import read_whole
 from tests.helpers.ranks import run_on_ranks
-from tests.strategies.fixed_runs import FixedRun, Outcome, relative_difference, saving
+from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun, Outcome, relative_difference, saving
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
@@ -162,3 +164,20 @@ def test_a_manifest_lists_every_rank_s_shards(written):
     shards = {"shards/rank_0_0.safetensors", "shards/rank_1_0.safetensors", "shards/index.json"}
     assert {*shards, STATE_FILE, "state.safetensors"} == set(manifest.files)
     assert json.loads((folder / "manifest.json").read_text())["entries"]["layout"]["world_size"] == 2
+
+
+def with_a_spare_layer(run: FixedRun) -> FixedRun:
+    """A model with weights that no token reaches, as those of a picture's encoder are in a run on text."""
+    config = ModelConfig(architecture=ARCHITECTURE, tokenizer="byte")
+    policy = build_policy(config, seed=run.seed, temperature=1.0)
+    policy.spare = torch.nn.Linear(4, 4)
+    return replace(run, policy=policy)
+
+
+@pytest.mark.parametrize("label", ["single", "fsdp2", "fsdp"])
+def test_weights_that_no_token_reaches_cost_the_others_no_moments(tmp_path, label):
+    undisturbed = fit(with_a_spare_layer(run_of(label)), WRITERS[label][0], tmp_path)
+    resumed = fit(with_a_spare_layer(run_of(label)), WRITERS[label][0], resume=tmp_path)
+    assert resumed.norms == undisturbed.norms[STEPS:]
+    for name, tensor in undisturbed.weights.items():
+        assert np.array_equal(resumed.weights[name], tensor), name
