@@ -7,13 +7,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from rlmodule import cli
+from rlmodule.commands.parts.sweep import JobResult
 from rlmodule.core.errors import TrainingError
 from rlmodule.run.launchers import Job, local
+from rlmodule.run.launchers.parts.supervision import WORKER_FLAG
 from rlmodule.run.launchers.parts.waiting import WaitingRank
 
 pytestmark = pytest.mark.ranks
@@ -92,6 +97,25 @@ def test_kill_9_of_a_supervisor_that_checks_leaves_none_waiting():
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class NothingToDo:
+    """A run, and a command on it."""
+
+    on_phase: Callable[[str], None] | None = None
+
+    def on_rank(self, run):
+        assert isinstance(run, NothingToDo)
+
+
+def test_a_rank_of_a_job_does_not_answer_for_the_jobs_before_it(tmp_path, monkeypatch):
+    JobResult(0, [], 2, None, "it failed").save(tmp_path / "0")
+    monkeypatch.setattr(cli, "sweep_dirs", [tmp_path])
+    monkeypatch.setattr(cli, "load_run", lambda arguments: (NothingToDo(), NothingToDo()))
+    rank = WaitingRank(cli.main_of_rank)
+    rank.start([WORKER_FLAG, "RUN"], {"RANK": "0"}, None)
+    assert rank.wait(60) == 0
 
 
 def fails_as_rank_1(run, arguments):
