@@ -167,7 +167,7 @@ def test_a_manifest_lists_every_rank_s_shards(written):
 
 
 def with_a_spare_layer(run: FixedRun) -> FixedRun:
-    """A model with weights that no token reaches, as those of a picture's encoder are in a run on text."""
+    """A model with weights that no token reaches, as those of an expert that was never chosen."""
     config = ModelConfig(architecture=ARCHITECTURE, tokenizer="byte")
     policy = build_policy(config, seed=run.seed, temperature=1.0)
     policy.spare = torch.nn.Linear(4, 4)
