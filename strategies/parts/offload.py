@@ -113,5 +113,5 @@ class Offloaded:
 
 def _host_memory(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """A buffer in host memory of the same size; page-locked for CUDA devices."""
-    fresh = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+    fresh = torch.UntypedStorage(storage.nbytes())
     return fresh.pin_memory(storage.device) if storage.device.type == "cuda" else fresh

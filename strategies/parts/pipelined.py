@@ -185,7 +185,7 @@ class PipelinedStrategy(ShardedStrategy):
             return mine
         everyone: list[Any] = [None] * self.layout.pp_size
         dist.all_gather_object(everyone, mine, group=group)
-        return max(everyone, key=lambda state: len(state["param_groups"]))  # type: ignore[no-any-return]
+        return max(everyone, key=lambda state: len(state["param_groups"]))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Give the groups of this stage the settings of those that they are parts of."""
