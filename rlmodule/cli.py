@@ -97,14 +97,15 @@ def _main() -> int:
         on_phase = launch.end_with_supervisor()
         run, command = load_run(rest)
         command.on_rank(replace(run, on_phase=on_phase))
-    elif flag == launch.WARM_START_FLAG:
+        return 0
+    if flag == launch.WARM_START_FLAG:
         from rlmodule.run.warm_start import WarmStart
 
         WarmStart(load_run(rest)[0]).fit()
-    else:
-        sys.argv[1:] = with_sums(with_open_mappings(with_command(sys.argv[1:], menu("command"), keys_of_command)))
-        check_choices(sys.argv[1:])
-        from_command_line()
+        return 0
+    sys.argv[1:] = with_sums(with_open_mappings(with_command(sys.argv[1:], menu("command"), keys_of_command)))
+    check_choices(sys.argv[1:])
+    from_command_line()
     return end_of_sweep()
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rlmodule.core.config import at_least
 from rlmodule.core.layout import Layout
-from rlmodule.core.sharding import Sharding, waiting_on_host
+from rlmodule.core.sharding import Sharding
 from strategies.parts.distributed import DistributedStrategy, OffloadParallelConfig
 from strategies.parts.gradients import fill_missing, sum_over
 from strategies.registry import MODEL_TYPES, STRATEGIES
@@ -48,7 +48,7 @@ class DDPStrategy(DistributedStrategy):
         """
         return Sharding(
             gradient_copies=2,
-            on_host=waiting_on_host(weights=False, gradients=False, moments=config.offload_optimizer),
+            on_host=config.on_host(),
             group=layout.dp_sp_size,
             gathers_per_step=1,
             reduces_per_step=1,

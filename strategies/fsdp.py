@@ -26,7 +26,7 @@ from rlmodule.core.config import at_least, one_of
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
 from rlmodule.core.parameters import tied
-from rlmodule.core.sharding import Sharding, waiting_on_host
+from rlmodule.core.sharding import Sharding
 from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, fp32_parts
 from strategies.parts.distributed import OffloadParallelConfig
 from strategies.parts.loading import load
@@ -105,11 +105,7 @@ class FSDPStrategy(ShardedStrategy):
             gathers_blocks=True,
             keeps_gathered=keeps,
             keeps_outside=True,
-            on_host=waiting_on_host(
-                weights=config.cpu_offload,
-                gradients=config.cpu_offload,
-                moments=config.cpu_offload or config.offload_optimizer,
-            ),
+            on_host=config.on_host(cpu_offload=config.cpu_offload),
             copies_to_sample=True,
             group=group,
             gathers_per_micro_step=1 if keeps else 2,

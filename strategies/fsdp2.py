@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.layout import Layout
-from rlmodule.core.sharding import Sharding, waiting_on_host
+from rlmodule.core.sharding import Sharding
 from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, fp32_parts, is_small, lm_of, matrices_cast
 from strategies.parts.distributed import OffloadParallelConfig
 from strategies.parts.experts import ExpertMesh, check_expert_degree
@@ -120,11 +120,7 @@ class FSDP2Strategy(PipelinedStrategy):
             keeps_gathered=keeps or not config.reshard_after_forward,
             keeps_outside=True,
             keeps_last_block=True,
-            on_host=waiting_on_host(
-                weights=config.cpu_offload,
-                gradients=config.cpu_offload,
-                moments=config.cpu_offload or config.offload_optimizer,
-            ),
+            on_host=config.on_host(cpu_offload=config.cpu_offload),
             copies_to_sample=True,
             group=group,
             split=layout.tp_size,

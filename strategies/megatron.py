@@ -29,7 +29,7 @@ from rlmodule.core.errors import ConfigError, TrainingError
 from rlmodule.core.layout import Layout
 from rlmodule.core.metrics import Metrics
 from rlmodule.core.parameters import tied
-from rlmodule.core.sharding import Sharding, waiting_on_host
+from rlmodule.core.sharding import Sharding
 from rlmodule.core.types import MicroBatch, StepTotals
 from strategies.parts.adaptors import patch_backend
 from strategies.parts.distributed import OffloadParallelConfig
@@ -127,7 +127,7 @@ class MegatronStrategy(PipelinedStrategy):
             weights=layout.tp_size,
             gradients=layout.tp_size,
             moments=layout.tp_size * (layout.dp_sp_size if config.distributed_optimizer else 1),
-            on_host=waiting_on_host(weights=False, gradients=False, moments=config.offload_optimizer),
+            on_host=config.on_host(),
             copies_to_sample=True,
             group=layout.dp_sp_size,
             split=layout.tp_size,

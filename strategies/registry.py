@@ -24,8 +24,9 @@ from __future__ import annotations
 import importlib
 import itertools
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import entry_points
 from typing import TypeVar
 
@@ -159,18 +160,12 @@ class StrategyRegistry:
         return any(m.name == backend for m in pkgutil.iter_modules(paths))
 
     def _import(self, backend: str) -> None:
-        module = f"{self.package}.{backend}"
-        try:
-            if self._has(backend):
-                importlib.import_module(module)
-            elif not any(key[1] == backend for key in self._table):
-                for point in entry_points(group=ENTRY_POINT_GROUP, name=backend):
-                    point.load()
-        except ModuleNotFoundError as error:
-            package = (error.name or "").split(".")[0]
-            if package in ("rlmodule", self.package):
-                raise
-            raise DependencyError(package=package, needed_by=f"strategy={backend}", extra=backend) from error
+        if self._has(backend):
+            module = f"{self.package}.{backend}"
+            _load(partial(importlib.import_module, module), backend, own=("rlmodule", self.package), extra=backend)
+        elif not any(key[1] == backend for key in self._table):
+            for point in entry_points(group=ENTRY_POINT_GROUP, name=backend):
+                _load(point.load, backend, own=("rlmodule", point.module.partition(".")[0]))
 
     def _nothing(self, model_type: str, backend: str, device: str, vendor: str) -> ConfigError:
         if backend not in self.backends():
@@ -188,6 +183,29 @@ class StrategyRegistry:
             fix=f"{backend} is registered for: {', '.join(sorted(known)) or 'nothing'}. "
             "RLMODULE_DEVICE and RLMODULE_VENDOR override what is detected",
         )
+
+
+def _load(load: Callable[[], object], backend: str, *, own: Collection[str], extra: str = "") -> None:
+    """Import a backend.
+
+    Args:
+        load: imports it.
+        backend: its name.
+        own: packages whose modules are there, so that a missing one is a bug.
+        extra: of this project, which brings what it needs; empty for a backend of another package.
+
+    Raises:
+        DependencyError: a package that it needs is not installed.
+    """
+    try:
+        load()
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package in own:
+            raise
+        alone = "" if extra else f"pip install {package}"
+        needed_by = f"strategy={backend}"
+        raise DependencyError(package=package, needed_by=needed_by, extra=extra, then=alone) from error
 
 
 def _name(cls: StrategyClass) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
-from rlmodule.core.sharding import Sharding, waiting_on_host
+from rlmodule.core.sharding import Sharding
 from strategies.parts.offload import OffloadConfig
 from strategies.parts.strategy_mixin import StrategyMixin, inner_models_of
 from strategies.registry import MODEL_TYPES, STRATEGIES
@@ -42,7 +42,7 @@ class SingleStrategy(StrategyMixin, SingleDeviceStrategy):
     @classmethod
     def sharding_of(cls, config: SingleConfig, layout: Layout) -> Sharding:
         """Nothing is shared; moments may wait in host memory."""
-        return Sharding(on_host=waiting_on_host(weights=False, gradients=False, moments=config.offload_optimizer))
+        return Sharding(on_host=config.on_host())
 
     def model_to_device(self) -> None:
         """Nothing: ``wrap`` moves the inner models."""

@@ -150,7 +150,7 @@ def _ranks(first: Ints, width: int) -> Ints:
 
 
 def least_steps(wanted: int, num_samples: int, dp_size: int) -> int:
-    """``wanted`` micro-steps, or as many as no rank needs a dummy for all of its part of one."""
+    """``wanted`` micro-steps, but no more than there are when every micro-batch has one sample."""
     return max(1, min(wanted, -(-num_samples // dp_size)))
 
 

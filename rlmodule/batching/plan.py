@@ -30,8 +30,10 @@ from rlmodule.core.layout import widths_of
 from rlmodule.core.sample_metas import SampleMetas
 from rlmodule.core.types import SampleMeta
 
+# joint plans ranks and micro-steps together; joint_free also chooses which samples form a step; karmarkar_karp gives
+# ranks equal counts, then plans each rank by itself.
 PLANNERS = ("joint", "joint_free", "karmarkar_karp")
-ORDERS = ("largest_first", "balanced_ends")
+ORDERS = ("largest_first", "balanced_ends")  # the latter has small micro-steps at both ends, for pipelines
 
 # A dummy micro-batch is one prompt token and one response token without loss.
 DUMMY_TOKENS = 2
@@ -61,24 +63,13 @@ def plan_batch(
 
     Args:
         metas: the samples; plans hold positions into it.
-        mini_batch_size: samples of one optimizer step; the last step may have fewer.
-        dp_size: data ranks.
-        token_budget: most tokens of one micro-batch (``max_token_len_per_gpu * sp_size``).
+        mini_batch_size, micro_batch_size, planner, order, keep_groups, share_prompts: as in ``BatchingConfig``.
+        dp_size, sp_size: data ranks; sequence-parallel ranks, which only the totals need.
+        token_budget: most tokens of one micro-batch (``max_token_len_per_gpu * sp_size``), unless its samples count.
         cost: cost model, or [n] the cost of each sample, or None for the default cost model.
-        planner: ``joint`` plans ranks and micro-steps together; ``joint_free`` also chooses which samples form a step;
-            ``karmarkar_karp`` gives ranks equal counts, then plans each rank by itself.
-        seed: seed of the membership of ``joint_free``; nothing else is random.
-        sp_size: sequence-parallel ranks; only the totals need them.
-        micro_batch_size: samples per micro-batch; if set, the token budget does not apply.
-        order: ``largest_first``, or ``balanced_ends`` with small micro-steps at both ends, for pipelines.
-        multiple_of: the number of micro-steps is raised to a multiple of this.
-        min_steps: micro-steps at least, where there are samples for as many; with ``micro_batch_size`` not read.
-        keep_groups: the samples of a group share a micro-batch; mini-batches and micro-batches then consist of whole
-            groups, with at most ``mini_batch_size`` and ``micro_batch_size`` samples.
-        share_prompts: a micro-batch computes the prompt of a group once. With ``keep_groups`` the tokens and the cost
-            of the prompt are also planned once, which needs a Workload.
-        widest: most neighbouring ranks that share a micro-batch, a power of two that divides ``dp_size``. Of a shared
-            one, each has a slice of ``token_budget`` tokens at most. 1 shares none; the planner is then as without.
+        seed: of the membership of ``joint_free``; nothing else is random.
+        multiple_of, min_steps: micro-steps are a multiple of the one, and at least the other where samples suffice.
+        widest: most neighbouring ranks that share a micro-batch: a power of two that divides ``dp_size``; 1 for none.
         data_order: [n] positions of the samples in the order of the data; None for the order they have.
         pack_all: gives the packing of every mini-batch, also of those that other processes pack.
 
@@ -94,28 +85,58 @@ def plan_batch(
     cost, metas = Workload() if cost is None else cost, SampleMetas.of(metas)
     data_order = np.arange(len(metas)) if data_order is None else data_order
     limits = Limits(mini_batch_size, token_budget, micro_batch_size, sp_size, widest)
+    units = _units_within(limits, metas, data_order, cost, keep_groups=keep_groups, share_prompts=share_prompts)
+    packer = _packer(planner, dp_size, limits, units.largest, cost, multiple_of, min_steps)
+    exchange = cost.exchange if isinstance(cost, Workload) else Exchange()
+    packed = partial(_packed, units, packer, limits, exchange, dp_size=dp_size, order=order, multiple_of=multiple_of)
+    blocks = _membership(units, data_order, planner, mini_batch_size, seed)
+    packings = pack_all([PackingJob(len(held), partial(packed, held)) for held in map(units.computed, blocks)])
+    plans = tuple(
+        _assemble(metas, block, units, packing, sp_size, share_prompts, exchange)
+        for block, packing in zip(blocks, packings, strict=True)
+    )
+    _check_plans(plans, units)
+    return plans
+
+
+def _units_within(
+    limits: Limits,
+    metas: SampleMetas,
+    data_order: Ints,
+    cost: Workload | Numbers,
+    *,
+    keep_groups: bool,
+    share_prompts: bool,
+) -> Units:
+    """The units of the samples.
+
+    Raises:
+        ConfigError: one of them is larger than a limit.
+    """
     limits.check_samples(metas)
     units = units_of(metas, data_order, cost, keep_groups=keep_groups, share_prompts=share_prompts)
     if keep_groups:
         limits.check_groups(metas, units)
-    packer = _packer(planner, dp_size, limits, units.largest, cost, multiple_of, min_steps)
-    exchange = cost.exchange if isinstance(cost, Workload) else Exchange()
+    return units
 
-    def packed(computed: Ints) -> Packing:
-        packing = units.pack(computed, packer) if len(computed) else Packing(computed, 1, dp_size)
-        tokens = packing.sums(units.length[computed]) / packing.width
-        assert micro_batch_size or tokens.max() <= token_budget, "a micro-batch exceeds the budget"
-        packing = _order_steps(packing, packing.heights(units.cost[computed], exchange), order)
-        return packing.with_steps_multiple_of(multiple_of)
 
-    blocks = _membership(units, data_order, planner, mini_batch_size, seed)
-    jobs = [PackingJob(len(held), partial(packed, held)) for held in map(units.computed, blocks)]
-    plans = tuple(
-        _assemble(metas, block, units, packing, sp_size, share_prompts, exchange)
-        for block, packing in zip(blocks, pack_all(jobs), strict=True)
-    )
-    _check_plans(plans, units)
-    return plans
+def _packed(
+    units: Units,
+    packer: Packer,
+    limits: Limits,
+    exchange: Exchange,
+    computed: Ints,
+    *,
+    dp_size: int,
+    order: str,
+    multiple_of: int,
+) -> Packing:
+    """The packing of one mini-batch, its micro-steps in order; ``computed`` is [n], its samples but skipped ones."""
+    packing = units.pack(computed, packer) if len(computed) else Packing(computed, 1, dp_size)
+    tokens = packing.sums(units.length[computed]) / packing.width
+    assert limits.micro_batch_size or tokens.max() <= limits.token_budget, "a micro-batch exceeds the budget"
+    packing = _order_steps(packing, packing.heights(units.cost[computed], exchange), order)
+    return packing.with_steps_multiple_of(multiple_of)
 
 
 def _check_plans(plans: Sequence[MiniBatchPlan], units: Units) -> None:

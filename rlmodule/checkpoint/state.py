@@ -114,7 +114,12 @@ def _replace(aside: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
-    aside.rename(folder)
+    try:
+        aside.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
     _flush(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 

@@ -62,12 +62,13 @@ class DependencyError(RLModuleError):
     Args:
         package: as pip knows it.
         needed_by: the setting that chose the component.
-        extra: of this project, which brings the package.
+        extra: of this project, which brings the package; empty where none does.
         then: a command to run after that, for a package whose own requirements contradict this project's.
     """
 
-    def __init__(self, *, package: str, needed_by: str, extra: str, then: str = "") -> None:
-        install = " && ".join([f"pip install 'rlmodule[{extra}]'", *([then] if then else [])])
+    def __init__(self, *, package: str, needed_by: str, extra: str = "", then: str = "") -> None:
+        first = f"pip install 'rlmodule[{extra}]'" if extra else ""
+        install = " && ".join(command for command in (first, then) if command)
         super().__init__(f"{needed_by} needs the package '{package}'. Install it with: {install}")
 
 

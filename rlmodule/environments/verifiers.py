@@ -15,7 +15,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from rlmodule.core.config import at_least, one_of
 from rlmodule.core.episodes import LENGTH, Completion, Done, Message, Observation
@@ -48,7 +48,7 @@ class Verifiers:
         if importlib.util.find_spec("verifiers") is None:
             raise DependencyError(package="verifiers", needed_by="environment=verifiers", extra="verifiers")
 
-    def for_template(self, template: str) -> Self:
+    def for_template(self, template: str) -> Verifiers:
         """The same with the tool format that the chat template speaks."""
         if self.tool_format != AUTO:
             return self

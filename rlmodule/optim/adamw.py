@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from rlmodule.core.config import more_than
 from rlmodule.optim import OPTIMIZERS
 from rlmodule.optim.parts.config import OptimizerConfig, check_betas
+from rlmodule.optim.parts.decay import groups_by_decay
 
 
 @OPTIMIZERS.register
@@ -31,11 +32,6 @@ class AdamW(OptimizerConfig):
         self, parameters: Iterable[tuple[str, nn.Parameter]], decayed: Collection[str], hidden: Collection[str] = ()
     ) -> Optimizer:
         """Build the optimizer; both moments have the dtype of the parameters, float32."""
-        trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-        groups = [
-            {"params": [p for name, p in trainable if name in decayed], "weight_decay": self.weight_decay},
-            {"params": [p for name, p in trainable if name not in decayed], "weight_decay": 0.0},
-        ]
+        groups = groups_by_decay(parameters, decayed, self.weight_decay)
         betas = (self.betas[0], self.betas[1])
-        groups = [group for group in groups if group["params"]]
         return torch.optim.AdamW(groups, lr=self.peak_lr, betas=betas, eps=self.eps, fused=True)

@@ -15,6 +15,7 @@ from rlmodule.core.errors import DependencyError
 from rlmodule.core.parameters import EIGHT_BIT_FROM
 from rlmodule.optim import OPTIMIZERS
 from rlmodule.optim.parts.config import OptimizerConfig, check_betas
+from rlmodule.optim.parts.decay import groups_by_decay
 from rlmodule.optim.parts.eight_bit import EightBitAdamW
 
 
@@ -49,13 +50,9 @@ class AdamW8bit(OptimizerConfig):
         """
         if importlib.util.find_spec("bitsandbytes") is None:
             raise DependencyError(package="bitsandbytes", needed_by="optimizer=adamw8bit", extra="eight_bit")
-        trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-        groups = [
-            {"params": [p for name, p in trainable if name in decayed], "weight_decay": self.weight_decay},
-            {"params": [p for name, p in trainable if name not in decayed], "weight_decay": 0.0},
-        ]
+        groups = groups_by_decay(parameters, decayed, self.weight_decay)
         return EightBitAdamW(
-            [{**group, EIGHT_BIT_FROM: self.eight_bit_from} for group in groups if group["params"]],
+            [{**group, EIGHT_BIT_FROM: self.eight_bit_from} for group in groups],
             lr=self.peak_lr,
             betas=(self.betas[0], self.betas[1]),
             eps=self.eps,

@@ -13,6 +13,7 @@ from rlmodule.core.config import at_least, at_most, more_than, one_of
 from rlmodule.core.parameters import STATE_NAMES
 from rlmodule.optim import OPTIMIZERS
 from rlmodule.optim.parts.config import OptimizerConfig, check_betas
+from rlmodule.optim.parts.decay import groups_by_decay
 from rlmodule.optim.parts.orthogonal import SCALINGS, OrthogonalisedAdamW
 
 
@@ -50,9 +51,9 @@ class Muon(OptimizerConfig):
         self, parameters: Iterable[tuple[str, nn.Parameter]], decayed: Collection[str], hidden: Collection[str]
     ) -> Optimizer:
         """Build the optimizer; its states have the dtype of the parameters, float32."""
-        trainable = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
+        named = list(parameters)
         matrices = {
-            "params": [p for name, p in trainable if name in hidden],
+            "params": [p for name, p in named if name in hidden and p.requires_grad],
             "lr": self.peak_lr,
             "weight_decay": self.weight_decay,
             "momentum": self.momentum,
@@ -61,14 +62,10 @@ class Muon(OptimizerConfig):
             "dtype": self.dtype,
             STATE_NAMES: ("momentum_buffer",),
         }
-        rest = [(name, parameter) for name, parameter in trainable if name not in hidden]
-        others = [
-            {"params": [p for name, p in rest if name in decayed], "weight_decay": self.weight_decay},
-            {"params": [p for name, p in rest if name not in decayed], "weight_decay": 0.0},
-        ]
+        rest = ((name, parameter) for name, parameter in named if name not in hidden)
         return OrthogonalisedAdamW(
             [matrices] if matrices["params"] else [],
-            [group for group in others if group["params"]],
+            groups_by_decay(rest, decayed, self.weight_decay),
             lr=self.peak_lr if self.adamw_lr is None else self.adamw_lr,
             betas=(self.betas[0], self.betas[1]),
             eps=self.eps,

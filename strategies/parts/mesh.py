@@ -122,7 +122,7 @@ class Mesh:
         shards = self._flat("shard", "sequence")
         if self.grid["replicate"].size() == 1:
             return shards
-        return DeviceMesh._concatenate([self.grid["replicate"], shards])  # type: ignore[no-any-return]
+        return DeviceMesh._concatenate([self.grid["replicate"], shards])
 
     def _flat(self, *names: str) -> DeviceMesh:
         return self.grid[names]._flatten("_".join(names))

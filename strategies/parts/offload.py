@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.sharding import waiting_on_host
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,11 @@ class OffloadConfig:
 
     offload_params: bool = False  # weights wait in host memory outside of sampling, scoring and training
     offload_optimizer: bool = False  # both moments wait in host memory until the optimizer steps
+
+    def on_host(self, *, cpu_offload: bool = False) -> frozenset[str]:
+        """What waits there while a model trains, for plans (``Sharding.on_host``): all of it with ``cpu_offload``."""
+        moments = cpu_offload or self.offload_optimizer
+        return waiting_on_host(weights=cpu_offload, gradients=cpu_offload, moments=moments)
 
 
 def check_offload_once(cpu_offload: bool, config: OffloadConfig) -> None:
@@ -107,5 +113,5 @@ class Offloaded:
 
 def _host_memory(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """A buffer in host memory of the same size; page-locked for CUDA devices."""
-    fresh = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
+    fresh = torch.UntypedStorage(storage.nbytes())
     return fresh.pin_memory(storage.device) if storage.device.type == "cuda" else fresh

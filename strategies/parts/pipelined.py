@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 from rlmodule.core.contract import Backward, MicroBatchLoss, ModelObjective
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.metrics import Metrics, from_rows, to_rows
-from rlmodule.core.parameters import STATE_NAMES, tied
+from rlmodule.core.parameters import tied
 from rlmodule.core.types import MicroBatch, StepTotals, TokenOutputs
 from strategies.parts.failures import first_told
 from strategies.parts.pipeline import Pipeline, StageForward
+from strategies.parts.saved_state import states_kept
 from strategies.parts.sharded import ShardedStrategy, full_tensor
 from strategies.parts.stages import Stage, cut
 from strategies.parts.strategy_mixin import local
@@ -185,10 +186,10 @@ class PipelinedStrategy(ShardedStrategy):
             return mine
         everyone: list[Any] = [None] * self.layout.pp_size
         dist.all_gather_object(everyone, mine, group=group)
-        return max(everyone, key=lambda state: len(state["param_groups"]))  # type: ignore[no-any-return]
+        return max(everyone, key=lambda state: len(state["param_groups"]))
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Give the groups of this stage the settings of those that they are parts of."""
+        """Compare the groups of this stage with those that they are parts of."""
         states = checkpoint["optimizer_states"]
         if self.mesh.pipeline_group is not None:
             pairs = zip(self.models_and_optimizers(), states, strict=True)
@@ -197,14 +198,11 @@ class PipelinedStrategy(ShardedStrategy):
 
 
 def groups_like(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """For each group of a stage the saved one with its states and weight decay, where a stage has fewer of them."""
+    """For each group of a stage a saved one with the same states, where a stage has fewer of them."""
     if len(groups) >= len(saved):
         return list(saved)
-
-    def kind(group: Mapping[str, Any]) -> tuple[Any, Any]:
-        return group.get(STATE_NAMES), group.get("weight_decay")
-
-    return [next((other for other in saved if kind(other) == kind(group)), saved[0]) for group in groups]
+    by_states = {states_kept(group): group for group in saved}
+    return [by_states.get(states_kept(group), saved[0]) for group in groups]
 
 
 def metrics_of_last(pipeline: Pipeline, losses: Sequence[MicroBatchLoss]) -> list[Metrics]:

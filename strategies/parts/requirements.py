@@ -28,9 +28,8 @@ def unmet(backend: str, point: EntryPoint | None) -> str | None:
         try:
             there = version(wanted.name)
         except PackageNotFoundError:
-            if extra is not None:
-                return str(DependencyError(package=wanted.name, needed_by=needed_by, extra=extra))
-            return f"{needed_by} needs the package '{wanted.name}'. Install it with: pip install '{_bare(wanted)}'"
+            alone = "" if extra else f"pip install '{_bare(wanted)}'"
+            return str(DependencyError(package=wanted.name, needed_by=needed_by, extra=extra or "", then=alone))
         if not wanted.specifier.contains(there, prereleases=True):
             return f"{needed_by} needs {_bare(wanted)}, and {there} is installed. Use: pip install '{_bare(wanted)}'"
     return None

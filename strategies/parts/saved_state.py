@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from rlmodule.core.contract import SaveLater
 from rlmodule.core.errors import CheckpointError, in_one_line
-from rlmodule.core.parameters import ADAM_STATES, STATE_NAMES
+from rlmodule.core.parameters import ADAM_STATES, EIGHT_BIT_FROM, STATE_NAMES
 from strategies.parts.failures import on_all_or_none
 from strategies.parts.shards import Index, digests, plan_of_rank, read_index, read_shards
 from strategies.parts.snapshot import SHARDS, RankReport, SavedSnapshot, StateFiles, agree
@@ -103,7 +103,7 @@ class SavedState:
                 wanted = self.state_dict_to_load(name, optimizer)
                 found = on_all_or_none(partial(read_parts, folder, wanted))
                 self.load_state_dict(name, optimizer, found)
-                if len(found) < len(wanted):  # saved before the first optimizer step
+                if not any(MOMENT in key for key in found):  # saved before the first optimizer step
                     optimizer.state.clear()
 
     # ---- Lightning's hooks
@@ -118,20 +118,18 @@ class SavedState:
         return {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Settings of the groups, learning rate included; a snapshot holds the moments."""
+        """Settings of the groups, which say what states there are; a snapshot holds the moments."""
         return {"param_groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Nothing yet: models are read together with their optimizers."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Read models and optimizers."""
+        """Read models and optimizers; the settings of an optimizer are those of this run, whatever was saved."""
         assert self._saved_at is not None, "Lightning loads a checkpoint before it hands it out"
         self.load_shards(self._saved_at)
         for (name, optimizer), state in zip(self.models_and_optimizers(), checkpoint["optimizer_states"], strict=True):
             check_same_optimizer(self._saved_at, name, optimizer, state["param_groups"])
-            for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-                group.update(saved)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's own state; ``load_optimizer_state_dict`` reads the tensors beside it later."""
@@ -214,14 +212,16 @@ def check_same_optimizer(folder: Path, name: str, optimizer: Optimizer, saved: S
     Raises:
         CheckpointError: there are other groups of parameters, or it keeps other states of them.
     """
-    here, there = (
-        [list(g.get(STATE_NAMES, ADAM_STATES)) for g in groups] for groups in (optimizer.param_groups, saved)
-    )
-    if here != there:
+    if [states_kept(group) for group in optimizer.param_groups] != [states_kept(group) for group in saved]:
         raise CheckpointError(
             f"{folder}: model {name} was trained there with another optimizer, or with other parameters under it. "
-            "Resume with the same optimizer=, or start anew"
+            "Resume with the same optimizer= (of adamw8bit with the same eight_bit_from), or start anew"
         )
+
+
+def states_kept(group: Mapping[str, Any]) -> tuple[tuple[str, ...], int | None]:
+    """What an optimizer keeps of each parameter of a group: names, and elements from which on moments have 8 bits."""
+    return tuple(group.get(STATE_NAMES, ADAM_STATES)), group.get(EIGHT_BIT_FROM)
 
 
 def _remedy(name: str, saved: list[int]) -> str:

@@ -68,28 +68,35 @@ class ShardedStrategy(DistributedStrategy):
 
     @contextmanager
     def _whole_copy(self, name: str) -> Iterator[None]:
-        copied = self._meta_copies[name]
-        if self._depth[name] == 0:
-            with self.parameters_on_device(name):
-                dtype: torch.dtype | None = copied.compute_dtype  # type: ignore[assignment]  # a policy or a value model
-                matrices = linear_weights(copied)
-                for names, tensor in self.full_parameters(name):
-                    held = dtype if matrices.issuperset(names) else None
-                    # Autocast keeps what it has cast only of weights that may have gradients.
-                    weight = nn.Parameter(tensor.detach().to(self.root_device, held), requires_grad=held is None)
-                    for full_name in names:
-                        put(copied, full_name, weight)
         self._depth[name] += 1
         try:
+            if self._depth[name] == 1:
+                self._fill_copy(name)
             with torch.no_grad():
                 yield
         finally:
             self._depth[name] -= 1
             if self._depth[name] == 0:
-                for names, weight in list(tied(copied)):
-                    empty = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
-                    for full_name in names:  # they stay one, for who asks the copy for its names
-                        put(copied, full_name, empty)
+                self._empty_copy(name)
+
+    def _fill_copy(self, name: str) -> None:
+        copied = self._meta_copies[name]
+        dtype: torch.dtype | None = copied.compute_dtype  # type: ignore[assignment]  # a policy or a value model
+        matrices = linear_weights(copied)
+        with self.parameters_on_device(name):
+            for names, tensor in self.full_parameters(name):
+                held = dtype if matrices.issuperset(names) else None
+                # Autocast keeps what it has cast only of weights that may have gradients.
+                weight = nn.Parameter(tensor.detach().to(self.root_device, held), requires_grad=held is None)
+                for full_name in names:
+                    put(copied, full_name, weight)
+
+    def _empty_copy(self, name: str) -> None:
+        copied = self._meta_copies[name]
+        for names, weight in list(tied(copied)):
+            empty = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
+            for full_name in names:  # they stay one, for who asks the copy for its names
+                put(copied, full_name, empty)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:

@@ -29,7 +29,7 @@ from strategies.parts.collectives import LocalCollectives
 from strategies.parts.failures import on_all_or_none
 from strategies.parts.loading import drop_unread, load
 from strategies.parts.offload import OffloadConfig, Offloaded
-from strategies.parts.saved_state import SavedState, read_parts
+from strategies.parts.saved_state import MOMENT, SavedState, read_parts
 
 Item = TypeVar("Item")
 
@@ -308,7 +308,7 @@ class StrategyMixin(SavedState):
         for key, parameter in self.named_parameters(name):
             parts[f"{name}.{key}"] = parameter.detach()
             for moment, tensor in optimizer.state.get(parameter, {}).items():
-                parts[f"{name}.{key}@{moment}"] = tensor
+                parts[f"{name}.{key}{MOMENT}{moment}"] = tensor
         return parts
 
     def state_dict_to_load(self, name: str, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -319,7 +319,11 @@ class StrategyMixin(SavedState):
         return self.state_dict_to_save(name, optimizer)
 
     def load_state_dict(self, name: str, optimizer: Optimizer, parts: Mapping[str, Tensor]) -> None:
-        """Nothing: the tensors were filled in place."""
+        """Drop the states of weights that had none when it was saved; all other tensors were filled in place."""
+        for key, parameter in self.named_parameters(name):
+            moments = optimizer.state.get(parameter, {})
+            if not any(f"{name}.{key}{MOMENT}{moment}" in parts for moment in moments):
+                optimizer.state.pop(parameter, None)
 
     def load_model(self, name: str, folder: Path, trained: frozenset[str] | None = None) -> None:
         """Read the weights of one model from a checkpoint, whichever strategy saved it; every process calls it.

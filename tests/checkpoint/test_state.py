@@ -1,6 +1,7 @@
 """A checkpoint folder is whole or does not count: written aside, listed with checksums, put in place by one rename."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +49,21 @@ def test_a_write_that_fails_leaves_everything_as_it_was(tmp_path):
         raise OSError("no space left")
 
     assert write_folder(folder, fail, {"step": 4}) == "OSError: no space left"
+    assert (folder / STATE_FILE).read_text() == "weights"
+    verify(folder)
+    assert [p.name for p in tmp_path.iterdir()] == [folder.name]
+
+
+def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
+    folder, rename = save(tmp_path, 1), Path.rename
+
+    def fail(path, target):
+        if path.name == "iteration_000001.writing":
+            raise OSError("input/output error")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    assert write_folder(folder, lambda aside: None, {"step": 4}) == "OSError: input/output error"
     assert (folder / STATE_FILE).read_text() == "weights"
     verify(folder)
     assert [p.name for p in tmp_path.iterdir()] == [folder.name]

@@ -14,10 +14,14 @@ import pytest
 import torch
 
 from rlmodule.checkpoint.state import STATE_FILE, folder_of, verify
+from rlmodule.core.errors import CheckpointError
+from rlmodule.models.building import build_policy
+from rlmodule.models.description import ModelConfig
 from strategies.parts import snapshot
+from strategies.parts.saved_state import check_same_optimizer
 from strategies.parts.shards import read_whole
 from tests.helpers.ranks import run_on_ranks
-from tests.strategies.fixed_runs import FixedRun, Outcome, relative_difference, saving
+from tests.strategies.fixed_runs import ADAMW, ARCHITECTURE, FixedRun, Outcome, relative_difference, saving
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
@@ -162,3 +166,41 @@ def test_a_manifest_lists_every_rank_s_shards(written):
     shards = {"shards/rank_0_0.safetensors", "shards/rank_1_0.safetensors", "shards/index.json"}
     assert {*shards, STATE_FILE, "state.safetensors"} == set(manifest.files)
     assert json.loads((folder / "manifest.json").read_text())["entries"]["layout"]["world_size"] == 2
+
+
+def with_a_spare_layer(run: FixedRun) -> FixedRun:
+    """A model with weights that no token reaches, as those of an expert that was never chosen."""
+    config = ModelConfig(architecture=ARCHITECTURE, tokenizer="byte")
+    policy = build_policy(config, seed=run.seed, temperature=1.0)
+    policy.spare = torch.nn.Linear(4, 4)
+    return replace(run, policy=policy)
+
+
+@pytest.mark.parametrize("label", ["single", "fsdp2", "fsdp"])
+def test_weights_that_no_token_reaches_cost_the_others_no_moments(tmp_path, label):
+    undisturbed = fit(with_a_spare_layer(run_of(label)), WRITERS[label][0], tmp_path)
+    resumed = fit(with_a_spare_layer(run_of(label)), WRITERS[label][0], resume=tmp_path)
+    assert resumed.norms == undisturbed.norms[STEPS:]
+    for name, tensor in undisturbed.weights.items():
+        assert np.array_equal(resumed.weights[name], tensor), name
+
+
+def settings_of(trainer: L.Trainer, module: Any) -> list[tuple[float, tuple[float, float], float]]:
+    [optimizer] = trainer.optimizers
+    return [(group["weight_decay"], group["betas"], group["eps"]) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("label", ["single", "fsdp2-stages"])
+def test_settings_of_the_optimizer_are_those_of_the_run_that_goes_on(written, label):
+    other = replace(ADAMW, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6)
+    run = replace(run_of(label), optimizer=other, timer=settings_of)
+    resumed = fit(run, WRITERS[label][0], resume=written[label][0])
+    assert resumed.extra == [(0.3, (0.8, 0.9), 1e-6), (0.0, (0.8, 0.9), 1e-6)]
+
+
+def test_moments_of_8_bits_are_refused_where_others_would_have_8_bits():
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": list(layer.parameters()), "eight_bit_from": 4096}])
+    check_same_optimizer(Path("run"), "policy", optimizer, [{"eight_bit_from": 4096}])
+    with pytest.raises(CheckpointError, match="same eight_bit_from"):
+        check_same_optimizer(Path("run"), "policy", optimizer, [{"eight_bit_from": 2048}])

@@ -23,7 +23,7 @@ def registry(tmp_path, monkeypatch):
     (tmp_path / "houses" / "__init__.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     yield StrategyRegistry(package="houses")
-    for name in [name for name in sys.modules if name.split(".")[0] == "houses"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("houses", "others_of_theirs")]:
         del sys.modules[name]
 
 
@@ -137,6 +137,25 @@ def test_a_backend_of_another_package_comes_through_its_entry_point(registry, tm
     assert "others" not in sys.modules
     assert registry.lookup("language_model", "theirs", device="cpu").__name__ == "Theirs"
     del sys.modules["others"]
+
+
+@pytest.mark.parametrize(
+    ("line", "error", "words"),
+    [
+        ("import a_package_nobody_has.inner", DependencyError, "Install it with: pip install a_package_nobody_has$"),
+        ("import others_of_theirs.no_such_file", ModuleNotFoundError, "no_such_file"),
+    ],
+)
+def test_what_a_backend_of_another_package_lacks_is_no_extra_of_this_project(registry, tmp_path, line, error, words):
+    package, installed = tmp_path / "others_of_theirs", tmp_path / "theirs-1.0.dist-info"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "strategy.py").write_text(f"{line}\n")
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\ntheirs = others_of_theirs.strategy\n")
+    with pytest.raises(error, match=words):
+        registry.lookup("language_model", "theirs", device="cpu")
 
 
 def test_nothing_is_imported_before_it_is_chosen():

@@ -216,6 +216,30 @@ def test_the_copy_to_sample_with_holds_matrices_in_the_type_of_products(tied):
         assert largest > 0
 
 
+def test_a_copy_that_could_not_be_filled_gives_its_memory_back():
+    def timer(trainer: Any, module: Any) -> tuple[set[str], set[str]]:
+        strategy = trainer.strategy
+        whole = strategy.full_parameters
+
+        def until_memory_is_short(name: str) -> Any:
+            yield next(whole(name))
+            raise torch.OutOfMemoryError("no room for the second tensor")
+
+        strategy.full_parameters = until_memory_is_short
+        with pytest.raises(torch.OutOfMemoryError), strategy.generation_mode("policy"):
+            raise AssertionError("nothing can be sampled with it")
+        strategy.full_parameters = whole
+        left = devices_of(strategy.generator("policy"))
+        with strategy.generation_mode("policy"):
+            return left, devices_of(strategy.generator("policy"))
+
+    assert run_on_ranks(1, lambda rank: FixedRun(backend="fsdp2", timer=timer).fit().extra) == [({"meta"}, {"cpu"})]
+
+
+def devices_of(model: torch.nn.Module) -> set[str]:
+    return {parameter.device.type for parameter in model.parameters()}
+
+
 @torch.no_grad()
 def first_logits(policy: Any) -> torch.Tensor:
     """[1, V] after a prompt and one more token."""

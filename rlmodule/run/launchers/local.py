@@ -39,7 +39,12 @@ class Local:
         """Forks of this process, where it can be forked and their device can be used in a fork."""
         ranks: list[WaitingRank] = []
         if device == "cpu" and can_fork():
-            ranks.extend(WaitingRank(main) for _ in range(num_processes))
+            try:
+                ranks.extend(WaitingRank(main) for _ in range(num_processes))
+            except OSError:  # no memory for as many forks, and new interpreters need none of this process's
+                for rank in ranks:
+                    rank.dismiss()
+                return ()
         return ranks
 
     def __call__(self, job: Job) -> int:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -185,6 +186,7 @@ class RankHost:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.folder = Path(tempfile.mkdtemp(prefix="rlmodule-"))
         self.log, self.told = Path(os.devnull), 0
+        self.text = getincrementaldecoder("utf-8")("replace")  # keeps a character of which only a part was written
         self.heartbeats = Heartbeats(self.folder, (), 0.0)  # of no rank, until they are started
 
     def meeting_point(self) -> tuple[str, int]:
@@ -226,7 +228,7 @@ class RankHost:
         self.told += len(said)
         if None not in codes:
             shutil.rmtree(self.folder, ignore_errors=True)
-        return codes, self.heartbeats.silent(), said.decode(errors="replace")
+        return codes, self.heartbeats.silent(), self.text.decode(said)
 
     def signal(self, local_rank: int, number: int) -> None:
         """Pass a signal on."""

@@ -21,6 +21,7 @@ import pytest
 from rlmodule.core.errors import ConfigError, DependencyError
 from rlmodule.run.launchers import LAUNCHERS
 from rlmodule.run.launchers.parts.supervision import PREEMPTED, USER_ERROR
+from rlmodule.run.launchers.ray import RankHost
 
 ROOT = Path(__file__).parents[3]
 HAS_RAY = find_spec("ray") is not None
@@ -175,3 +176,14 @@ def test_kill_9_of_the_supervisor_leaves_no_rank_behind(tmp_path):
     with started(tmp_path, SLEEP) as process:
         wait_until(lambda: len(pids(tmp_path)) == 2)
         process.kill()
+
+
+def test_a_character_that_rank_0_has_half_written_is_shown_once_it_is_whole(tmp_path):
+    host = RankHost()
+    host.log = tmp_path / "log"
+    first, second = "é".encode()[:1], "é".encode()[1:]
+    host.log.write_bytes(b"caf" + first)
+    said = [host.look()[2]]
+    with host.log.open("ab") as log:
+        log.write(second)
+    assert [*said, host.look()[2]] == ["caf", "é"]

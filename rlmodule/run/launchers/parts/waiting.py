@@ -7,9 +7,6 @@ may hang, and devices other than CPUs cannot be used in one, so ranks are then s
 
 from __future__ import annotations
 
-import atexit
-import logging
-import multiprocessing.util
 import os
 import pickle
 import signal
@@ -17,11 +14,11 @@ import subprocess
 import sys
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from rlmodule.core.interpreter import run_to_the_end
+from rlmodule.core.interpreter import forget_exit_functions, run_to_the_end
 
 INTERRUPTED = 130
 _POLL_SECONDS = 0.01
@@ -32,6 +29,9 @@ class WaitingRank:
 
     Args:
         main: what it does once it is told its arguments; returns the exit code.
+
+    Raises:
+        OSError: the system lets this process have no fork.
     """
 
     def __init__(self, main: Callable[[Sequence[str]], int]) -> None:
@@ -41,23 +41,28 @@ class WaitingRank:
             stream.flush()  # else what waits to be written is written twice
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 of threads that allocators and BLAS own
-            self.pid = os.fork()
+            try:
+                self.pid = os.fork()
+            except OSError:
+                os.close(read)
+                os.close(self._write)
+                raise
         if not self.pid:
             os.close(self._write)
             run_to_the_end(lambda: _wait(read, main))
         os.close(read)
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], log: Path | None) -> None:
-        """Let it begin.
+        """Let it begin; one that has died meanwhile is left as it is, and ``poll`` says so.
 
         Args:
             arguments: of the command line.
             environment: all of it.
             log: the file that its output goes to; None keeps this process's.
         """
-        with open(self._write, "wb") as pipe:
+        write, self._write = self._write, -1
+        with suppress(BrokenPipeError), open(write, "wb") as pipe:
             pickle.dump((list(arguments), dict(environment), log), pipe)
-        self._write = -1
 
     def dismiss(self) -> None:
         """It is not needed; does nothing where it has been started."""
@@ -102,7 +107,7 @@ def _wait(read: int, main: Callable[[Sequence[str]], int]) -> int:
     """In the fork."""
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
-    _leave_to_the_supervisor()
+    forget_exit_functions()
     try:
         with open(read, "rb") as pipe:
             arguments, environment, log = pickle.load(pipe)
@@ -116,16 +121,6 @@ def _wait(read: int, main: Callable[[Sequence[str]], int]) -> int:
     return main(arguments)
 
 
-def _leave_to_the_supervisor() -> None:
-    """What was registered for the end so far is about things that the supervisor made, and clears up itself."""
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False
-    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]  # so that new ones are
-    atexit._clear()
-    for ending in (logging.shutdown, multiprocessing.util._exit_function):  # type: ignore[attr-defined]
-        atexit.register(ending)
-
-
 def _write_to(log: Path) -> None:
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
@@ -134,4 +129,5 @@ def _write_to(log: Path) -> None:
 
 def _show_name(name: str) -> None:
     """What ps and top call this process."""
-    Path("/proc/self/comm").write_text(name)
+    with suppress(OSError):  # some sandboxes forbid it
+        Path("/proc/self/comm").write_text(name)

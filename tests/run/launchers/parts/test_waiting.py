@@ -7,13 +7,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from rlmodule import cli
+from rlmodule.commands.parts.sweep import JobResult
 from rlmodule.core.errors import TrainingError
 from rlmodule.run.launchers import Job, local
+from rlmodule.run.launchers.parts.supervision import WORKER_FLAG
 from rlmodule.run.launchers.parts.waiting import WaitingRank
 
 pytestmark = pytest.mark.ranks
@@ -94,6 +99,25 @@ def test_kill_9_of_a_supervisor_that_checks_leaves_none_waiting():
         time.sleep(0.02)
 
 
+@dataclass(frozen=True)
+class NothingToDo:
+    """A run, and a command on it."""
+
+    on_phase: Callable[[str], None] | None = None
+
+    def on_rank(self, run):
+        assert isinstance(run, NothingToDo)
+
+
+def test_a_rank_of_a_job_does_not_answer_for_the_jobs_before_it(tmp_path, monkeypatch):
+    JobResult(0, [], 2, None, "it failed").save(tmp_path / "0")
+    monkeypatch.setattr(cli, "sweep_dirs", [tmp_path])
+    monkeypatch.setattr(cli, "load_run", lambda arguments: (NothingToDo(), NothingToDo()))
+    rank = WaitingRank(cli.main_of_rank)
+    rank.start([WORKER_FLAG, "RUN"], {"RANK": "0"}, None)
+    assert rank.wait(60) == 0
+
+
 def fails_as_rank_1(run, arguments):
     if os.environ["RANK"] == "1":
         return 9
@@ -107,6 +131,33 @@ def test_a_launcher_starts_those_that_wait(tmp_path, monkeypatch):
     with pytest.raises(TrainingError, match="rank 1 exited with code 9"):
         launcher(Job(("/no/such/program",), tmp_path, 2, waiting=waiting))
     assert all(rank.returncode is not None for rank in waiting)
+
+
+def test_one_that_died_while_it_waited_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "can_fork", lambda: True)
+    launcher = local.Local()
+    waiting = launcher.ready(2, "cpu", patient)
+    waiting[1].kill()  # as the system does when it is short of memory
+    waiting[1].wait(60)
+    with pytest.raises(TrainingError, match="rank 1 was ended by SIGKILL"):
+        launcher(Job(("/no/such/program",), tmp_path, 2, waiting=waiting))
+
+
+def test_where_not_all_can_be_forked_none_waits(monkeypatch):
+    made, fork = [], os.fork
+
+    def fork_once():
+        if made:
+            raise BlockingIOError("no more processes")
+        made.append(fork())
+        return made[-1]
+
+    monkeypatch.setattr(local, "can_fork", lambda: True)
+    monkeypatch.setattr(os, "fork", fork_once)
+    open_files = len(os.listdir("/proc/self/fd"))
+    assert list(local.Local().ready(2, "cpu", patient)) == []
+    assert not Path(f"/proc/{made[0]}").exists(), "the first one is gone"
+    assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 @pytest.mark.parametrize(("device", "forks"), [("cuda", True), ("cpu", False)])
