@@ -163,6 +163,12 @@ class ChatFormat:
         longest_first = sorted(filter(None, tokens), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
+    def spelled_token(self, prompt: Turns) -> str | None:
+        """The beginning of the first special token that a prompt spells, and that is read as text; None without one."""
+        if not self.template:
+            return None
+        return next(filter(None, map(self._control.first_in, as_turns(prompt))), None)
+
     @cached_property
     def _control(self) -> ControlTokens:
         return ControlTokens(self.tokenizer)

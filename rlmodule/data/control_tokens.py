@@ -20,6 +20,8 @@ CUT = "\u241fcut\u241f"  # a text that no template changes; where data contains 
 
 _WRITTEN_BY_THE_RUN = ("system", "developer", "assistant")  # what they say may hold tokens on purpose
 _BY_PEOPLE = ("user",)
+_NOTHING = re.compile(r"(?!)")
+_SHOWN = 24  # characters
 
 
 class ControlTokens:
@@ -38,10 +40,13 @@ class ControlTokens:
 
     def cut_in(self, message: Message) -> Message:
         """The message with a mark in each spelling, as far as its role may not write the token itself."""
-        role = message.get("role")
-        if role in _WRITTEN_BY_THE_RUN:
-            return message
-        return _cut(message, self._special if role in _BY_PEOPLE else self._all)
+        return _cut(message, self._meant_by(message))
+
+    def first_in(self, message: Message) -> str | None:
+        """Where the content of a message would be cut first: a few characters of it, for people."""
+        content = message.get("content")
+        found = self._meant_by(message).search(content) if isinstance(content, str) else None
+        return None if found is None else found.string[found.start() : found.start() + _SHOWN]
 
     def cut_in_description(self, tool: Mapping[str, Any]) -> Mapping[str, Any]:
         """The same for the description of a tool."""
@@ -51,6 +56,12 @@ class ControlTokens:
         """The same for what follows a response, whatever its role."""
         return _cut(message, self._all)
 
+    def _meant_by(self, message: Message) -> re.Pattern[str]:
+        role = message.get("role")
+        if role in _WRITTEN_BY_THE_RUN:
+            return _NOTHING
+        return self._special if role in _BY_PEOPLE else self._all
+
 
 def _inside_of(tokens: Iterable[str]) -> re.Pattern[str]:
     """Matches the first character of each spelling, those that overlap included.
@@ -58,7 +69,7 @@ def _inside_of(tokens: Iterable[str]) -> re.Pattern[str]:
     White space is ordinary text, and nothing can be put inside one character.
     """
     words = sorted(token for token in tokens if len(token) > 1 and not token.isspace())
-    return re.compile(f"(?={_any_of(words)}).", re.DOTALL) if words else re.compile(r"(?!)")
+    return re.compile(f"(?={_any_of(words)}).", re.DOTALL) if words else _NOTHING
 
 
 def _any_of(words: Sequence[str]) -> str:
