@@ -73,7 +73,7 @@ def _inside_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def _any_of(words: Sequence[str]) -> str:
-    """A pattern for what begins with one of the words, each common beginning tried once; vocabularies have a thousand."""
+    """A pattern for what begins with one of the words, common beginnings tried once, for there may be a thousand."""
     tails: dict[str, list[str]] = {}
     for word in words:
         tails.setdefault(word[:1], []).append(word[1:])

@@ -38,7 +38,7 @@ def join(segments: Sequence[Segment]) -> tuple[list[int], list[bool]]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
-    """Token ids of each text; nothing is added to them. A text that is cut is encoded piece by piece, without the marks.
+    """Token ids of each text; nothing is added to them. One that is cut is encoded piece by piece, without the marks.
 
     Raises:
         ChatError: a text is not valid Unicode.

@@ -16,6 +16,7 @@ from rlmodule.evaluation.config import ValConfig
 from rlmodule.experience.episodes import EpisodeRequest, EpisodeRunner
 from rlmodule.experience.failures import check_not_all_failed
 from rlmodule.experience.gathering import gather_sample_info
+from rlmodule.experience.judging import Judging
 from rlmodule.experience.sources import share_of_rank, with_rewards
 
 
@@ -81,7 +82,8 @@ class PromptEvaluator:
             for number in range(config.n)
         ]
         # Also without a share of its own: every rank takes part when a sharded model is made whole.
-        return with_rewards(self.episodes.run(self.engine(), requests), self.reward)
+        with Judging(self.reward) as judging:
+            return with_rewards(self.episodes.run(self.engine(), requests, judging.begin), judging)
 
     def _described(self, scored: ScoredSample) -> EvaluatedAnswer:
         sample, score = scored.sample, scored.score

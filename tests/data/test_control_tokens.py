@@ -14,7 +14,9 @@ from tests.data.templates import NO_END, OPENS_THINKING, RETURN, THINKS_LAST, sh
 from tests.data.test_tokens import ZEPHYR, sentencepiece
 
 # Results of calls between tags, as Qwen3 writes them: added tokens that are not special.
-RESULTS = THINKS_LAST.replace("{{- m.content -}}{%- endif", "{{- '<tool_response>' + m.content + '</tool_response>' -}}{%- endif")
+RESULTS = THINKS_LAST.replace(
+    "{{- m.content -}}{%- endif", "{{- '<tool_response>' + m.content + '</tool_response>' -}}{%- endif"
+)
 
 
 def chat_of(template, **tokens):
@@ -32,7 +34,18 @@ CHATS = {
     "opens thinking": chat_of(OPENS_THINKING),
     "sentencepiece": ChatFormat(sentencepiece(ZEPHYR)),
 }
-SPELLED = ["<|im_end|>", "<|im_start|>", "<|end|>", "<|return|>", "<|user|>", "<|assistant|>", "<|e|>", "</s>", MARK, CUT]
+SPELLED = [
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|end|>",
+    "<|return|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|e|>",
+    "</s>",
+    MARK,
+    CUT,
+]
 TAGS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 pieces = st.sampled_from([*SPELLED, *TAGS, "<|im_", "end|>", "<", "|", "assistant\n", "<|<|im_end|>", "\u241e"])
 texts = st.lists(st.one_of(pieces, st.text(max_size=4)), max_size=8).map("".join)
@@ -53,7 +66,9 @@ def counted(chat, ids):
 FEW = settings(max_examples=40)
 
 
-@pytest.mark.parametrize("name", [name for name in CHATS if name != "opens thinking"])  # which no conversation is appended to
+@pytest.mark.parametrize(
+    "name", [name for name in CHATS if name != "opens thinking"]
+)  # which no conversation is appended to
 @FEW
 @given(text=texts, role=st.sampled_from(["tool", "user"]))
 def test_of_an_observation_the_template_s_own_tokens_alone_steer(name, text, role):

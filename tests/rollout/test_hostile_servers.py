@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -263,7 +264,7 @@ def test_a_server_that_answers_nothing_any_more_ends_the_run_in_words(tmp_path, 
     with served(tiny_policy(), tmp_path) as (run, [server]):
         engine = run.engine()
         server.changed = lambda asked, body, answer, to: refused(to, 500)
-        with pytest.raises(EnginesGoneError, match="no rollout server is left .* 500"):
+        with pytest.raises(EnginesGoneError, match=r"no rollout server is left .* 500"):
             generate(engine, requests_of(4))
 
 
@@ -320,4 +321,58 @@ def test_responses_that_are_not_the_policy_s_are_not_trained_on_where_the_proof_
     model.next_logits = late
     with pytest.raises(TrainingError, match="responses are not of the policy's weights of version"):
         run_small(tmp_path / "run", *KEYS, "rollout.max_response_length=14", f"rollout.url={server.url}")
+    server.close()
+
+
+def from_a_cache() -> Callable[..., Any]:
+    """Of all requests with a prompt the first one is answered, and the others are told the same."""
+    known: dict[str, Any] = {}
+    return lambda asked, body, found, to: (
+        known.setdefault(str(body["prompt"]), found) if asked == "/v1/completions" else found
+    )
+
+
+def one_behind() -> Callable[..., Any]:
+    """Every request is told what the one before was."""
+    last: list[Any] = []
+
+    def changed(asked: str, body: Any, found: Any, to: Any) -> Any:
+        if asked != "/v1/completions":
+            return found
+        last.append(found)
+        return last[max(len(last) - 2, 0)]
+
+    return changed
+
+
+@pytest.mark.parametrize("fault", [from_a_cache, one_behind])
+def test_a_server_that_begins_to_give_responses_twice_ends_the_run_in_words(tmp_path, fault):
+    with served(tiny_policy(), tmp_path) as (run, [server]):
+        engine = run.engine()
+        requests = [replace(r, prompt_ids=requests_of(1)[0].prompt_ids) for r in requests_of(12)]
+        assert len(generate(engine, requests)) == 12
+        assert len(generate(engine, [replace(r, greedy=True) for r in requests])) == 12
+        server.changed = fault()
+        with pytest.raises(TrainingError, match=r"give responses twice: sample \d+ has that of sample \d+"):
+            generate(engine, requests)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_request_s_response_is_not_trained_on(tmp_path):
+    """In the second iteration each is told what another was told before; the trainer's own scores show it."""
+    sharper = "+model.architecture.initializer_range=0.3"  # the responses to two prompts are alike for a flat policy
+    keys = (sharper, "rollout.max_response_length=14")
+    server = server_for(tmp_path, *keys)
+    late, lock = list[Any](), threading.Lock()
+
+    def changed(asked: str, body: Any, found: Any, to: Any) -> Any:
+        if asked != "/v1/completions" or body["max_tokens"] != 14 or not body["temperature"]:  # proofs, validation
+            return found
+        with lock:
+            late.append(found)
+            return late[-9] if len(late) > 8 else found
+
+    server.changed = changed
+    with pytest.raises(TrainingError, match="responses are not of the policy's weights of version"):
+        run_small(tmp_path / "run", *KEYS, *keys, f"rollout.url={server.url}")
     server.close()

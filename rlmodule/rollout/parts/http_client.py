@@ -89,7 +89,7 @@ class HTTPClient:
         timeout: float | None = None,
         tries: int = TRIES,
     ) -> Any:
-        """What the server answers to ``body``; otherwise as ``get``. What may be done once only has one of ``tries``."""
+        """What the server answers to ``body``; otherwise as ``get``. What may be done but once has one of ``tries``."""
         return self._ask("POST", path, body, timeout, tries)
 
     def hang_up(self) -> None:

@@ -101,7 +101,7 @@ class Router:
                 failures += 1
                 if failures == ATTEMPTS:
                     raise TrainingError(
-                        f"the rollout servers failed at a request {ATTEMPTS * TRIES} times, and answer others. At last: "
+                        f"the rollout servers failed at a request {ATTEMPTS * TRIES} times, not at others; at last: "
                         f"{error}. Look into their logs, and go on with resume=auto"
                     ) from None
                 time.sleep(WAIT_SECONDS)

@@ -191,9 +191,7 @@ class VLLMApi(CompletionsApi):
             raise ServerRefusedError(f"{self.url} kept its prefix cache, which is of earlier weights", 200)
         self._development("POST", "/update_weight_version", {"new_version": str(version)})
 
-    def _development(
-        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, tries: int = TRIES
-    ) -> Any:
+    def _development(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, tries: int = TRIES) -> Any:
         """What is there in development mode only, which is said where it is missing."""
         try:
             return self.client.get(path) if method == "GET" else self.client.post(path, body, tries=tries)
