@@ -40,7 +40,7 @@ class ControlTokens:
 
     def cut_in(self, message: Message) -> Message:
         """The message with a mark in each spelling, as far as its role may not write the token itself."""
-        return _cut(message, self._meant_by(message))
+        return _cut_values(message, self._meant_by(message))
 
     def first_in(self, message: Message) -> str | None:
         """Where the content of a message would be cut first: a few characters of it, for people."""
@@ -48,13 +48,13 @@ class ControlTokens:
         found = self._meant_by(message).search(content) if isinstance(content, str) else None
         return None if found is None else found.string[found.start() : found.start() + _SHOWN]
 
-    def cut_in_description(self, tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    def cut_in_description(self, tool: Message) -> Message:
         """The same for the description of a tool."""
-        return _cut(tool, self._special)
+        return _cut_values(tool, self._special)
 
     def cut_in_observation(self, message: Message) -> Message:
         """The same for what follows a response, whatever its role."""
-        return _cut(message, self._all)
+        return _cut_values(message, self._all)
 
     def _meant_by(self, message: Message) -> re.Pattern[str]:
         role = message.get("role")
@@ -82,11 +82,15 @@ def _any_of(words: Sequence[str]) -> str:
     return f"(?:{'|'.join(re.escape(first) + _any_of(rest) for first, rest in tails.items())})"
 
 
+def _cut_values(mapping: Message, inside: re.Pattern[str]) -> Message:
+    return {name: _cut(value, inside) for name, value in mapping.items()}
+
+
 def _cut(value: Any, inside: re.Pattern[str]) -> Any:
     if isinstance(value, str):
         return inside.sub(rf"\g<0>{CUT}", value)
     if isinstance(value, Mapping):
-        return {name: _cut(item, inside) for name, item in value.items()}
+        return _cut_values(value, inside)
     if isinstance(value, list | tuple):
         return [_cut(item, inside) for item in value]
     return value

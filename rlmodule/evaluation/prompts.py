@@ -13,10 +13,10 @@ from rlmodule.core.types import Prompt, Sample, ScoredSample
 from rlmodule.evaluation import VALIDATION
 from rlmodule.evaluation.answers import answer_metrics
 from rlmodule.evaluation.config import ValConfig
+from rlmodule.experience.early_rewards import EarlyRewards
 from rlmodule.experience.episodes import EpisodeRequest, EpisodeRunner
 from rlmodule.experience.failures import check_not_all_failed
 from rlmodule.experience.gathering import gather_sample_info
-from rlmodule.experience.judging import Judging
 from rlmodule.experience.sources import share_of_rank, with_rewards
 
 
@@ -82,8 +82,8 @@ class PromptEvaluator:
             for number in range(config.n)
         ]
         # Also without a share of its own: every rank takes part when a sharded model is made whole.
-        with Judging(self.reward) as judging:
-            return with_rewards(self.episodes.run(self.engine(), requests, judging.begin), judging)
+        with EarlyRewards(self.reward) as early:
+            return with_rewards(self.episodes.run(self.engine(), requests, early.begin), early)
 
     def _described(self, scored: ScoredSample) -> EvaluatedAnswer:
         sample, score = scored.sample, scored.score

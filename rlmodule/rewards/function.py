@@ -179,7 +179,7 @@ class Function:
         return Pool(f"{location}:{name}", self.num_workers, self.timeout_seconds, self.import_timeout_seconds)
 
     @property
-    def judges_apart(self) -> bool:
+    def runs_apart(self) -> bool:
         """In child processes; an error that counts failures waits for all samples."""
         return self.on_error != "raise"
 

@@ -32,7 +32,7 @@ class SeparateReward(Reward, Protocol):
     """A reward function that sees each sample by itself and may be asked in any thread, for some samples at a time."""
 
     @property
-    def judges_apart(self) -> bool:
+    def runs_apart(self) -> bool:
         """Whether its judges run in other processes or on a server, so that they can work while responses are drawn."""
 
 

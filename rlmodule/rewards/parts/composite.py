@@ -32,9 +32,9 @@ class CompositeReward:
     parts: Mapping[str, Reward]
 
     @property
-    def judges_apart(self) -> bool:
+    def runs_apart(self) -> bool:
         """Whether some of its parts do, and all may be asked in any thread."""
-        apart = [isinstance(part, SeparateReward) and part.judges_apart for part in self.parts.values()]
+        apart = [isinstance(part, SeparateReward) and part.runs_apart for part in self.parts.values()]
         return any(apart) and all(isinstance(part, SeparateReward) for part in self.parts.values())
 
 

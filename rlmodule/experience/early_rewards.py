@@ -18,7 +18,7 @@ from rlmodule.experience.episodes import FinishedEpisode
 AT_ONCE = 64  # samples that are judged together, so that one which takes long holds up few that come later
 
 
-class Judging:
+class EarlyRewards:
     """A reward function that may begin before it is called; to be left (``with``) once it was called.
 
     Args:
@@ -33,7 +33,7 @@ class Judging:
         self._thread: threading.Thread | None = None
         self._is_left = False
 
-    def __enter__(self) -> Judging:
+    def __enter__(self) -> EarlyRewards:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -42,11 +42,11 @@ class Judging:
 
     def begin(self, episode: FinishedEpisode) -> None:
         """Have an episode judged that has ended, unless it brings its reward along."""
-        if episode.reward is not None or not isinstance(self._reward, SeparateReward) or not self._reward.judges_apart:
+        if episode.reward is not None or not isinstance(self._reward, SeparateReward) or not self._reward.runs_apart:
             return
         if self._thread is None:
             # As a daemon: it ends with the process, whatever a judge is busy with.
-            self._thread = threading.Thread(target=self._work, daemon=True, name="judging")
+            self._thread = threading.Thread(target=self._work, daemon=True, name="rewards")
             self._thread.start()
         self._waiting.put(episode.to_score)
 
@@ -67,7 +67,7 @@ class Judging:
         return [self._results[sample.sample_id] for sample in samples]
 
     def _work(self) -> None:
-        """Judge what waits, until None comes."""
+        """RewardCall what waits, until None comes."""
         is_last = False
         try:
             while not is_last and not self._is_left:

@@ -17,8 +17,8 @@ from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, RewardResult
 from rlmodule.data.chat import ChatFormat
 from rlmodule.data.stream import PromptStream
+from rlmodule.experience.early_rewards import EarlyRewards
 from rlmodule.experience.episodes import EpisodeRequest, EpisodeRunner
-from rlmodule.experience.judging import Judging
 from rlmodule.experience.sources import RolloutSource, RowSampler, with_rewards
 from rlmodule.experience.timer import Timer
 from rlmodule.models.byte_tokenizer import byte_tokenizer
@@ -83,7 +83,7 @@ EXPECTED = [(i, -1.0 if i // N == 2 else i / 10) for i in IN_ORDER]
 class Watched:
     """Scores a tenth of the sample id; says when it began, and what it was asked together."""
 
-    judges_apart: bool = True
+    runs_apart: bool = True
     began: threading.Event = field(default_factory=threading.Event)
     asked: list[int] = field(default_factory=list)
 
@@ -129,7 +129,7 @@ def test_so_it_is_with_the_processes_of_the_sandbox(tmp_path):
 
 
 def test_a_reward_of_this_process_is_asked_once_and_for_all_of_them():
-    reward = Watched(judges_apart=False)
+    reward = Watched(runs_apart=False)
     engine = Scripted(IN_ORDER, lambda: time.sleep(0.05))
     assert values(source(engine, reward).collect(0, Timer())) == EXPECTED
     assert reward.asked == [0, 1, 2, 3, 6, 7]
@@ -148,9 +148,9 @@ def finished(engine):
 
 def test_what_was_not_begun_is_judged_when_it_is_asked_for():
     episodes = finished(Scripted([0, 1, 2, 3]))
-    with Judging(reward := Watched()) as judging:
-        judging.begin(episodes[3])
-        assert [s.score.value for s in with_rewards(episodes, judging)] == [0.0, 0.1, -1.0, 0.3]
+    with EarlyRewards(reward := Watched()) as early:
+        early.begin(episodes[3])
+        assert [s.score.value for s in with_rewards(episodes, early)] == [0.0, 0.1, -1.0, 0.3]
     assert reward.asked == [3, 0, 1]
 
 
@@ -176,7 +176,7 @@ def test_no_judge_works_on_when_sampling_has_failed():
 
     with pytest.raises(TrainingError, match="no server is left"):
         source(Scripted(IN_ORDER, fail), reward).collect(0, Timer())
-    [*left] = [thread for thread in threading.enumerate() if thread.name == "judging"]
+    [*left] = [thread for thread in threading.enumerate() if thread.name == "rewards"]
     for thread in left:
         thread.join(PATIENCE)
         assert not thread.is_alive()
@@ -187,9 +187,9 @@ def test_which_rewards_are_judged_apart(tmp_path):
     (tmp_path / "judge_there.py").write_text("def score(**_): return 1\n")
     function = Function(f"{tmp_path}/judge_there.py:score", num_workers=1)
     code, text = Code(), ExactMatch()
-    assert [isinstance(r, SeparateReward) and r.judges_apart for r in (function, code, text)] == [True, True, False]
-    assert not replace(function, on_error="raise").judges_apart
-    assert not hasattr(RewardModel, "judges_apart")
-    assert Weighted({"code": code, "text": text}).judges_apart
-    assert not Weighted({"text": text}).judges_apart
-    assert not Weighted({"code": code, "own": lambda samples: []}).judges_apart
+    assert [isinstance(r, SeparateReward) and r.runs_apart for r in (function, code, text)] == [True, True, False]
+    assert not replace(function, on_error="raise").runs_apart
+    assert not hasattr(RewardModel, "runs_apart")
+    assert Weighted({"code": code, "text": text}).runs_apart
+    assert not Weighted({"text": text}).runs_apart
+    assert not Weighted({"code": code, "own": lambda samples: []}).runs_apart
