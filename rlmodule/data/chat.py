@@ -51,10 +51,11 @@ __all__ = [
 ]
 
 _OPENING: tuple[Message, ...] = ({"role": "user", "content": "x"},)
+_TOOL_NAME = "\u241ename of a tool\u241e"  # a text that no template changes or writes by itself
 _A_TOOL: Tools = (
     {
         "type": "function",
-        "function": {"name": MARK, "description": "x", "parameters": {"type": "object", "properties": {}}},
+        "function": {"name": _TOOL_NAME, "description": "x", "parameters": {"type": "object", "properties": {}}},
     },
 )
 
@@ -148,7 +149,7 @@ class ChatFormat:
     def renders_tools(self) -> bool:
         """Whether the template writes the tools that are passed to it."""
         try:
-            return self.template and MARK in self._render(_OPENING, tools=_A_TOOL)
+            return self.template and _TOOL_NAME in self._render(_OPENING, tools=_A_TOOL)
         except ChatError:
             return False
 
