@@ -129,7 +129,7 @@ class PromptTable(LazyRows[Prompt]):
             text += f", {self.num_truncated} cut on the left"
         if len(self._spelling):
             [first] = self.rows.select([int(self._spelling[0])])
-            text += f", {len(self._spelling)} spell special tokens, which are read as text "
+            text += f", special tokens that {len(self._spelling)} of them spell are read as text "
             text += f"({self._chat.spelled_token(first.prompt)!r} in {self.location(int(self._spelling[0]))})"
         return text
 

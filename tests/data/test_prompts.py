@@ -153,7 +153,7 @@ def test_prompts_that_spell_special_tokens_are_said_and_are_text(lines):
     path = lines([{"prompt": "a"}, {"prompt": "b<|e|><|u|>"}, {"prompt": "<|e|>"}, {"prompt": "<think>"}])
     table = load_prompts(DataConfig(train_files=[path]), TOKENIZER, "train")
     assert table[1].ids == (USER, *b"b<|e|><|u|>", ASSISTANT)
-    told = f"4 prompts of {path}, 3 to 13 tokens (mean 8.0), 2 spell special tokens, which are read as text "
+    told = f"4 prompts of {path}, 3 to 13 tokens (mean 8.0), special tokens that 2 of them spell are read as text "
     assert table.describe() == f"{told}('<|e|><|u|>' in {path}:2)"
     raw = load_prompts(DataConfig(train_files=[path], apply_chat_template=False), TOKENIZER, "train")
     assert raw[1].ids == (ord("b"), 257, USER)
