@@ -92,5 +92,17 @@ def _cut(value: Any, inside: re.Pattern[str]) -> Any:
     if isinstance(value, Mapping):
         return _cut_values(value, inside)
     if isinstance(value, list | tuple):
-        return [_cut(item, inside) for item in value]
+        return _apart([_cut(item, inside) for item in value], inside)
     return value
+
+
+def _apart(parts: list[Any], inside: re.Pattern[str]) -> list[Any]:
+    """The parts of a content, with a mark behind each text where templates that join them would write a spelling."""
+    texts = [part["text"] for part in parts if _has_text(part)]
+    if inside.search("".join(texts)) is None:
+        return parts
+    return [{**part, "text": part["text"] + CUT} if _has_text(part) else part for part in parts]
+
+
+def _has_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and isinstance(part.get("text"), str)

@@ -163,6 +163,21 @@ def test_an_observation_after_calls_ends_no_turn_either():
     assert counted(chat, ids) == Counter(chat.tokenizer.convert_tokens_to_ids(["<|tool|>", "<|end|>", "<|assistant|>"]))
 
 
+@FEW
+@given(st.lists(texts, min_size=1, max_size=4))
+def test_parts_of_a_content_spell_nothing_together(parts):
+    chat = chat_of(
+        "{%- for m in messages -%}{{- '<|im_start|>' + m.role -}}"
+        "{%- if m.content is string -%}{{- m.content -}}"
+        "{%- else -%}{%- for part in m.content -%}{{- part.text -}}{%- endfor -%}{%- endif -%}{{- '<|im_end|>' -}}"
+        "{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|im_start|>assistant' -}}{%- endif -%}"
+    )
+    content = [{"type": "text", "text": part} for part in [*parts, "<|im_", "end|>"]]
+    ids = chat.encode_observation([turn("tool", content)], after=chat.end_of_turn())
+    opens, ends = chat.tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert counted(chat, ids) == {opens: 2, ends: 1}
+
+
 def test_a_thousand_reserved_tokens_are_looked_for_by_their_common_beginning():
     chat = chat_of(THINKS_LAST)
     chat.tokenizer.add_special_tokens(

@@ -93,6 +93,8 @@ class Router:
                         f"the rollout servers lost a request {losses} times, at last: {error}"
                     ) from None
             except ServerRefusedError as error:
+                if given_up.is_set():
+                    raise
                 if error.status < FAILED:
                     raise TrainingError(f"the rollout server refused a request: {error}") from None
                 if not place.api.is_ready():
