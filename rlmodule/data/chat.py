@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.errors import ConfigError
+from rlmodule.data.control_tokens import ControlTokens
 from rlmodule.data.messages import (
     ChatError,
     Message,
@@ -50,10 +51,11 @@ __all__ = [
 ]
 
 _OPENING: tuple[Message, ...] = ({"role": "user", "content": "x"},)
+_TOOL_NAME = "\u241ename of a tool\u241e"  # a text that no template changes or writes by itself
 _A_TOOL: Tools = (
     {
         "type": "function",
-        "function": {"name": MARK, "description": "x", "parameters": {"type": "object", "properties": {}}},
+        "function": {"name": _TOOL_NAME, "description": "x", "parameters": {"type": "object", "properties": {}}},
     },
 )
 
@@ -147,7 +149,7 @@ class ChatFormat:
     def renders_tools(self) -> bool:
         """Whether the template writes the tools that are passed to it."""
         try:
-            return self.template and MARK in self._render(_OPENING, tools=_A_TOOL)
+            return self.template and _TOOL_NAME in self._render(_OPENING, tools=_A_TOOL)
         except ChatError:
             return False
 
@@ -162,6 +164,16 @@ class ChatFormat:
         longest_first = sorted(filter(None, tokens), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
+    def spelled_token(self, prompt: Turns) -> str | None:
+        """The beginning of the first special token that a prompt spells, and that is read as text; None without one."""
+        if not self.template:
+            return None
+        return next(filter(None, map(self._control.first_in, as_turns(prompt))), None)
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self.tokenizer)
+
     def _prompt_text(self, prompt: Turns, tools: Tools | None) -> str:
         return self._render(self._settled(self._turns(prompt), tools), True, tools)
 
@@ -169,7 +181,8 @@ class ChatFormat:
         """Token ids that follow an assistant turn, up to where the assistant speaks again; ``messages`` lie between.
 
         Nothing that was sampled is encoded again: the ids are appended to those of the episode so far. What they are is
-        found by comparing what the template writes of a conversation with what it writes of the longer one.
+        found by comparing what the template writes of a conversation with what it writes of the longer one. Of tokens
+        that steer a conversation they hold those that the template writes, and none that a message spells.
 
         Args:
             messages: what the environment says, of any role but the assistant's.
@@ -180,6 +193,7 @@ class ChatFormat:
         """
         if not self.template:
             raise ChatError("messages need a chat template, and data.apply_chat_template is false")
+        messages = [self._control.cut_in_observation(message) for message in messages]
         try:
             text = self._text_after({"role": "assistant", "content": MARK}, messages)
         except ChatError:
@@ -274,8 +288,8 @@ class ChatFormat:
     def _render(self, messages: Sequence[Message], asks_for_answer: bool = False, tools: Tools | None = None) -> str:
         try:
             text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=None if tools is None else [dict(tool) for tool in tools],
+                [dict(self._control.cut_in(message)) for message in messages],
+                tools=None if tools is None else [dict(self._control.cut_in_description(tool)) for tool in tools],
                 tokenize=False,
                 add_generation_prompt=asks_for_answer,
                 **(self.arguments or {}),

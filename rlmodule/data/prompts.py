@@ -36,6 +36,7 @@ class PromptTable(LazyRows[Prompt]):
         lengths: [P] int32, tokens of each, before truncation.
         limit: prompts longer than this lose tokens on the left.
         largest_ids: [P] int32, the largest token id of each, before truncation.
+        spelling: [S] int32, positions in ``rows`` of prompts that spell a special token.
     """
 
     def __init__(
@@ -46,9 +47,10 @@ class PromptTable(LazyRows[Prompt]):
         lengths: NDArray[np.int32],
         limit: int,
         largest_ids: NDArray[np.int32],
+        spelling: NDArray[np.int32],
     ) -> None:
         self.rows, self._chat, self.kept, self._limit = rows, chat, kept, limit
-        self._largest_ids = largest_ids
+        self._largest_ids, self._spelling = largest_ids, spelling
         self.lengths = np.minimum(lengths, limit)
         self.num_filtered = len(rows) - len(kept)
         self.num_truncated = int((lengths > limit).sum())
@@ -125,6 +127,10 @@ class PromptTable(LazyRows[Prompt]):
             text += f", {self.num_filtered} longer ones filtered out"
         if self.num_truncated:
             text += f", {self.num_truncated} cut on the left"
+        if len(self._spelling):
+            [first] = self.rows.select([int(self._spelling[0])])
+            text += f", special tokens that {len(self._spelling)} of them spell are read as text "
+            text += f"({self._chat.spelled_token(first.prompt)!r} in {self.location(int(self._spelling[0]))})"
         return text
 
 
@@ -145,9 +151,9 @@ def load_prompts(
     """
     rows = open_rows(config, split, table)
     chat = config.chat_format(tokenizer)
-    lengths, largest = _measure(rows, chat)
+    lengths, largest, spelling = _measure(rows, chat)
     kept = keep_by_length(lengths, config, rows.location)
-    return PromptTable(rows, chat, kept, lengths[kept], config.max_prompt_length, largest[kept])
+    return PromptTable(rows, chat, kept, lengths[kept], config.max_prompt_length, largest[kept], spelling)
 
 
 def tools_note(rows: RowSource, chat: ChatFormat) -> str:
@@ -197,10 +203,11 @@ def keep_by_length(
     return kept
 
 
-def _measure(rows: RowSource, chat: ChatFormat) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """[rows] tokens of each prompt, and [rows] the largest token id of each."""
-    lengths, largest = array("i"), array("i")
+def _measure(rows: RowSource, chat: ChatFormat) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+    """[rows] tokens of each prompt, [rows] the largest token id of each, and which of them spell a special token."""
+    lengths, largest, spelling = array("i"), array("i"), array("i")
     for batch in rows.prompts():
+        spelling.extend(len(lengths) + i for i, row in enumerate(batch) if chat.spelled_token(row.prompt) is not None)
         for ids in _encoded(batch, chat, rows, len(lengths)):
             if not ids:
                 raise DataError(
@@ -208,7 +215,11 @@ def _measure(rows: RowSource, chat: ChatFormat) -> tuple[NDArray[np.int32], NDAr
                 )
             lengths.append(len(ids))
             largest.append(max(ids))
-    return np.frombuffer(lengths, dtype=np.int32), np.frombuffer(largest, dtype=np.int32)
+    return _as_array(lengths), _as_array(largest), _as_array(spelling)
+
+
+def _as_array(numbers: array[int]) -> NDArray[np.int32]:
+    return np.frombuffer(numbers, dtype=np.int32)
 
 
 def _encoded(batch: Sequence[Row], chat: ChatFormat, rows: RowSource, first: int) -> list[Ids]:

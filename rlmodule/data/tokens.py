@@ -14,6 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from rlmodule.data.control_tokens import CUT
 from rlmodule.data.json_text import HALF_PAIR
 from rlmodule.data.messages import ChatError
 from rlmodule.data.rendering import Span
@@ -37,12 +38,18 @@ def join(segments: Sequence[Segment]) -> tuple[list[int], list[bool]]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Ids]:
-    """Token ids of each text; nothing is added to them.
+    """Token ids of each text; nothing is added to them. One that is cut is encoded piece by piece, without the marks.
 
     Raises:
         ChatError: a text is not valid Unicode.
     """
-    return [tuple(ids) for ids in _encoded(tokenizer, texts)["input_ids"]]
+    pieces = [text.split(CUT) for text in texts]
+    encoded = [tuple(ids) for ids in _encoded(tokenizer, [first for first, *_ in pieces])["input_ids"]]
+    further = [piece for _, *rest in pieces for piece in rest]
+    if not further:
+        return encoded
+    behind = iter(encode_behind(tokenizer, further))
+    return [(*ids, *(t for _ in rest for t in next(behind))) for ids, (_, *rest) in zip(encoded, pieces, strict=True)]
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: bool) -> Mapping[str, Any]:
@@ -68,7 +75,7 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[
 
     The first segment has the ids of its text alone, which is what a model is asked with. A token that reaches across
     the end of a span belongs to it. Where one reaches across the beginning of a span, the model could not have drawn
-    it, and the parts are encoded one by one.
+    it, and the parts are encoded one by one, as are those of a text that is cut.
 
     Raises:
         ChatError: the text is not valid Unicode.
@@ -76,6 +83,8 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[
     cuts = [cut for span in spans for cut in (span.start, span.end)]
     if cuts[-1] == len(text):
         del cuts[-1]
+    if CUT in text:
+        return _segments([*encode(tokenizer, [text[: cuts[0]]]), *_parts_behind(tokenizer, text, cuts)])
     encoded = _encoded(tokenizer, [text, text[: cuts[0]]], return_offsets_mapping=tokenizer.is_fast)
     whole, prompt = (tuple(ids) for ids in encoded["input_ids"])
     if whole[: len(prompt)] != prompt:
@@ -86,9 +95,16 @@ def encode_spans(tokenizer: PreTrainedTokenizerBase, text: str, spans: Sequence[
         places = _places_by_prefix(tokenizer, whole, text, cuts)
     if places is not None:
         places[0] = len(prompt)
-        parts = [whole[a:b] for a, b in pairwise([0, *places, len(whole)])]
-    else:
-        parts = [prompt, *encode_behind(tokenizer, [text[a:b] for a, b in pairwise([*cuts, len(text)])])]
+        return _segments([whole[a:b] for a, b in pairwise([0, *places, len(whole)])])
+    return _segments([prompt, *_parts_behind(tokenizer, text, cuts)])
+
+
+def _parts_behind(tokenizer: PreTrainedTokenizerBase, text: str, cuts: Sequence[int]) -> list[Ids]:
+    return encode_behind(tokenizer, [text[a:b] for a, b in pairwise([*cuts, len(text)])])
+
+
+def _segments(parts: Sequence[Ids]) -> list[Segment]:
+    """What is not trained and what is, in turn."""
     return [Segment(ids, sampled=number % 2 == 1) for number, ids in enumerate(parts)]
 
 

@@ -13,6 +13,7 @@ from rlmodule.core.types import Prompt, Sample, ScoredSample
 from rlmodule.evaluation import VALIDATION
 from rlmodule.evaluation.answers import answer_metrics
 from rlmodule.evaluation.config import ValConfig
+from rlmodule.experience.early_rewards import EarlyRewards
 from rlmodule.experience.episodes import EpisodeRequest, EpisodeRunner
 from rlmodule.experience.failures import check_not_all_failed
 from rlmodule.experience.gathering import gather_sample_info
@@ -81,7 +82,8 @@ class PromptEvaluator:
             for number in range(config.n)
         ]
         # Also without a share of its own: every rank takes part when a sharded model is made whole.
-        return with_rewards(self.episodes.run(self.engine(), requests), self.reward)
+        with EarlyRewards(self.reward) as early:
+            return with_rewards(self.episodes.run(self.engine(), requests, early.begin), early)
 
     def _described(self, scored: ScoredSample) -> EvaluatedAnswer:
         sample, score = scored.sample, scored.score

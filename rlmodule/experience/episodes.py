@@ -126,13 +126,26 @@ class EpisodeRunner:
     max_response_length: int
     config: EpisodesConfig = field(default_factory=EpisodesConfig)
 
-    def run(self, engine: Responder, requests: Sequence[EpisodeRequest]) -> list[FinishedEpisode]:
+    def run(
+        self,
+        engine: Responder,
+        requests: Sequence[EpisodeRequest],
+        ended: Callable[[FinishedEpisode], object] = lambda episode: None,
+    ) -> list[FinishedEpisode]:
         """Run episodes to their ends, in one call of the engine; returns them in the order of ``requests``.
+
+        Args:
+            engine: responds.
+            requests: the episodes.
+            ended: is called with each episode as soon as it ends.
 
         Raises:
             DataError: a prompt or an observation cannot be put into tokens, or a prompt is too long.
         """
-        finished = {episode.sample.sample_id: episode for episode in self.stream(engine, requests)}
+        finished = dict[int, FinishedEpisode]()
+        for episode in self.stream(engine, requests):
+            finished[episode.sample.sample_id] = episode
+            ended(episode)
         assert len(finished) == len(requests), f"{len(requests)} episodes were asked for, {len(finished)} have ended"
         return [finished[request.sample_id] for request in requests]
 

@@ -15,10 +15,12 @@ from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
 from rlmodule.data.rollouts import RolloutTable
 from rlmodule.data.stream import PromptStream
 from rlmodule.data.tables import select_rows
+from rlmodule.experience.early_rewards import EarlyRewards
 from rlmodule.experience.episodes import EpisodeRequest, EpisodeRunner, FinishedEpisode
 from rlmodule.experience.timer import Timer
 
 T = TypeVar("T")
+RewardCall = Callable[[Sequence[Sample]], list[RewardResult]]
 
 
 class Source(Protocol):
@@ -84,14 +86,20 @@ class RolloutSource:
     def collect(self, iteration: int, timer: Timer) -> list[ScoredSample]:
         """The ``n`` samples of each row, with their rewards."""
         requests = self.requests()
-        with timer.phase("rollout"):
-            finished = self.episodes.run(self.engine(), requests)
-        with timer.phase("reward"):
-            return self.scored(finished)
+        with EarlyRewards(self.reward) as early:
+            with timer.phase("rollout"):
+                finished = self.episodes.run(self.engine(), requests, early.begin)
+            with timer.phase("reward"):
+                return self.scored(finished, early)
 
-    def scored(self, finished: Sequence[FinishedEpisode]) -> list[ScoredSample]:
-        """The samples with their rewards and those of the greedy responses, in the order of their requests."""
-        scored = with_rewards(finished, self.reward)
+    def scored(self, finished: Sequence[FinishedEpisode], early: RewardCall | None = None) -> list[ScoredSample]:
+        """The samples with their rewards and those of the greedy responses, in the order of their requests.
+
+        Args:
+            finished: their episodes.
+            early: has begun with some; the reward function judges them now without it.
+        """
+        scored = with_rewards(finished, early or self.reward)
         baselines = {s.sample.group_id: s.score.value for s in scored if s.sample.sample_id < 0}
         return [replace(s, baseline=baselines.get(s.sample.group_id)) for s in scored if s.sample.sample_id >= 0]
 
@@ -109,7 +117,7 @@ class RolloutSource:
         return [*samples, *greedy] if self.greedy_baseline else samples
 
 
-def with_rewards(episodes: Sequence[FinishedEpisode], reward: Reward) -> list[ScoredSample]:
+def with_rewards(episodes: Sequence[FinishedEpisode], reward: RewardCall) -> list[ScoredSample]:
     """The samples in order, each with its episode's reward; those without one are given to ``reward``, all at once."""
     unscored = [episode.to_score for episode in episodes if episode.reward is None]
     rewards = reward(unscored) if unscored else []

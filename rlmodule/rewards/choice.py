@@ -40,6 +40,7 @@ class Choice:
     truncated: float | None = 0.0  # score of a response cut at the length limit; None leaves it unscored
 
     knows_one_response: ClassVar[bool] = False
+    runs_apart: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[A-Z]{2,26}", self.letters) or len(set(self.letters)) != len(self.letters):

@@ -27,6 +27,7 @@ class Countdown:
     truncated: float | None = 0.0  # score of a response cut at the length limit; None leaves it unscored
 
     knows_one_response: ClassVar[bool] = False
+    runs_apart: ClassVar[bool] = False
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """One score per sample, in order; the diagnostic ``valid`` is 1 where the expression uses the right numbers."""

@@ -21,6 +21,7 @@ class ExactMatch:
     truncated: float | None = 0.0  # score of a response cut at the length limit; None leaves it unscored
 
     knows_one_response: ClassVar[bool] = True
+    runs_apart: ClassVar[bool] = False
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """One score per sample, in order."""

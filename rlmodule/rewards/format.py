@@ -27,6 +27,7 @@ class Format:
     truncated: float | None = 0.0  # score of a response cut at the length limit; None leaves it unscored
 
     knows_one_response: ClassVar[bool] = False
+    runs_apart: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         wrong = [tag for tag in self.tags if not re.fullmatch(r"[\w:.-]+", tag)]

@@ -178,6 +178,11 @@ class Function:
             location = str(Path(location).resolve())
         return Pool(f"{location}:{name}", self.num_workers, self.timeout_seconds, self.import_timeout_seconds)
 
+    @property
+    def runs_apart(self) -> bool:
+        """In child processes; an error that counts failures waits for all samples."""
+        return self.on_error != "raise"
+
     def _read(self, sample: Sample, outcome: Outcome) -> RewardResult:
         """The result of one call; a failure names the sample."""
         value, numbers, fault = None, dict[str, float](), outcome.fault

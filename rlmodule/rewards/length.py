@@ -30,6 +30,7 @@ class Length:
     truncated: float | None = -1.0  # score of a response cut at the length limit; None leaves it unscored
 
     knows_one_response: ClassVar[bool] = False
+    runs_apart: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         at_least("start", self.start, 0)

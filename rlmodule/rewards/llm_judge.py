@@ -61,6 +61,7 @@ class LLMJudge:
     truncated: float | None = 0.0  # score of a response cut at the length limit; None leaves it unscored
 
     knows_one_response: ClassVar[bool] = False
+    runs_apart: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not re.match(r"https?://[^/]", self.url):

@@ -31,6 +31,7 @@ class Numeric:
     truncated: float | None = 0.0  # score of a response cut at the length limit; None leaves it unscored
 
     knows_one_response: ClassVar[bool] = False
+    runs_apart: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         at_least("tolerance", self.tolerance, 0)

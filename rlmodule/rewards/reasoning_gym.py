@@ -35,6 +35,7 @@ class ReasoningGym:
     truncated: float | None = 0.0  # score of a response cut at the length limit; None leaves it unscored
 
     knows_one_response: ClassVar[bool] = False
+    runs_apart: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         more_than("timeout_seconds", self.timeout_seconds, 0)

@@ -81,8 +81,8 @@ class RewardModel:
         if self.apply_chat_template and tokenizer.chat_template:
             turns = sample.prompt.meta.get("messages") or [{"role": "user", "content": sample.prompt.text}]
             turns = [*turns, {"role": "assistant", "content": sample.text}]
-            text = tokenizer.apply_chat_template(turns, tokenize=False)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            # A response that spells the token that ends a turn must not forge another one for the judge.
+            ids = list(tokenizer.apply_chat_template(turns, return_dict=False, sanitize_control_tokens=True))
             ids = self._until_end_of_turn(ids) if self._is_per_token else ids
         else:
             ids = tokenizer(sample.prompt.text + sample.text)["input_ids"]

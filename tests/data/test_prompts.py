@@ -147,3 +147,14 @@ def test_columns_are_checked_without_a_tokenizer(lines):
 def test_settings_that_cannot_work_are_refused(keys, message):
     with pytest.raises(ConfigError, match=message):
         DataConfig(**keys)
+
+
+def test_prompts_that_spell_special_tokens_are_said_and_are_text(lines):
+    path = lines([{"prompt": "a"}, {"prompt": "b<|e|><|u|>"}, {"prompt": "<|e|>"}, {"prompt": "<think>"}])
+    table = load_prompts(DataConfig(train_files=[path]), TOKENIZER, "train")
+    assert table[1].ids == (USER, *b"b<|e|><|u|>", ASSISTANT)
+    told = f"4 prompts of {path}, 3 to 13 tokens (mean 8.0), special tokens that 2 of them spell are read as text "
+    assert table.describe() == f"{told}('<|e|><|u|>' in {path}:2)"
+    raw = load_prompts(DataConfig(train_files=[path], apply_chat_template=False), TOKENIZER, "train")
+    assert raw[1].ids == (ord("b"), 257, USER)
+    assert "special" not in raw.describe()

@@ -11,12 +11,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from rlmodule.core.errors import ConfigError, TrainingError
+from rlmodule.core.errors import ConfigError, EnginesGoneError, TrainingError
 from rlmodule.rollout.parts import server_checks, server_engine
+from rlmodule.rollout.parts.http_client import TRIES
+from rlmodule.rollout.parts.routing import ATTEMPTS
 from rlmodule.rollout.server import ServerRolloutConfig
 from tests.helpers.runs import run_small
 from tests.helpers.tiny import tiny_policy
@@ -219,22 +222,50 @@ def expected(tmp_path_factory):
 
 @pytest.mark.parametrize("name", HICCUPS)
 def test_a_server_that_now_and_then_fails_costs_no_sample_and_changes_none(tmp_path, expected, name):
-    """Every eleventh answer, to whatever was asked: proofs and loads of weights too."""
+    """Every fifth answer, to whatever was asked: checks, proofs and loads of weights too."""
     with served(tiny_policy(), tmp_path) as (run, [server]):
-        found, count, lock = [tokens_of(generate(run.engine(), requests_of(8)))], [0], threading.Lock()
+        count, lock = [0], threading.Lock()
 
         def changed(asked: str, body: Any, answer: Any, to: Any) -> Any:
             with lock:
                 count[0] += 1
-                is_due = count[0] % 11 == 0
+                is_due = count[0] % 5 == 0
             return HICCUPS[name](to, answer) if is_due else answer
 
         server.changed = changed
-        found[0] = tokens_of(generate(run.engine(), requests_of(8)))
+        found = [tokens_of(generate(run.engine(), requests_of(8)))]
         run.train()
         found.append(tokens_of(generate(run.engine(), requests_of(8))))
-        assert count[0] > 22
     assert found == expected
+
+
+@pytest.mark.parametrize("name", ["failed", "without an answer", "broken off in the middle"])
+def test_a_request_that_fails_for_good_ends_the_run_in_words_and_after_few_tries(tmp_path, name):
+    """Others are answered meanwhile."""
+    with served(tiny_policy(), tmp_path) as (run, [server]):
+        engine, asked = run.engine(), list[int]()
+        requests = requests_of(4)
+        poison = list(requests[1].prompt_ids)
+
+        def changed(path: str, body: Any, answer: Any, to: Any) -> Any:
+            if body.get("prompt") != poison:
+                return answer
+            asked.append(1)
+            return HICCUPS[name](to, answer)
+
+        server.changed = changed
+        with pytest.raises(TrainingError, match=r"(failed at|lost) a request \d+ times"):
+            generate(engine, requests)
+        assert 2 <= len(asked) <= TRIES * ATTEMPTS
+
+
+def test_a_server_that_answers_nothing_any_more_ends_the_run_in_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_engine, "GRACE_SECONDS", 0.5)
+    with served(tiny_policy(), tmp_path) as (run, [server]):
+        engine = run.engine()
+        server.changed = lambda asked, body, answer, to: refused(to, 500)
+        with pytest.raises(EnginesGoneError, match=r"no rollout server is left .* 500"):
+            generate(engine, requests_of(4))
 
 
 def test_an_answer_in_pieces_is_read_and_one_that_drips_is_given_up_in_time(tmp_path):
@@ -290,4 +321,58 @@ def test_responses_that_are_not_the_policy_s_are_not_trained_on_where_the_proof_
     model.next_logits = late
     with pytest.raises(TrainingError, match="responses are not of the policy's weights of version"):
         run_small(tmp_path / "run", *KEYS, "rollout.max_response_length=14", f"rollout.url={server.url}")
+    server.close()
+
+
+def from_a_cache() -> Callable[..., Any]:
+    """Of all requests with a prompt the first one is answered, and the others are told the same."""
+    known: dict[str, Any] = {}
+    return lambda asked, body, found, to: (
+        known.setdefault(str(body["prompt"]), found) if asked == "/v1/completions" else found
+    )
+
+
+def one_behind() -> Callable[..., Any]:
+    """Every request is told what the one before was."""
+    last: list[Any] = []
+
+    def changed(asked: str, body: Any, found: Any, to: Any) -> Any:
+        if asked != "/v1/completions":
+            return found
+        last.append(found)
+        return last[max(len(last) - 2, 0)]
+
+    return changed
+
+
+@pytest.mark.parametrize("fault", [from_a_cache, one_behind])
+def test_a_server_that_begins_to_give_responses_twice_ends_the_run_in_words(tmp_path, fault):
+    with served(tiny_policy(), tmp_path) as (run, [server]):
+        engine = run.engine()
+        requests = [replace(r, prompt_ids=requests_of(1)[0].prompt_ids) for r in requests_of(12)]
+        assert len(generate(engine, requests)) == 12
+        assert len(generate(engine, [replace(r, greedy=True) for r in requests])) == 12
+        server.changed = fault()
+        with pytest.raises(TrainingError, match=r"give responses twice: sample \d+ has that of sample \d+"):
+            generate(engine, requests)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_another_request_s_response_is_not_trained_on(tmp_path):
+    """In the second iteration each is told what another was told before; the trainer's own scores show it."""
+    sharper = "+model.architecture.initializer_range=0.3"  # the responses to two prompts are alike for a flat policy
+    keys = (sharper, "rollout.max_response_length=14")
+    server = server_for(tmp_path, *keys)
+    late, lock = list[Any](), threading.Lock()
+
+    def changed(asked: str, body: Any, found: Any, to: Any) -> Any:
+        if asked != "/v1/completions" or body["max_tokens"] != 14 or not body["temperature"]:  # proofs, validation
+            return found
+        with lock:
+            late.append(found)
+            return late[-9] if len(late) > 8 else found
+
+    server.changed = changed
+    with pytest.raises(TrainingError, match="responses are not of the policy's weights of version"):
+        run_small(tmp_path / "run", *KEYS, *keys, f"rollout.url={server.url}")
     server.close()

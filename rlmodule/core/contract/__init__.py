@@ -14,6 +14,7 @@ from rlmodule.core.contract.environment import (
     Evaluator,
     MultiTurnEnvironment,
     Reward,
+    SeparateReward,
     TemplateEnvironment,
 )
 from rlmodule.core.contract.objective import (
@@ -69,6 +70,7 @@ __all__ = [
     "RolloutEngine",
     "SaveLater",
     "SelectingLoss",
+    "SeparateReward",
     "SequenceRanks",
     "Snapshot",
     "StoredWeights",

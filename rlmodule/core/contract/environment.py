@@ -28,6 +28,15 @@ class Reward(Protocol):
 
 
 @runtime_checkable
+class SeparateReward(Reward, Protocol):
+    """A reward function that sees each sample by itself and may be asked in any thread, for some samples at a time."""
+
+    @property
+    def runs_apart(self) -> bool:
+        """Whether its judges run in other processes or on a server, so that they can work while responses are drawn."""
+
+
+@runtime_checkable
 class AnswerReward(Reward, Protocol):
     """A reward function that reads an answer in a response, so that the answers to a prompt can be voted on."""
 

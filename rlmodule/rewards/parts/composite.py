@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any, ClassVar, Protocol
 
 from rlmodule.core.config import convert
-from rlmodule.core.contract import Reward
+from rlmodule.core.contract import Reward, SeparateReward
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.registry import name_of
 from rlmodule.rewards import REWARDS
@@ -29,6 +29,13 @@ class CompositeReward:
 
     settings_class: ClassVar[type]  # see Settings
     takes_sums: ClassVar[bool]  # whether a reward made of others may be one of its parts
+    parts: Mapping[str, Reward]
+
+    @property
+    def runs_apart(self) -> bool:
+        """Whether some of its parts do, and all may be asked in any thread."""
+        apart = [isinstance(part, SeparateReward) and part.runs_apart for part in self.parts.values()]
+        return any(apart) and all(isinstance(part, SeparateReward) for part in self.parts.values())
 
 
 def reward_of(node: Any, key: str = "reward") -> Reward:

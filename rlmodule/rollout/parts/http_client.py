@@ -1,7 +1,8 @@
 """JSON over HTTP to one server, from many threads, over connections that stay open; the standard library alone.
 
-A server that is gone and one that refuses are told apart: what it refuses it would refuse again. Leaves out what is
-said (``server_api.py`` and the files of the dialects).
+A server that is gone and one that refuses are told apart: what it refuses it would refuse again. One that fails at an
+answer, or breaks it off, may do better the next time, and is asked again a few times first. Leaves out what is said
+(``server_api.py`` and the files of the dialects).
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ BROKEN = (
     ENDING,
     504,
 )  # what a proxy says whose server has ended, and a server that is ending, or has no room
+FAILED = 500  # HTTP's status for a server that fails at an answer, and the least of its like
+TRIES = 4  # at one request that a server fails at
+RETRY_SECONDS = 0.05  # before the second of them, and twice as long before each next one
 WAIT_SECONDS = 1.0  # for a busy server that does not say how long
 POLL_SECONDS = 0.1
 CHUNK_BYTES = 1 << 16
@@ -33,6 +37,10 @@ CHUNK_BYTES = 1 << 16
 
 class ServerGoneError(Exception):
     """There is no server, or the connection to it broke before it had answered."""
+
+
+class _BrokenOffError(ServerGoneError):
+    """The server was there, and its answer broke off."""
 
 
 class _ClosedWhileIdleError(ServerGoneError):
@@ -73,9 +81,16 @@ class HTTPClient:
         """
         return self._ask("GET", path, None, timeout)
 
-    def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout: float | None = None) -> Any:
-        """What the server answers to ``body``; otherwise as ``get``."""
-        return self._ask("POST", path, body, timeout)
+    def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout: float | None = None,
+        tries: int = TRIES,
+    ) -> Any:
+        """What the server answers to ``body``; otherwise as ``get``. What may be done but once has one of ``tries``."""
+        return self._ask("POST", path, body, timeout, tries)
 
     def hang_up(self) -> None:
         """Break off every request under way, which a server takes for their end."""
@@ -95,23 +110,30 @@ class HTTPClient:
         for connection in idle:
             connection.close()
 
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None) -> Any:
+    def _ask(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout: float | None, tries: int = TRIES
+    ) -> Any:
         data, calls = None if body is None else json.dumps(body).encode(), self._calls_broken_off
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        failures = 0
         while True:
             try:
                 status, wait, said = self._once(method, path, data, deadline)
-            except _ClosedWhileIdleError as error:
-                if self._calls_broken_off != calls:
-                    raise ServerGoneError(str(error)) from None
+            except _ClosedWhileIdleError:
+                failures += 1
                 self._close_idle()  # as old as this one, or older
-                status, wait, said = self._once(method, path, data, deadline)
-            if wait is None or time.monotonic() + wait >= deadline:
-                break
-            until = time.monotonic() + wait
-            while time.monotonic() < until and self._calls_broken_off == calls:
-                time.sleep(min(wait, POLL_SECONDS))
-            if self._calls_broken_off != calls:
+                if failures > tries or not self._may_go_on(0.0, deadline, calls):
+                    raise
+                continue
+            except _BrokenOffError:
+                failures += 1
+                if failures >= tries or not self._may_go_on(_pause(failures), deadline, calls):
+                    raise
+                continue
+            if wait is None and status >= FAILED:
+                failures += 1
+                wait = _pause(failures) if failures < tries else None
+            if wait is None or not self._may_go_on(wait, deadline, calls):
                 break
         if status in BROKEN:
             raise ServerGoneError(f"{self.url}{path}: {status} {_words(said)}")
@@ -120,6 +142,15 @@ class HTTPClient:
         with suppress(ValueError):
             return json.loads(said)
         return None
+
+    def _may_go_on(self, wait: float, deadline: float, calls: int) -> bool:
+        """Whether there is time to ask again after ``wait`` seconds, which pass here unless requests are broken off."""
+        until = time.monotonic() + wait
+        if until >= deadline:
+            return False
+        while time.monotonic() < until and self._calls_broken_off == calls:
+            time.sleep(min(wait, POLL_SECONDS))
+        return self._calls_broken_off == calls
 
     def _once(self, method: str, path: str, data: bytes | None, deadline: float) -> tuple[int, float | None, bytes]:
         """(status, seconds until it wants to be asked again or None, body) of one answer."""
@@ -136,7 +167,8 @@ class HTTPClient:
             connection.close()
             # Servers close connections that were idle for some seconds, which is seen at the next request only.
             is_idle = was_open and isinstance(error, ConnectionError) and not isinstance(error, ConnectionRefusedError)
-            kind = _ClosedWhileIdleError if is_idle else ServerGoneError
+            is_cut = isinstance(error, http.client.IncompleteRead | http.client.RemoteDisconnected)
+            kind = _ClosedWhileIdleError if is_idle else _BrokenOffError if is_cut else ServerGoneError
             raise kind(f"{self.url}{path}: {type(error).__name__} {error}".rstrip()) from None
         finally:
             self._busy.discard(connection)
@@ -172,6 +204,11 @@ def _read(answer: http.client.HTTPResponse, deadline: float) -> bytes:
         raise http.client.IncompleteRead(b"".join(parts), answer.length)
     answer.read()  # nothing is left, which frees the connection for the next request
     return b"".join(parts)
+
+
+def _pause(failures: int) -> float:
+    """Seconds before another try."""
+    return RETRY_SECONDS * 2.0 ** (failures - 1)
 
 
 def _wait_of(answer: http.client.HTTPResponse) -> float | None:

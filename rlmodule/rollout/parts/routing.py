@@ -13,13 +13,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from rlmodule.core.errors import EnginesGoneError, TrainingError
-from rlmodule.rollout.parts.http_client import ServerGoneError, ServerRefusedError
+from rlmodule.rollout.parts.http_client import FAILED, TRIES, ServerGoneError, ServerRefusedError
 from rlmodule.rollout.parts.server_api import ServerApi
 
 T = TypeVar("T")
 
-ATTEMPTS = 3  # at one request that a server fails at while it goes on answering others
-FAILED = 500  # HTTP's status for that
+ATTEMPTS = 3  # at one request that a server fails at, after its own tries, while it goes on answering others
 WAIT_SECONDS = 0.05
 
 
@@ -94,12 +93,19 @@ class Router:
                         f"the rollout servers lost a request {losses} times, at last: {error}"
                     ) from None
             except ServerRefusedError as error:
-                if error.status == FAILED and not place.api.is_ready():
+                if given_up.is_set():
+                    raise
+                if error.status < FAILED:
+                    raise TrainingError(f"the rollout server refused a request: {error}") from None
+                if not place.api.is_ready():
                     self._lose(place, life, str(error), given_up)
                     continue
                 failures += 1
-                if error.status != FAILED or failures == ATTEMPTS:
-                    raise TrainingError(f"the rollout server refused a request: {error}") from None
+                if failures == ATTEMPTS:
+                    raise TrainingError(
+                        f"the rollout servers failed at a request {ATTEMPTS * TRIES} times, not at others; at last: "
+                        f"{error}. Look into their logs, and go on with resume=auto"
+                    ) from None
                 time.sleep(WAIT_SECONDS)
             finally:
                 with self._change:

@@ -23,10 +23,10 @@ from rlmodule.core.contract import Responder
 from rlmodule.core.episodes import Completion, GenerationRequest, Probe
 from rlmodule.core.errors import ConfigError, RLModuleError, TrainingError
 from rlmodule.rollout.parts.engine import EngineContext
-from rlmodule.rollout.parts.http_client import HTTPClient, ServerGoneError, ServerRefusedError
+from rlmodule.rollout.parts.http_client import FAILED, HTTPClient, ServerGoneError, ServerRefusedError
 from rlmodule.rollout.parts.own_server import OwnServers
 from rlmodule.rollout.parts.ranks import RankGroup
-from rlmodule.rollout.parts.routing import ATTEMPTS, FAILED, Place, Router, none_left
+from rlmodule.rollout.parts.routing import ATTEMPTS, Place, Router, none_left
 from rlmodule.rollout.parts.server_api import ServerApi, WeightTransfer
 from rlmodule.rollout.parts.server_checks import ServerChecks
 from rlmodule.rollout.parts.server_proof import Said, ServerProof

@@ -19,9 +19,12 @@ from rlmodule.ops.random import uniform_of_token
 from rlmodule.rollout.parts.engine import EngineContext
 from rlmodule.rollout.parts.gate import Gate
 from rlmodule.rollout.parts.http_client import ServerGoneError
+from rlmodule.rollout.parts.repeats import Response, check_repeats
 from rlmodule.rollout.parts.routing import Router
 from rlmodule.rollout.parts.server_api import Draw, Drawn, ServerApi
 from rlmodule.rollout.parts.server_checks import check_response, check_tokens
+
+Answers = queue.SimpleQueue[tuple[GenerationRequest, Completion | Exception]]
 
 
 @dataclass(eq=False)
@@ -56,13 +59,18 @@ class ServerRequests:
             given_up.set()
 
     def asked(self, requests: Iterable[GenerationRequest | None]) -> Generator[Completion, None, None]:
-        """One completion per request, as soon as a server has answered; in any thread."""
+        """One completion per request, as soon as a server has answered; in any thread.
+
+        Raises:
+            EnginesGoneError: no server is left.
+            TrainingError: a server refuses, has other weights, or gives responses twice.
+        """
         router, given_up = self.router(), threading.Event()
         self._calls.add(given_up)
         self.check_versions(router)
         room = self.num_requests * len(router.places)
-        answers: queue.SimpleQueue[Completion | Exception] = queue.SimpleQueue()
-        waiting, in_flight = iter(requests), 0
+        answers: Answers = queue.SimpleQueue()
+        waiting, in_flight, drawn = iter(requests), 0, list[Response]()
         with ThreadPoolExecutor(room) as threads:
             try:
                 while True:
@@ -71,10 +79,12 @@ class ServerRequests:
                         in_flight += 1
                     if not in_flight:
                         break
-                    answer = answers.get()
+                    asked, answer = answers.get()
                     in_flight -= 1
                     if isinstance(answer, Exception):
                         raise answer
+                    if not self._is_greedy(asked):
+                        drawn.append(Response.of(asked, answer))
                     yield answer
             finally:
                 given_up.set()
@@ -82,13 +92,9 @@ class ServerRequests:
                 if in_flight:
                     router.hang_up()
         self.check_versions(self.router())
+        check_repeats(drawn)
 
-    def _answer(
-        self,
-        request: GenerationRequest,
-        given_up: threading.Event,
-        answers: queue.SimpleQueue[Completion | Exception],
-    ) -> None:
+    def _answer(self, request: GenerationRequest, given_up: threading.Event, answers: Answers) -> None:
         """Put one completion, or what kept it from coming, into ``answers``; runs in a thread."""
         try:
             if not given_up.is_set():
@@ -96,9 +102,9 @@ class ServerRequests:
                 check_tokens(url, drawn, self.context.vocab_size)
                 spelled = lambda ids: self.context.end_tokens.spelled(ids, self.context.tokenizer)  # noqa: E731
                 ids, ended = check_response(url, self._draw_of(request), drawn, spelled)
-                answers.put(self._completion(request, ids, drawn, STOP if ended else LENGTH))
+                answers.put((request, self._completion(request, ids, drawn, STOP if ended else LENGTH)))
         except Exception as error:
-            answers.put(error)
+            answers.put((request, error))
 
     def _drawn(self, request: GenerationRequest, given_up: threading.Event) -> tuple[str, Drawn]:
         """(server, one response); where it was cut off the next weights go on with what there is of it."""
@@ -123,6 +129,10 @@ class ServerRequests:
         if drawn.finish_reason == ABORT and self.gate.is_open:
             raise ServerGoneError(f"{api.url} aborted a request")
         return api.url, drawn
+
+    def _is_greedy(self, request: GenerationRequest) -> bool:
+        """Whether the likeliest tokens are taken, so that equal requests have equal responses."""
+        return self._draw_of(request).temperature == 0
 
     def _draw_of(self, request: GenerationRequest) -> Draw:
         sampling, ends = self.context.sampling, self.context.end_tokens

@@ -17,7 +17,7 @@ from typing import Any
 from rlmodule.core.episodes import LENGTH
 from rlmodule.rollout.parts.completions import FINISHED, CompletionsApi
 from rlmodule.rollout.parts.http_api import QUICK, token_ids, whole_number
-from rlmodule.rollout.parts.http_client import ServerGoneError, ServerRefusedError
+from rlmodule.rollout.parts.http_client import TRIES, ServerGoneError, ServerRefusedError
 from rlmodule.rollout.parts.server_api import Draw, Drawn, ServerFacts
 
 ADAPTER_NAME = "rlmodule_adapter"
@@ -133,7 +133,7 @@ class VLLMApi(CompletionsApi):
 
     def _transfer(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         try:
-            self._development("POST", path, body)
+            self._development("POST", path, body, tries=1)  # bytes are sent once
         except ServerRefusedError as error:
             hint = "it has to run with --weight-transfer-config"
             raise ServerRefusedError(f"{error}; {hint} of the same backend", error.status) from None
@@ -191,10 +191,10 @@ class VLLMApi(CompletionsApi):
             raise ServerRefusedError(f"{self.url} kept its prefix cache, which is of earlier weights", 200)
         self._development("POST", "/update_weight_version", {"new_version": str(version)})
 
-    def _development(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def _development(self, method: str, path: str, body: Mapping[str, Any] | None = None, *, tries: int = TRIES) -> Any:
         """What is there in development mode only, which is said where it is missing."""
         try:
-            return self.client.get(path) if method == "GET" else self.client.post(path, body)
+            return self.client.get(path) if method == "GET" else self.client.post(path, body, tries=tries)
         except ServerRefusedError as error:
             if error.status != NOT_FOUND:
                 raise
