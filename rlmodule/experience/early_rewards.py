@@ -67,7 +67,7 @@ class EarlyRewards:
         return [self._results[sample.sample_id] for sample in samples]
 
     def _work(self) -> None:
-        """RewardCall what waits, until None comes."""
+        """Have judged what waits, until None comes."""
         is_last = False
         try:
             while not is_last and not self._is_left:
