@@ -178,6 +178,12 @@ class FSDP2Strategy(PipelinedStrategy):
         if self.mesh.tensor is not None:
             apply_tensor_parallel(lm_of(model), self.mesh.tensor, apart=apart)
 
+    def split_copy(self, model: nn.Module) -> None:
+        """By the model's own plan, but for experts of which every process has all others."""
+        if self.mesh.tensor is not None:
+            apart = {} if self.experts is None else self.experts.plan(lm_of(model))
+            apply_tensor_parallel(lm_of(model), self.mesh.tensor, apart=apart)
+
     def _split(self, model: nn.Module, fully_shard_with: Callable[..., object]) -> None:
         """Cut matrices over tensor ranks, and deal out experts, which are read and sharded over a mesh of their own."""
         experts = self.experts
