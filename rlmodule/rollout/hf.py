@@ -30,6 +30,7 @@ from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.parts.cache_room import GB, CacheRoom
 from rlmodule.rollout.parts.decoding import DecodingBatch, DecodingRows
 from rlmodule.rollout.parts.engine import EngineContext
+from rlmodule.rollout.parts.lock_step import LockStep
 from rlmodule.rollout.parts.lookup import Lookup
 from rlmodule.rollout.parts.sampling import Truncation
 
@@ -88,6 +89,7 @@ class HFRolloutConfig:
                 because="a wrong guess cannot be taken back from what this model keeps of a response while it is drawn",
                 fix="Use rollout.lookup=0",
             )
+        ranks = context.strategy.sampling_ranks
         return HFEngine(
             partial(context.strategy.generator, POLICY),
             partial(context.strategy.generation_mode, POLICY),
@@ -100,6 +102,7 @@ class HFRolloutConfig:
             compute_dtype=context.policy.compute_dtype,
             places=None if self.cache_gb is None else self._room(context),
             lookup=self.lookup,
+            lock_step=None if ranks is None else LockStep(ranks),
         )
 
     def _room(self, context: EngineContext) -> CacheRoom:
@@ -138,6 +141,7 @@ class HFEngine:
         compute_dtype: of the policy's products under autocast; None for the type of its weights.
         places: how many rows of so many tokens have room, prompt and response; None where max_batch_size alone counts.
         lookup: tokens that are guessed ahead of each row at most, from what it has said before.
+        lock_step: ranks that share the policy's matrices, and so call it equally often; None where this one is free.
     """
 
     takes_weights: ClassVar[bool] = False
@@ -154,6 +158,7 @@ class HFEngine:
     compute_dtype: torch.dtype | None = None
     places: CacheRoom | None = None
     lookup: int = 0
+    lock_step: LockStep | None = None
 
     def start(self) -> None:
         """The module is there already."""
@@ -210,6 +215,8 @@ class HFEngine:
                 waiting.put_back(request)
                 break
             fresh, length = [*fresh, request], needed
+        if self.lock_step is not None:
+            self.lock_step.check(fresh)
         assert all(request.version <= self.version for request in fresh), "a request wants newer weights than these"
         if not fresh:
             return running
@@ -268,9 +275,8 @@ class HFEngine:
         truncation = self.truncation if drawing is None else Truncation(top_p=drawing.top_p)
         scale = 1.0 if drawing is None else self.temperature / drawing.temperature
         rows = DecodingRows.start(requests, self.device)
-        return DecodingBatch(
-            truncation, scale, self.end_tokens, self.tokenizer, rows, torch.arange(len(requests), device=self.device)
-        )
+        live = torch.arange(len(requests), device=self.device)
+        return DecodingBatch(truncation, scale, self.end_tokens, self.tokenizer, rows, live, self.lock_step)
 
     def _completion(self, batch: DecodingBatch, row: int) -> Completion:
         sample_id, token_ids, logprobs, finish_reason = batch.rows.response(row)

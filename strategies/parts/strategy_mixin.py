@@ -242,6 +242,11 @@ class StrategyMixin(SavedState):
         """Context with whole weights of model ``name``; each rank may run it as often as it needs to."""
         return self.eval_mode(name)
 
+    @property
+    def sampling_ranks(self) -> Collectives | None:
+        """None: each rank has a module of its own to sample with."""
+        return None
+
     # ---- modes, and where tensors are meanwhile
 
     @contextmanager

@@ -280,6 +280,13 @@ class Strategy(Protocol):
         exit.
         """
 
+    @property
+    def sampling_ranks(self) -> Collectives | None:
+        """Ranks that share a ``generator``, this one among them: all run it on the same rows, equally often.
+
+        They are those of one data rank, which have the same requests. None where each rank runs one of its own.
+        """
+
 
 class StrategyClass(Protocol):
     """What the strategy registry holds: a class whose instances are a Strategy and a Lightning strategy."""
