@@ -309,9 +309,9 @@ class DeepSpeedStrategy(ShardedStrategy):
         """A whole copy where parameters are sharded, else the model itself."""
         return super().generator(name) if self.cuts_parameters else self._models[name]
 
-    def generation_mode(self, name: str) -> AbstractContextManager[None]:
+    def generation_mode(self, name: str, *, keep: bool = False) -> AbstractContextManager[None]:
         """Fill the whole copy where parameters are sharded, else eval mode."""
-        return super().generation_mode(name) if self.cuts_parameters else self.eval_mode(name)
+        return super().generation_mode(name, keep=keep) if self.cuts_parameters else self.eval_mode(name)
 
     # ---- what a checkpoint holds: whole tensors, each written by one rank, so that any strategy can read them
 

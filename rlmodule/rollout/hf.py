@@ -52,6 +52,7 @@ class HFRolloutConfig:
     cache_gb: Any = None  # gigabytes of keys and values at most, on each process; null: of all those responses; auto
 
     lookup: int = 0  # tokens guessed ahead of each response at most, from what it repeats of itself and its prompt
+    keep_copy: bool = False  # the copy that a sharded strategy samples with stays until its weights may change
 
     in_process: ClassVar[bool] = True
     pauses: ClassVar[tuple[str, ...]] = ()  # it samples with the weights that are being trained
@@ -92,7 +93,7 @@ class HFRolloutConfig:
         ranks = context.strategy.sampling_ranks
         return HFEngine(
             partial(context.strategy.generator, POLICY),
-            partial(context.strategy.generation_mode, POLICY),
+            partial(context.strategy.generation_mode, POLICY, keep=self.keep_copy),
             context.tokenizer,
             context.device,
             context.end_tokens,

@@ -23,7 +23,7 @@ from strategies.parts.gathering import Names
 
 @dataclass(eq=False)
 class GenerationCopy:
-    """A model that has weights only while it is used.
+    """A model that has weights while it is used, and no longer than they are those of the model it was made of.
 
     Args:
         model: the copy.
@@ -36,6 +36,7 @@ class GenerationCopy:
     outline: Sequence[tuple[Names, nn.Parameter]]
     matrices: frozenset[str]
     _users: int = field(default=0, init=False)
+    _is_filled: bool = field(default=False, init=False)
 
     @classmethod
     def of(cls, model: nn.Module, split: Callable[[nn.Module], object]) -> GenerationCopy:
@@ -52,23 +53,36 @@ class GenerationCopy:
         return tensor.to(dtype) if self.matrices.issuperset(names) else tensor
 
     @contextmanager
-    def filled(self, weights: Callable[[], Iterable[tuple[Names, Tensor]]]) -> Iterator[None]:
-        """Inside it has the weights, (all names, whole tensor) of each; it may nest, and is filled once."""
+    def filled(self, weights: Callable[[], Iterable[tuple[Names, Tensor]]], *, keep: bool = False) -> Iterator[None]:
+        """Inside it has the weights, (all names, whole tensor) of each; it may nest, and is filled once.
+
+        Afterwards it has them no longer, or with ``keep`` until ``drop``.
+        """
         self._users += 1
         try:
-            if self._users == 1:
-                outline = dict(self.outline)
-                for names, tensor in weights():
-                    # Autocast keeps what it has cast only of weights that may have gradients.
-                    part = nn.Parameter(part_of(tensor, outline[names]), requires_grad=tensor.dtype == torch.float32)
-                    self._put(names, part)
+            if not self._is_filled:
+                self._fill(weights())
             with torch.no_grad():
                 yield
         finally:
             self._users -= 1
-            if self._users == 0:
-                for names, parameter in self.outline:
-                    self._put(names, parameter)
+            if not (keep and self._is_filled):
+                self.drop()
+
+    def drop(self) -> None:
+        """Let the weights go, unless somebody uses them."""
+        if self._users == 0:
+            self._is_filled = False
+            for names, parameter in self.outline:
+                self._put(names, parameter)
+
+    def _fill(self, weights: Iterable[tuple[Names, Tensor]]) -> None:
+        outline = dict(self.outline)
+        for names, tensor in weights:
+            # Autocast keeps what it has cast only of weights that may have gradients.
+            part = nn.Parameter(part_of(tensor, outline[names]), requires_grad=tensor.dtype == torch.float32)
+            self._put(names, part)
+        self._is_filled = True
 
     def _put(self, names: Names, parameter: nn.Parameter) -> None:
         for name in names:

@@ -57,10 +57,16 @@ class ShardedStrategy(DistributedStrategy):
         """The copy, which has weights inside ``generation_mode`` only."""
         return self._copies_to_sample[name].model
 
-    def generation_mode(self, name: str) -> AbstractContextManager[None]:
+    def generation_mode(self, name: str, *, keep: bool = False) -> AbstractContextManager[None]:
         """Context with the copy filled; every rank must enter it, and leaves it without waiting for the others."""
         copied = self._copies_to_sample[name]
-        return copied.filled(lambda: self._weights_of(name, copied.cast))
+        return copied.filled(lambda: self._weights_of(name, copied.cast), keep=keep)
+
+    def parameters_on_device(self, name: str, *, changes: bool = False) -> AbstractContextManager[None]:
+        """Where parameters may change, a copy of them that was kept is dropped."""
+        if changes:
+            self._copies_to_sample[name].drop()
+        return super().parameters_on_device(name, changes=changes)
 
     def _weights_of(self, name: str, cast: Casting) -> Iterator[tuple[Names, Tensor]]:
         with self.parameters_on_device(name):

@@ -238,7 +238,7 @@ class StrategyMixin(SavedState):
         """The module to sample with inside ``generation_mode``: whole weights, no communication in its forward."""
         return self._models[name]
 
-    def generation_mode(self, name: str) -> AbstractContextManager[None]:
+    def generation_mode(self, name: str, *, keep: bool = False) -> AbstractContextManager[None]:
         """Context with whole weights of model ``name``; each rank may run it as often as it needs to."""
         return self.eval_mode(name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import Prompt
 from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
+from rlmodule.models.lora import LoraConfig
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.tiny import single
+from tests.helpers.tiny import architecture, single
 from tests.rollout.engines import ask, engine_of, generate
 from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun
+from tests.strategies.test_sharding_facts import first_logits
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
@@ -83,6 +86,39 @@ def test_responses_are_those_of_a_whole_copy():
         assert alone == (found[0] if rank >= 2 else [])
     assert outcomes[0][0] == outcomes[1][0]
     assert outcomes[2][0] == outcomes[3][0]
+
+
+FAMILIES: dict[str, tuple[int, dict[str, int], ModelConfig]] = {
+    "adapters": (2, {}, replace(PLAIN, lora=LoraConfig(r=2))),
+    "norms over all keys": (2, {}, ModelConfig(architecture=architecture("olmo2", vocab_size=96), tokenizer="byte")),
+    "experts": (
+        4,
+        {"ep_size": 2},
+        ModelConfig(architecture=architecture("qwen3_moe", vocab_size=96), tokenizer="byte"),
+    ),
+    "stages": (4, {"pp_size": 2}, PLAIN),
+}
+
+
+@pytest.mark.parametrize("label", FAMILIES)
+def test_models_of_other_kinds_give_the_logits_of_a_whole_copy(label):
+    """In prefill and in decoding; of experts that tensor ranks do not share every rank has all."""
+    world, options, model = FAMILIES[label]
+
+    def look(trainer: Any, module: Any) -> tuple[bool, float]:
+        strategy, whole = trainer.strategy, build_policy(model, seed=5, temperature=1.0).eval()
+        whole.lm.load_state_dict({name: w.clone() for name, w in strategy.full_weights("policy")}, strict=False)
+        with strategy.generation_mode("policy"):
+            copied = strategy.generator("policy")
+            is_shared = any(isinstance(p, DTensor) for p in copied.parameters())
+            logits = [first_logits(policy) for policy in (copied, whole)]
+        return is_shared, float((logits[0] - logits[1]).abs().max() / logits[1].abs().max())
+
+    run = FixedRun("fsdp2", {"tp_size": 2, **options}, model=model, lengths=FixedRun().lengths[:6], timer=look)
+    for outcome in run_on_ranks(world, lambda rank: run.fit(world, rank)):
+        is_shared, difference = outcome.extra
+        assert is_shared
+        assert difference < 1e-5
 
 
 def test_a_rank_whose_logits_are_others_draws_what_the_first_one_draws():

@@ -153,3 +153,39 @@ def test_the_copy_is_filled_with_a_collective_for_many_tensors_and_to_the_bit(la
         count, same, counts = outcome.extra
         assert (count, same) == (TENSORS, True)
         assert counts == expected
+
+
+@pytest.mark.ranks
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["fsdp", "fsdp2"])
+def test_a_copy_that_is_kept_is_filled_again_once_weights_may_have_changed(backend):
+    def look(trainer: Any, module: Any) -> tuple[list[bool], list[int], list[bool]]:
+        strategy = trainer.strategy
+        copied, has_weights, exchanges, is_right = strategy.generator("policy"), [], [], []
+
+        def sample(*, keep: bool) -> None:
+            with profile(activities=[ProfilerActivity.CPU]) as recorded, strategy.generation_mode("policy", keep=keep):
+                now = {name: p.detach().clone() for name, p in copied.lm.named_parameters()}
+            exchanges.append(sum(collectives(recorded).values()))
+            has_weights.append(not next(copied.parameters()).is_meta)
+            is_right.append(
+                all(torch.equal(w, now[name]) for name, w in strategy.full_weights("policy") if name in now)
+            )
+
+        for keep in (False, True, True):
+            sample(keep=keep)
+        with strategy.eval_mode("policy"):
+            has_weights.append(not next(copied.parameters()).is_meta)
+        with strategy.train_mode("policy"), torch.no_grad():
+            has_weights.append(not next(copied.parameters()).is_meta)
+            for shard in strategy.local_shards("policy"):
+                shard.mul_(2)
+        for keep in (True, False):
+            sample(keep=keep)
+        return has_weights, exchanges, is_right
+
+    for outcome in run_on_ranks(2, lambda rank: FixedRun(backend, timer=look).fit(2, rank)):
+        has_weights, exchanges, is_right = outcome.extra
+        assert has_weights == [False, True, True, True, False, True, False]
+        assert [count > 0 for count in exchanges] == [True, True, False, True, False]
+        assert all(is_right)
