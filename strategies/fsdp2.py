@@ -128,6 +128,7 @@ class FSDP2Strategy(PipelinedStrategy):
                 moments=config.cpu_offload or config.offload_optimizer,
             ),
             copies_to_sample=True,
+            split_to_sample=layout.tp_size,
             group=group,
             split=layout.tp_size,
             stages=layout.pp_size,
@@ -189,7 +190,9 @@ class FSDP2Strategy(PipelinedStrategy):
     @property
     def sampling_ranks(self) -> Collectives | None:
         """Tensor ranks, which share the copy."""
-        return None if self.mesh.tensor is None else GroupCollectives(self.exchange_device, self.mesh.tensor.get_group())
+        return (
+            None if self.mesh.tensor is None else GroupCollectives(self.exchange_device, self.mesh.tensor.get_group())
+        )
 
     def _split(self, model: nn.Module, fully_shard_with: Callable[..., object]) -> None:
         """Cut matrices over tensor ranks, and deal out experts, which are read and sharded over a mesh of their own."""

@@ -24,7 +24,8 @@ class Sharding:
         gradient_copies: times that a process holds its share of the gradients.
         bucket_numel: elements of a reduction buffer.
         on_host: what waits in host memory while the others work: weights, gradients, moments.
-        copies_to_sample: whether sampling needs a whole copy of the model on every process.
+        copies_to_sample: whether sampling needs a copy of the model on every process.
+        split_to_sample: processes that share every matrix of that copy's blocks, and its keys and values.
         group: processes that exchange weights and gradients.
         split: processes that share every matrix (tensor parallelism), whose own exchange is of activations.
         cuts_vocabulary: whether they share the embedding and the head as well, and not the matrices of blocks alone.
@@ -50,6 +51,7 @@ class Sharding:
     bucket_numel: int = 0
     on_host: frozenset[str] = frozenset()
     copies_to_sample: bool = False
+    split_to_sample: int = 1
     group: int = 1
     split: int = 1
     cuts_vocabulary: bool = False

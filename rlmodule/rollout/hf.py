@@ -25,7 +25,7 @@ from rlmodule.core.types import POLICY
 from rlmodule.models.alone import RowMode
 from rlmodule.models.attention import RaggedCache
 from rlmodule.models.policy import DecodeBatch, PrefillBatch
-from rlmodule.models.shape import shape_of
+from rlmodule.models.shape import deals_out_keys, shape_of
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.parts.cache_room import GB, CacheRoom
 from rlmodule.rollout.parts.decoding import DecodingBatch, DecodingRows
@@ -115,9 +115,11 @@ class HFRolloutConfig:
             return min(strategy.gather_from_all(free_memory(context.device, strategy.layout.world_size)))
 
         itemsize = (policy.compute_dtype or policy.lm.dtype).itemsize
+        shares_keys = strategy.sampling_ranks is not None and deals_out_keys(config)
+        ranks = strategy.layout.tp_size if shares_keys else 1
         vocabulary = int(config.get_text_config().vocab_size)
         return CacheRoom(
-            row_bytes=partial(shape_of(config).cache_bytes, itemsize=itemsize),
+            row_bytes=lambda length: shape_of(config).cache_bytes(length, itemsize) // ranks,
             beside=LOGITS * vocabulary,
             most=self.max_batch_size,
             given=None if self.cache_gb == AUTO else self.cache_gb * GB,
