@@ -48,6 +48,7 @@ class DDPStrategy(DistributedStrategy):
         """
         return Sharding(
             gradient_copies=2,
+            keeps_gradients=True,
             on_host=waiting_on_host(weights=False, gradients=False, moments=config.offload_optimizer),
             group=layout.dp_sp_size,
             gathers_per_step=1,

@@ -161,6 +161,7 @@ class DeepSpeedStrategy(ShardedStrategy):
             gathered_bytes=bytes_of(config.param_dtype),
             gathers_blocks=cuts,
             gradient_copies=2 if cuts else 1,
+            keeps_gradients=cuts,
             bucket_numel=config.bucket_numel,
             on_host=waiting_on_host(weights=config.offload_param, gradients=False, moments=config.offload_optimizer),
             copies_to_sample=cuts,

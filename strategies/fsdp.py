@@ -103,6 +103,7 @@ class FSDPStrategy(ShardedStrategy):
             gradients=group if config.reduce_every_micro_batch else 1,
             moments=group,
             gathered_bytes=bytes_of(config.param_dtype),
+            keeps_gradients=True,
             gathers_blocks=True,
             keeps_gathered=keeps,
             keeps_outside=True,

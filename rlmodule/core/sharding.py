@@ -22,6 +22,7 @@ class Sharding:
         keeps_outside, keeps_last_block: whether what is outside of blocks does, and the last block, in any case.
         casts_matrices: whether matrices that autocast casts to bfloat16 at each product are gathered in it.
         gradient_copies: times that a process holds its share of the gradients.
+        keeps_gradients: whether it keeps room for one of them from step to step.
         bucket_numel: elements of a reduction buffer.
         on_host: what waits in host memory while the others work: weights, gradients, moments.
         copies_to_sample: whether sampling needs a copy of the model on every process.
@@ -48,6 +49,7 @@ class Sharding:
     keeps_last_block: bool = False
     casts_matrices: bool = False
     gradient_copies: int = 1
+    keeps_gradients: bool = False
     bucket_numel: int = 0
     on_host: frozenset[str] = frozenset()
     copies_to_sample: bool = False

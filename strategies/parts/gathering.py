@@ -77,14 +77,13 @@ class Part:
 
     @classmethod
     def of(cls, names: Names, tensor: Tensor, device: torch.device, cast: Casting = as_held) -> Part:
-        """Of a DTensor, wherever its shards are, or of a tensor that every process has."""
-        if not isinstance(tensor, DTensor):
-            return cls(names, cast(names, tensor.to(device)), tensor.shape)
-        cuts = cuts_of(tensor)
+        """Of a DTensor, wherever its shards are, or of a tensor that every process has; what comes out is a copy."""
+        cuts = cuts_of(tensor) if isinstance(tensor, DTensor) else ()
         if cuts is None:
             moved: Any = cast(names, tensor.to(device))
             return cls(names, moved.full_tensor(), tensor.shape)
-        return cls(names, cast(names, tensor.to_local().to(device)), tensor.shape, cuts)
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return cls(names, cast(names, local.to(device, copy=not cuts)), tensor.shape, cuts)
 
     @property
     def nbytes(self) -> int:

@@ -51,6 +51,8 @@ def differing(limit: int) -> tuple[list[str], dict[str, int]]:
         parts = (Part.of(names, tensor, torch.device("cpu"), as_bfloat16) for names, tensor in named)
         found = list(gathered(parts, limit))
     assert [names for names, _ in found] == [names for names, _ in named]
+    held = {(t.to_local() if isinstance(t, DTensor) else t).untyped_storage().data_ptr() for t in tensors}
+    assert held.isdisjoint(whole.untyped_storage().data_ptr() for _, whole in found), "weights may go to host memory"
     wrong = [
         f"{tuple(t.shape)} {getattr(t, 'placements', '')}"
         for (_, t), (_, whole), wanted in zip(named, found, expected, strict=True)

@@ -120,6 +120,12 @@ class ModelMemory:
         return numel * FP32 * s.gradient_copies
 
     @property
+    def between_steps(self) -> int:
+        """Bytes that the process holds while it does not train."""
+        s = self.sharding
+        return self.weights + self.moments + (self.gradients // s.gradient_copies if s.keeps_gradients else 0)
+
+    @property
     def moments(self) -> int:
         """Bytes of the optimizer's states on the device."""
         away = "moments" in self.sharding.on_host or not self.is_trained
@@ -274,7 +280,7 @@ class SamplingMemory:
     """Peak bytes of one process while it samples in-process.
 
     Args:
-        resident: weights and moments of all models.
+        resident: weights and moments of all models, and gradients that are not let go.
         copied: the copy that a sharded model samples with, its matrices in the type of products.
         cache: keys and values.
         logits: of one step of decoding.
@@ -319,7 +325,7 @@ class SamplingMemory:
         if device == "cpu" and itemsize == FP32:  # blocks that several processes share are run as they are
             laid_out = shape.macs_per_loss_token + (shape.macs_per_token if sharding.split_to_sample == 1 else 0.0)
         return cls(
-            resident=sum(model.weights + model.moments for model in models),
+            resident=sum(model.between_steps for model in models),
             copied=_copied_to_sample(size, sharding, itemsize) if sharding.copies_to_sample else 0,
             cache=rows * length * shape.cached_per_token * itemsize // key_ranks,
             logits=rows * vocabulary * 2 * FP32,

@@ -147,26 +147,30 @@ def measure(case: Case, size: str) -> int:
     return max(run_on_ranks(case.ranks, on_rank))
 
 
-def measure_sampling(case: Case, size: str) -> int:
-    """Most bytes alive at a time while a rank samples, after a few steps have made moments."""
+def measure_sampling(case: Case, size: str) -> tuple[int, int]:
+    """Most bytes alive at a time while a rank's copy is filled, and while it draws; a few steps have made moments."""
 
-    def on_rank(rank: int) -> int:
+    def on_rank(rank: int) -> tuple[int, int]:
         torch.manual_seed(0)
         with AllocationsWithShards() as memory:
 
-            def sample(trainer: L.Trainer, module: L.LightningModule) -> int:
+            def sample(trainer: L.Trainer, module: Any) -> tuple[int, int]:
                 strategy: Any = trainer.strategy
                 prompt = Prompt(row=0, ids=tuple(range(2, 2 + LENGTH // 2)), text="", source="made")
                 requests = [ask(prompt, i, max_tokens=LENGTH // 2) for i in range(ROWS)]
-                engine = engine_of(strategy.wrapped("policy"), strategy=strategy, ends=EndTokens(()))
+                engine = engine_of(module.models["policy"], strategy=strategy, ends=EndTokens(()))
                 memory.peak = memory.live
-                generate(engine, requests)
-                return memory.peak
+                with strategy.generation_mode("policy"):
+                    filling, memory.peak = memory.peak, memory.live
+                    generate(engine, requests)
+                return filling, memory.peak
 
             run = FixedRun(case.backend, case.options, model=model_of(case, size), timer=sample)
-            return int(run.fit(case.ranks, rank).extra)
+            filling, drawing = run.fit(case.ranks, rank).extra
+            return int(filling), int(drawing)
 
-    return max(run_on_ranks(case.ranks, on_rank))
+    filling, drawing = zip(*run_on_ranks(case.ranks, on_rank), strict=True)
+    return max(filling), max(drawing)
 
 
 def predict_sampling(case: Case, size: str) -> SamplingMemory:
@@ -224,13 +228,14 @@ def predict(case: Case, size: str) -> tuple[int, StepMemory]:
 def show_sampling(size: str, cases: Sequence[Case]) -> None:
     """Print model and measurement of sampling under each strategy, in bytes."""
     for case in cases:
-        predicted = predict_sampling(case, size)
+        predicted, (filling, drawing) = predict_sampling(case, size), measure_sampling(case, size)
         row = {
             "strategy": case.name,
             "size": size,
-            "measured": measure_sampling(case, size),
+            "measured": drawing,
             "model": predicted.total,
             "copied": predicted.copied,
+            "filling": filling,
         }
         print(json.dumps(row), flush=True)
 
