@@ -27,13 +27,13 @@ class GenerationCopy:
 
     Args:
         model: the copy.
-        outline: all names of each of its parameters, and what stands there without weights, on the meta device; a
+        empty: all names of each of its parameters, and what stands there without weights, on the meta device; a
             DTensor where tensor ranks share it.
         matrices: all names of those that are held in the type of products.
     """
 
     model: nn.Module
-    outline: Sequence[tuple[Names, nn.Parameter]]
+    empty: Sequence[tuple[Names, nn.Parameter]]
     matrices: frozenset[str]
     _users: int = field(default=0, init=False)
     _is_filled: bool = field(default=False, init=False)
@@ -73,14 +73,14 @@ class GenerationCopy:
         """Let the weights go, unless somebody uses them."""
         if self._users == 0:
             self._is_filled = False
-            for names, parameter in self.outline:
+            for names, parameter in self.empty:
                 self._put(names, parameter)
 
     def _fill(self, weights: Iterable[tuple[Names, Tensor]]) -> None:
-        outline = dict(self.outline)
+        likes = {name: parameter for names, parameter in self.empty for name in names}
         for names, tensor in weights:
             # Autocast keeps what it has cast only of weights that may have gradients.
-            part = nn.Parameter(part_of(tensor, outline[names]), requires_grad=tensor.dtype == torch.float32)
+            part = nn.Parameter(part_of(tensor, likes[names[0]]), requires_grad=tensor.dtype == torch.float32)
             self._put(names, part)
         self._is_filled = True
 
