@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 from rlmodule.core.episodes import Completion, GenerationRequest
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.types import Prompt
+from rlmodule.models.attention import RaggedCache
 from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.lora import LoraConfig
+from rlmodule.models.policy import PrefillBatch
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import architecture, single
 from tests.rollout.engines import ask, engine_of, generate
@@ -102,22 +104,33 @@ FAMILIES: dict[str, tuple[int, dict[str, int], ModelConfig]] = {
 
 @pytest.mark.parametrize("label", FAMILIES)
 def test_models_of_other_kinds_give_the_logits_of_a_whole_copy(label):
-    """In prefill and in decoding; of experts that tensor ranks do not share every rank has all."""
+    """In prefill and in decoding; of experts that tensor ranks do not share every rank has all.
+
+    Keys and values are of a rank's own heads where the plan deals these out, which is what room is counted by.
+    """
     world, options, model = FAMILIES[label]
 
-    def look(trainer: Any, module: Any) -> tuple[bool, float]:
+    def look(trainer: Any, module: Any) -> tuple[bool, float, int, int]:
         strategy, whole = trainer.strategy, build_policy(model, seed=5, temperature=1.0).eval()
         whole.lm.load_state_dict({name: w.clone() for name, w in strategy.full_weights("policy")}, strict=False)
         with strategy.generation_mode("policy"):
             copied = strategy.generator("policy")
             is_shared = any(isinstance(p, DTensor) for p in copied.parameters())
             logits = [first_logits(policy) for policy in (copied, whole)]
-        return is_shared, float((logits[0] - logits[1]).abs().max() / logits[1].abs().max())
+            cache, ends = RaggedCache(torch.tensor([12]), 14), torch.tensor([0, 12], dtype=torch.int32)
+            copied(PrefillBatch(torch.arange(2, 14), torch.arange(12), ends, torch.tensor([11]), cache))
+        kept = sum(states[:, :, 0].nbytes for layer in cache.layers for states in (layer.keys, layer.values))
+        room = engine_of(module.models["policy"], strategy=strategy, cache_gb=1.0).places
+        assert room is not None
+        counted = room.row_bytes(2) - room.row_bytes(1)
+        return is_shared, float((logits[0] - logits[1]).abs().max() / logits[1].abs().max()), kept, counted
 
     run = FixedRun("fsdp2", {"tp_size": 2, **options}, model=model, lengths=FixedRun().lengths[:6], timer=look)
     for outcome in run_on_ranks(world, lambda rank: run.fit(world, rank)):
-        is_shared, difference = outcome.extra
+        is_shared, difference, kept_bytes, counted = outcome.extra
         assert is_shared
+        layers = model.architecture["num_hidden_layers"]
+        assert counted == kept_bytes * (layers + 1) // layers, "of one more token, with a layer being copied"
         assert difference < 1e-5
 
 
