@@ -9,8 +9,10 @@
 
 2. Bytes that operations allocate on CPU processes while they train, at the peak of a step, against the memory model:
    three sizes under single, ddp, fsdp, fsdp2 and deepspeed. Fails above 15 % (``tests/run/planning/measured.py``).
+3. The same at the peak of sampling, and while the copy is filled that a sharded strategy samples with: one size, two
+   ranks. ``--sampling`` measures this alone.
 
-    python benchmarks/memory.py [--small] [--json PATH]
+    python benchmarks/memory.py [--small] [--sampling] [--json PATH]
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -80,36 +83,60 @@ def one_pass(way: str, vocabulary: int, num_tokens: int) -> dict[str, float]:
     return {"extra_mb": (peak_bytes() - before - gradients) / MEGABYTE, "cpu_s": process_time() - start}
 
 
-def measure_steps(small: bool) -> list[dict[str, Any]]:
-    """Measured and predicted bytes of training steps: strategy by strategy, size by size, printed as they come."""
-    command = [sys.executable, "-m", "tests.run.planning.measured", *(["--small"] if small else [])]
-    rows = []
+def measured_on_ranks(*options: str) -> Iterator[dict[str, Any]]:
+    """What is measured and predicted of each case, as it comes."""
+    command = [sys.executable, "-m", "tests.run.planning.measured", *options]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as measuring:
         assert measuring.stdout is not None
         for line in measuring.stdout:
-            if not line.startswith("{"):
-                continue
-            rows.append(json.loads(line))
-            strategy, size, measured, model = rows[-1].values()
-            difference = model / measured - 1
-            print(f"{strategy:<42} {size:>5} {measured / 1e6:12.1f} {model / 1e6:9.1f} {difference:6.1%}", flush=True)
+            if line.startswith("{"):
+                yield json.loads(line)
     if measuring.returncode:
         raise SystemExit(f"{' '.join(command)} ended with exit code {measuring.returncode}")
+
+
+def difference(row: Mapping[str, Any]) -> float:
+    """Of what the memory model says to what was measured, as a share of it."""
+    return float(row["model"] / row["measured"] - 1)
+
+
+def measure_steps(*options: str) -> list[dict[str, Any]]:
+    """Bytes of training steps: strategy by strategy, size by size, printed as they come."""
+    print(f"{'strategy':<42} {'size':>5} {'measured MB':>12} {'model MB':>9} {'off':>6}")
+    rows = []
+    for row in measured_on_ranks(*options):
+        rows.append(row)
+        print(
+            f"{row['strategy']:<42} {row['size']:>5} {row['measured'] / 1e6:12.1f} {row['model'] / 1e6:9.1f} "
+            f"{difference(row):6.1%}",
+            flush=True,
+        )
     return rows
 
 
-def main() -> None:
-    """Measure every point in a process of its own, and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="a small vocabulary and few tokens")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", nargs=3, metavar=("WAY", "V", "T"), help="measure one point in this process")
-    args = parser.parse_args()
-    if args.one:
-        way, vocabulary, num_tokens = args.one
-        print(json.dumps(measure_here(way, int(vocabulary), int(num_tokens))))
-        return
-    sizes = SMALL if args.small else FULL
+def measure_sampling(*options: str) -> list[dict[str, Any]]:
+    """Bytes of sampling, strategy by strategy."""
+    print(f"{'strategy':<42} {'copy MB':>8} {'filling MB':>11} {'sampling MB':>12} {'model MB':>9} {'off':>6}")
+    rows = []
+    for row in measured_on_ranks("--sampling", *options):
+        rows.append(row)
+        print(
+            f"{row['strategy']:<42} {row['copied'] / 1e6:8.1f} {row['filling'] / 1e6:11.1f} "
+            f"{row['measured'] / 1e6:12.1f} {row['model'] / 1e6:9.1f} {difference(row):6.1%}",
+            flush=True,
+        )
+    return rows
+
+
+def check_close(rows: Sequence[Mapping[str, Any]]) -> None:
+    """End with an error where the memory model is too far off."""
+    worst = max(rows, key=lambda row: abs(difference(row)))
+    if abs(difference(worst)) > ALLOWED:
+        raise SystemExit(f"the memory model is off by more than {ALLOWED:.0%}: {worst}")
+
+
+def measure_heads(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """Memory beside hidden states and weights, of a vocabulary and several numbers of tokens."""
     vocabulary = sizes["vocabulary"]
     rows = []
     print(f"{'way':<12} {'V':>8} {'T':>6} {'extra MB':>9} {'CPU s':>7}   (one [T, V] tensor is T * V * 4 bytes)")
@@ -118,13 +145,30 @@ def main() -> None:
             row = measure_apart(way, vocabulary, num_tokens)
             rows.append({"way": way, "tokens": num_tokens, **row})
             print(f"{way:<12} {vocabulary:8,} {num_tokens:6,} {row['extra_mb']:9.0f} {row['cpu_s']:7.2f}", flush=True)
-    print(f"{'strategy':<42} {'size':>5} {'measured MB':>12} {'model MB':>9} {'off':>6}")
-    steps = measure_steps(args.small)
+    return {"vocabulary": vocabulary, "rows": rows}
+
+
+def main() -> None:
+    """Measure every point in a process of its own, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="a small vocabulary and few tokens")
+    parser.add_argument("--sampling", action="store_true", help="sampling alone")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--one", nargs=3, metavar=("WAY", "V", "T"), help="measure one point in this process")
+    args = parser.parse_args()
+    if args.one:
+        way, vocabulary, num_tokens = args.one
+        print(json.dumps(measure_here(way, int(vocabulary), int(num_tokens))))
+        return
+    options = ["--small"] if args.small else []
+    if args.sampling:
+        found: dict[str, Any] = {"sampling": measure_sampling(*options)}
+    else:
+        found = {"hidden": HIDDEN, **measure_heads(SMALL if args.small else FULL)}
+        found |= {"steps": measure_steps(*options), "sampling": measure_sampling(*options)}
     if args.json:
-        record.write(args.json, {"vocabulary": vocabulary, "hidden": HIDDEN, "rows": rows, "steps": steps})
-    worst = max(steps, key=lambda row: abs(row["model"] / row["measured"] - 1))
-    if abs(worst["model"] / worst["measured"] - 1) > ALLOWED:
-        raise SystemExit(f"the memory model is off by more than {ALLOWED:.0%}: {worst}")
+        record.write(args.json, found)
+    check_close([*found.get("steps", []), *found["sampling"]])
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ class DDPStrategy(DistributedStrategy):
         """
         return Sharding(
             gradient_copies=2,
+            keeps_gradients=True,
             on_host=config.on_host(),
             group=layout.dp_sp_size,
             gathers_per_step=1,

@@ -36,6 +36,7 @@ from strategies.parts.blocks import (
 )
 from strategies.parts.distributed import ParallelConfig
 from strategies.parts.gathered_whole import gather_whole
+from strategies.parts.gathering import Casting, Cut, Names, Part, as_held, gathered
 from strategies.parts.loading import load
 from strategies.parts.saved_state import MOMENT
 from strategies.parts.sharded import ShardedStrategy
@@ -160,6 +161,7 @@ class DeepSpeedStrategy(ShardedStrategy):
             gathered_bytes=bytes_of(config.param_dtype),
             gathers_blocks=cuts,
             gradient_copies=2 if cuts else 1,
+            keeps_gradients=cuts,
             bucket_numel=config.bucket_numel,
             on_host=waiting_on_host(weights=config.offload_param, gradients=False, moments=config.offload_optimizer),
             copies_to_sample=cuts,
@@ -279,16 +281,22 @@ class DeepSpeedStrategy(ShardedStrategy):
 
     # ---- whole weights
 
-    def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """The fp32 masters of parameters that train, the weights of frozen ones; one at a time."""
+    def full_parameters(self, name: str, cast: Casting = as_held) -> Iterator[tuple[Names, Tensor]]:
+        """The fp32 masters of parameters that train, the weights of frozen ones."""
+        if self.cuts_parameters:
+            yield from gathered(self._part(names, p, cast) for names, p in tied(self._models[name]))
+            return
         for names, parameter in tied(self._models[name]):
             master = self._deepspeed.utils.safe_get_full_fp32_param(parameter) if parameter.requires_grad else None
-            if master is not None:
-                yield names, master.detach()
-                continue
-            with self._on_device(parameter):
-                full_tensor = parameter.detach().clone()
-            yield names, full_tensor
+            yield names, cast(names, parameter.detach().clone() if master is None else master.detach())
+
+    def _part(self, names: Names, parameter: Any, cast: Casting) -> Part:
+        """This rank's equal piece of a parameter laid flat; zeros fill up the last one."""
+        shard = parameter.ds_tensor
+        if parameter.requires_grad:
+            shard = self._deepspeed.utils.safe_get_local_fp32_param(parameter)
+        cut = Cut(parameter.ds_process_group, dist.get_world_size(parameter.ds_process_group), 0, parameter.ds_numel)
+        return Part(names, cast(names, shard.detach().to(self.root_device)), parameter.ds_shape, (cut,))
 
     def _on_device(self, parameter: nn.Parameter, written_by: int | None = None) -> AbstractContextManager[Any]:
         """Context with the whole parameter; on exit sharded again, with rank ``written_by``'s values where given."""
@@ -302,9 +310,9 @@ class DeepSpeedStrategy(ShardedStrategy):
         """A whole copy where parameters are sharded, else the model itself."""
         return super().generator(name) if self.cuts_parameters else self._models[name]
 
-    def generation_mode(self, name: str) -> AbstractContextManager[None]:
+    def generation_mode(self, name: str, *, keep: bool = False) -> AbstractContextManager[None]:
         """Fill the whole copy where parameters are sharded, else eval mode."""
-        return super().generation_mode(name) if self.cuts_parameters else self.eval_mode(name)
+        return super().generation_mode(name, keep=keep) if self.cuts_parameters else self.eval_mode(name)
 
     # ---- what a checkpoint holds: whole tensors, each written by one rank, so that any strategy can read them
 

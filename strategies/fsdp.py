@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from torch.distributed.fsdp._common_utils import clean_tensor_name
+from torch.distributed.fsdp._common_utils import FSDP_WRAPPED_MODULE, clean_tensor_name
 from torch.optim import Optimizer
 
 from rlmodule.core.config import at_least, one_of
@@ -29,10 +29,11 @@ from rlmodule.core.parameters import tied
 from rlmodule.core.sharding import Sharding
 from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, fp32_parts
 from strategies.parts.distributed import OffloadParallelConfig
+from strategies.parts.gathering import Casting, Names, as_held
 from strategies.parts.loading import load
 from strategies.parts.offload import check_offload_once
 from strategies.parts.saved_state import MOMENT
-from strategies.parts.sharded import ShardedStrategy, full_tensor
+from strategies.parts.sharded import ShardedStrategy
 from strategies.parts.strategy_mixin import persistent_buffers
 from strategies.registry import MODEL_TYPES, STRATEGIES
 
@@ -102,6 +103,7 @@ class FSDPStrategy(ShardedStrategy):
             gradients=group if config.reduce_every_micro_batch else 1,
             moments=group,
             gathered_bytes=bytes_of(config.param_dtype),
+            keeps_gradients=True,
             gathers_blocks=True,
             keeps_gathered=keeps,
             keeps_outside=True,
@@ -162,11 +164,17 @@ class FSDPStrategy(ShardedStrategy):
         """Every copy of the sharded model holds a shard once."""
         return self.config.dp_replicate
 
-    def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """All-gather one tensor at a time."""
-        local_shards = self._local_shards(name)
-        for names in self._aliases[name]:
-            yield names, full_tensor(local_shards[names[0]], self.root_device)
+    def full_parameters(self, name: str, cast: Casting = as_held) -> Iterator[tuple[Names, Tensor]]:
+        """All-gather one unit at a time, as it lies, and copy its tensors."""
+        wrapper = self._wrapped[name]
+        all_names = {names[0]: names for names in self._aliases[name]}
+        for unit, own in units_of(wrapper).items():
+            with FullyShardedDataParallel.summon_full_params(
+                wrapper.get_submodule(unit), recurse=False, writeback=False
+            ):
+                whole = dict(self.named_parameters(name))
+                for key in own:
+                    yield all_names[key], cast(all_names[key], whole[key].detach()).clone()
 
     def _local_shards(self, name: str) -> dict[str, Tensor]:
         """Name before sharding -> this process's shard as a DTensor."""
@@ -214,6 +222,15 @@ class FSDPStrategy(ShardedStrategy):
         model = {alias: shards[names[0]] for names in self._aliases[name] for alias in names}
         with sharded_state(self._wrapped[name]):
             self._wrapped[name].load_state_dict({**dict(persistent_buffers(self._models[name])), **model})
+
+
+def units_of(wrapper: nn.Module) -> dict[str, list[str]]:
+    """Place of each FSDP unit -> names before sharding of the parameters that it gathers."""
+    found: dict[str, list[str]] = {}
+    for key, _ in wrapper.named_parameters():
+        unit, _, _ = key.rpartition(f".{FSDP_WRAPPED_MODULE}.")
+        found.setdefault(unit, []).append(clean_tensor_name(key))
+    return found
 
 
 def _check_adapters(places: Mapping[nn.Module, str]) -> None:

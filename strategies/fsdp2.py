@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from rlmodule.core.config import at_least, one_of
+from rlmodule.core.contract import Collectives
 from rlmodule.core.layout import Layout
 from rlmodule.core.sharding import Sharding
 from strategies.parts.blocks import DTYPES, blocks_of, bytes_of, fp32_parts, is_small, lm_of, matrices_cast
+from strategies.parts.collectives import GroupCollectives
 from strategies.parts.distributed import OffloadParallelConfig
 from strategies.parts.experts import ExpertMesh, check_expert_degree
 from strategies.parts.loading import load
@@ -122,6 +124,7 @@ class FSDP2Strategy(PipelinedStrategy):
             keeps_last_block=True,
             on_host=config.on_host(cpu_offload=config.cpu_offload),
             copies_to_sample=True,
+            split_to_sample=layout.tp_size,
             group=group,
             split=layout.tp_size,
             stages=layout.pp_size,
@@ -173,6 +176,19 @@ class FSDP2Strategy(PipelinedStrategy):
         """Split matrices over tensor ranks, those of the modules ``apart`` left out, before anything is sharded."""
         if self.mesh.tensor is not None:
             apply_tensor_parallel(lm_of(model), self.mesh.tensor, apart=apart)
+
+    def split_copy(self, model: nn.Module) -> None:
+        """By the model's own plan, but for experts of which every process has all others."""
+        if self.mesh.tensor is not None:
+            apart = {} if self.experts is None else self.experts.plan(lm_of(model))
+            apply_tensor_parallel(lm_of(model), self.mesh.tensor, apart=apart)
+
+    @property
+    def sampling_ranks(self) -> Collectives | None:
+        """Tensor ranks, which share the copy."""
+        return (
+            None if self.mesh.tensor is None else GroupCollectives(self.exchange_device, self.mesh.tensor.get_group())
+        )
 
     def _split(self, model: nn.Module, fully_shard_with: Callable[..., object]) -> None:
         """Cut matrices over tensor ranks, and deal out experts, which are read and sharded over a mesh of their own."""

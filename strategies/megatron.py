@@ -33,6 +33,7 @@ from rlmodule.core.sharding import Sharding
 from rlmodule.core.types import MicroBatch, StepTotals
 from strategies.parts.adaptors import patch_backend
 from strategies.parts.distributed import OffloadParallelConfig
+from strategies.parts.gathering import Casting, Names, as_held
 from strategies.parts.gradients import fill_missing, sum_over
 from strategies.parts.loading import check_finite
 from strategies.parts.megatron_api import HAVE_TE, join_groups, on_device
@@ -174,7 +175,7 @@ class MegatronStrategy(PipelinedStrategy):
         arguments = {"tensor_model_parallel_size": self.config.tp_size, "pipeline_model_parallel_size": 1}
         patch_backend("megatron", self.device_name, detect_vendor(self.device_name), arguments)
         join_groups(self.layout.tp_size)
-        whole: Any = self._meta_copies[name]
+        whole: Any = self._copies_to_sample[name].model
         trunk = MegatronTrunk(lm, self._plan(lm.config.num_hidden_layers), whole.lm)
         self._read(model, trunk)
         model.lm = trunk
@@ -276,14 +277,14 @@ class MegatronStrategy(PipelinedStrategy):
         for parameter, pieces in self.pieces(name):
             yield pieces[0].names[0], parameter
 
-    def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    def full_parameters(self, name: str, cast: Casting = as_held) -> Iterator[tuple[Names, Tensor]]:
         """Put together one tensor at a time by the stage that has it, in the order of the transformers model."""
         here = {piece.names[0]: (parameter, piece) for parameter, pieces in self.pieces(name) for piece in pieces}
         pipeline = self._pipelines.get(name)
         for names, like in self._wholes[name]:
             if pipeline is None:
                 parameter, piece = here[names[0]]
-                yield names, self._gathered(piece, parameter.detach())
+                yield names, cast(names, self._gathered(piece, parameter.detach()))
                 continue
             holder = self._stages[name].held_by[names[0]]
             if holder == pipeline.rank:
@@ -291,7 +292,7 @@ class MegatronStrategy(PipelinedStrategy):
                 tensor = self._gathered(piece, parameter.detach())
             else:
                 tensor = torch.empty(like.shape, dtype=like.dtype, device=self.root_device)
-            yield names, pipeline.broadcast(holder, tensor)
+            yield names, cast(names, pipeline.broadcast(holder, tensor))
 
     def _gathered(self, piece: Piece, tensor: Tensor) -> Tensor:
         """The whole tensor on every rank."""

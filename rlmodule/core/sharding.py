@@ -22,9 +22,11 @@ class Sharding:
         keeps_outside, keeps_last_block: whether what is outside of blocks does, and the last block, in any case.
         casts_matrices: whether matrices that autocast casts to bfloat16 at each product are gathered in it.
         gradient_copies: times that a process holds its share of the gradients.
+        keeps_gradients: whether it keeps room for one of them from step to step.
         bucket_numel: elements of a reduction buffer.
         on_host: what waits in host memory while the others work: weights, gradients, moments.
-        copies_to_sample: whether sampling needs a whole copy of the model on every process.
+        copies_to_sample: whether sampling needs a copy of the model on every process.
+        split_to_sample: processes that share every matrix of that copy's blocks, and its keys and values.
         group: processes that exchange weights and gradients.
         split: processes that share every matrix (tensor parallelism), whose own exchange is of activations.
         cuts_vocabulary: whether they share the embedding and the head as well, and not the matrices of blocks alone.
@@ -47,9 +49,11 @@ class Sharding:
     keeps_last_block: bool = False
     casts_matrices: bool = False
     gradient_copies: int = 1
+    keeps_gradients: bool = False
     bucket_numel: int = 0
     on_host: frozenset[str] = frozenset()
     copies_to_sample: bool = False
+    split_to_sample: int = 1
     group: int = 1
     split: int = 1
     cuts_vocabulary: bool = False

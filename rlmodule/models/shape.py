@@ -55,6 +55,12 @@ def model_on_meta(config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
     return model.eval()  # type: ignore[no-any-return]
 
 
+def deals_out_keys(config: PreTrainedConfig) -> bool:
+    """Whether each tensor rank has keys and values of its own heads alone, by the model's plan; others gather them."""
+    plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+    return any(style == "colwise" and name.endswith((".k_proj", ".kv_b_proj")) for name, style in plan.items())
+
+
 # ---- by a forward pass
 
 

@@ -25,11 +25,12 @@ from rlmodule.core.types import POLICY
 from rlmodule.models.alone import RowMode
 from rlmodule.models.attention import RaggedCache
 from rlmodule.models.policy import DecodeBatch, PrefillBatch
-from rlmodule.models.shape import shape_of
+from rlmodule.models.shape import deals_out_keys, shape_of
 from rlmodule.rollout import ROLLOUTS
 from rlmodule.rollout.parts.cache_room import GB, CacheRoom
 from rlmodule.rollout.parts.decoding import DecodingBatch, DecodingRows
 from rlmodule.rollout.parts.engine import EngineContext
+from rlmodule.rollout.parts.lock_step import LockStep
 from rlmodule.rollout.parts.lookup import Lookup
 from rlmodule.rollout.parts.sampling import Truncation
 
@@ -51,6 +52,7 @@ class HFRolloutConfig:
     cache_gb: Any = None  # gigabytes of keys and values at most, on each process; null: of all those responses; auto
 
     lookup: int = 0  # tokens guessed ahead of each response at most, from what it repeats of itself and its prompt
+    keep_copy: bool = False  # the copy that a sharded strategy samples with stays until its weights may change
 
     in_process: ClassVar[bool] = True
     pauses: ClassVar[tuple[str, ...]] = ()  # it samples with the weights that are being trained
@@ -88,9 +90,10 @@ class HFRolloutConfig:
                 because="a wrong guess cannot be taken back from what this model keeps of a response while it is drawn",
                 fix="Use rollout.lookup=0",
             )
+        ranks = context.strategy.sampling_ranks
         return HFEngine(
             partial(context.strategy.generator, POLICY),
-            partial(context.strategy.generation_mode, POLICY),
+            partial(context.strategy.generation_mode, POLICY, keep=self.keep_copy),
             context.tokenizer,
             context.device,
             context.end_tokens,
@@ -100,6 +103,7 @@ class HFRolloutConfig:
             compute_dtype=context.policy.compute_dtype,
             places=None if self.cache_gb is None else self._room(context),
             lookup=self.lookup,
+            lock_step=None if ranks is None else LockStep(ranks),
         )
 
     def _room(self, context: EngineContext) -> CacheRoom:
@@ -111,9 +115,11 @@ class HFRolloutConfig:
             return min(strategy.gather_from_all(free_memory(context.device, strategy.layout.world_size)))
 
         itemsize = (policy.compute_dtype or policy.lm.dtype).itemsize
+        shares_keys = strategy.sampling_ranks is not None and deals_out_keys(config)
+        ranks = strategy.layout.tp_size if shares_keys else 1
         vocabulary = int(config.get_text_config().vocab_size)
         return CacheRoom(
-            row_bytes=partial(shape_of(config).cache_bytes, itemsize=itemsize),
+            row_bytes=lambda length: shape_of(config).cache_bytes(length, itemsize) // ranks,
             beside=LOGITS * vocabulary,
             most=self.max_batch_size,
             given=None if self.cache_gb == AUTO else self.cache_gb * GB,
@@ -138,6 +144,7 @@ class HFEngine:
         compute_dtype: of the policy's products under autocast; None for the type of its weights.
         places: how many rows of so many tokens have room, prompt and response; None where max_batch_size alone counts.
         lookup: tokens that are guessed ahead of each row at most, from what it has said before.
+        lock_step: ranks that share the policy's matrices, and so call it equally often; None where this one is free.
     """
 
     takes_weights: ClassVar[bool] = False
@@ -154,6 +161,7 @@ class HFEngine:
     compute_dtype: torch.dtype | None = None
     places: CacheRoom | None = None
     lookup: int = 0
+    lock_step: LockStep | None = None
 
     def start(self) -> None:
         """The module is there already."""
@@ -210,6 +218,8 @@ class HFEngine:
                 waiting.put_back(request)
                 break
             fresh, length = [*fresh, request], needed
+        if self.lock_step is not None:
+            self.lock_step.check(fresh)
         assert all(request.version <= self.version for request in fresh), "a request wants newer weights than these"
         if not fresh:
             return running
@@ -268,9 +278,8 @@ class HFEngine:
         truncation = self.truncation if drawing is None else Truncation(top_p=drawing.top_p)
         scale = 1.0 if drawing is None else self.temperature / drawing.temperature
         rows = DecodingRows.start(requests, self.device)
-        return DecodingBatch(
-            truncation, scale, self.end_tokens, self.tokenizer, rows, torch.arange(len(requests), device=self.device)
-        )
+        live = torch.arange(len(requests), device=self.device)
+        return DecodingBatch(truncation, scale, self.end_tokens, self.tokenizer, rows, live, self.lock_step)
 
     def _completion(self, batch: DecodingBatch, row: int) -> Completion:
         sample_id, token_ids, logprobs, finish_reason = batch.rows.response(row)

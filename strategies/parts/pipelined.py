@@ -7,6 +7,7 @@ ranks do, with the numbers of its row. Leaves out the schedule (``pipeline.py``)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,9 +21,10 @@ from rlmodule.core.metrics import Metrics, from_rows, to_rows
 from rlmodule.core.parameters import tied
 from rlmodule.core.types import MicroBatch, StepTotals, TokenOutputs
 from strategies.parts.failures import first_told
+from strategies.parts.gathering import Casting, Names, Part, as_held, from_bytes, gathered, in_buckets, to_bytes
 from strategies.parts.pipeline import Pipeline, StageForward
 from strategies.parts.saved_state import states_kept
-from strategies.parts.sharded import ShardedStrategy, full_tensor
+from strategies.parts.sharded import ShardedStrategy
 from strategies.parts.stages import Stage, cut
 from strategies.parts.strategy_mixin import local
 
@@ -158,24 +160,27 @@ class PipelinedStrategy(ShardedStrategy):
         shared = self._stages[name].shared
         return [p for key, p in self.named_parameters(name) if key == shared and p.requires_grad]
 
-    def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """All-gather one tensor at a time, on the stage that holds it, which gives it to the others."""
+    def full_parameters(self, name: str, cast: Casting = as_held) -> Iterator[tuple[Names, Tensor]]:
+        """All-gather a bucket of tensors at a time, on the stage that holds them, which gives them to the others."""
         if name not in self._stages:
-            for names, parameter in tied(self._models[name]):
-                yield names, full_tensor(parameter.detach(), self.root_device)
+            own = tied(self._models[name])
+            yield from gathered(Part.of(names, p.detach(), self.root_device, cast) for names, p in own)
             return
+        held_by = self._stages[name].held_by
         mine, pipeline = dict(self.named_parameters(name)), self._pipelines[name]
-        for names, like in self._wholes[name]:
-            holder = self._stages[name].held_by[names[0]]
-            if holder == pipeline.rank:
-                tensor = full_tensor(mine[names[0]].detach(), self.root_device)
-            else:
-                tensor = torch.empty(like.shape, dtype=like.dtype, device=self.root_device)
-            yield names, pipeline.broadcast(holder, tensor)
+        wanted = [(names, cast(names, like)) for names, like in self._wholes[name]]
+        for holder, run in groupby(wanted, lambda item: held_by[item[0][0]]):
+            for bucket in in_buckets(run, lambda item: item[1].nbytes):
+                flat = torch.empty(sum(like.nbytes for _, like in bucket), dtype=torch.uint8, device=self.root_device)
+                if holder == pipeline.rank:
+                    parts = [Part.of(names, mine[names[0]].detach(), self.root_device, cast) for names, _ in bucket]
+                    flat = to_bytes([tensor for _, tensor in gathered(parts)])
+                whole = from_bytes(pipeline.broadcast(holder, flat), [like for _, like in bucket])
+                yield from zip((names for names, _ in bucket), whole, strict=True)
 
     def whole_model(self, name: str) -> nn.Module:
         """The copy that was made before the model was cut."""
-        return self._meta_copies[name] if name in self._stages else super().whole_model(name)
+        return self._copies_to_sample[name].model if name in self._stages else super().whole_model(name)
 
     # ---- settings of optimizers, of which Lightning saves those of the first process
 

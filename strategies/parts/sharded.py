@@ -1,40 +1,35 @@
-"""Parameters sharded over processes: the norm over all shards, and a whole copy to sample with.
-
-Sampling runs a model a different number of times on each rank, which a sharded forward does not allow. So every rank
-samples with a plain copy of the model, filled with whole weights tensor by tensor and dropped afterwards. This costs
-the memory of one whole model while sampling, and decoding needs no communication. Matrices are held in the type that
-products are computed in, as autocast would cast them at every token, and all else in fp32.
-"""
+"""Parameters sharded over processes: the norm over all shards, and a copy to sample with (``generation_copy.py``)."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rlmodule.core.parameters import linear_weights, put, tied
 from strategies.parts.distributed import DistributedStrategy
+from strategies.parts.gathering import Casting, Names
+from strategies.parts.generation_copy import GenerationCopy
 from strategies.parts.strategy_mixin import local, sum_of_squares
 
 
 class ShardedStrategy(DistributedStrategy):
     """Base of the backends that shard parameters."""
 
-    _meta_copies: dict[str, nn.Module]
-    _depth: dict[str, int]
+    _copies_to_sample: dict[str, GenerationCopy]
 
     def shard(self, models: Mapping[str, nn.Module]) -> None:
-        """Keep a copy of each model on the meta device to sample with, then shard the models."""
+        """Keep a copy of each model without weights to sample with, then shard the models."""
         if not self._models:
-            self._meta_copies = {name: meta_copy(model) for name, model in models.items()}
-            self._depth = dict.fromkeys(models, 0)
+            self._copies_to_sample = {name: GenerationCopy.of(model, self.split_copy) for name, model in models.items()}
         super().shard(models)
+
+    def split_copy(self, model: nn.Module) -> None:
+        """Cut a copy to sample with over the ranks that draw the same tokens; here none share one."""
 
     def grad_norm(self, parameters: Sequence[nn.Parameter]) -> float:
         """Global norm over the shards of all processes: one all-reduce of one float64, whatever the layout."""
@@ -59,56 +54,20 @@ class ShardedStrategy(DistributedStrategy):
         return stage // num_shards
 
     def generator(self, name: str) -> nn.Module:
-        """The whole copy, which has weights inside ``generation_mode`` only."""
-        return self._meta_copies[name]
+        """The copy, which has weights inside ``generation_mode`` only."""
+        return self._copies_to_sample[name].model
 
-    def generation_mode(self, name: str) -> AbstractContextManager[None]:
+    def generation_mode(self, name: str, *, keep: bool = False) -> AbstractContextManager[None]:
         """Context with the copy filled; every rank must enter it, and leaves it without waiting for the others."""
-        return self._whole_copy(name)
+        copied = self._copies_to_sample[name]
+        return copied.filled(lambda: self._weights_of(name, copied.cast), keep=keep)
 
-    @contextmanager
-    def _whole_copy(self, name: str) -> Iterator[None]:
-        self._depth[name] += 1
-        try:
-            if self._depth[name] == 1:
-                self._fill_copy(name)
-            with torch.no_grad():
-                yield
-        finally:
-            self._depth[name] -= 1
-            if self._depth[name] == 0:
-                self._empty_copy(name)
+    def parameters_on_device(self, name: str, *, changes: bool = False) -> AbstractContextManager[None]:
+        """Where parameters may change, a copy of them that was kept is dropped."""
+        if changes:
+            self._copies_to_sample[name].drop()
+        return super().parameters_on_device(name, changes=changes)
 
-    def _fill_copy(self, name: str) -> None:
-        copied = self._meta_copies[name]
-        dtype: torch.dtype | None = copied.compute_dtype  # type: ignore[assignment]  # a policy or a value model
-        matrices = linear_weights(copied)
+    def _weights_of(self, name: str, cast: Casting) -> Iterator[tuple[Names, Tensor]]:
         with self.parameters_on_device(name):
-            for names, tensor in self.full_parameters(name):
-                held = dtype if matrices.issuperset(names) else None
-                # Autocast keeps what it has cast only of weights that may have gradients.
-                weight = nn.Parameter(tensor.detach().to(self.root_device, held), requires_grad=held is None)
-                for full_name in names:
-                    put(copied, full_name, weight)
-
-    def _empty_copy(self, name: str) -> None:
-        copied = self._meta_copies[name]
-        for names, weight in list(tied(copied)):
-            empty = nn.Parameter(weight.detach().to("meta"), requires_grad=False)
-            for full_name in names:  # they stay one, for who asks the copy for its names
-                put(copied, full_name, empty)
-
-
-def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy in eval mode with its parameters on the meta device and real buffers."""
-    weights = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=False) for p in model.parameters()}
-    return copy.deepcopy(model, weights).eval()
-
-
-def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """The whole tensor of a DTensor, gathered on ``device``, also where its shards are in host memory."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    moved = tensor.to(device)
-    assert isinstance(moved, DTensor), "a DTensor moved is a DTensor"
-    return moved.full_tensor()
+            yield from self.full_parameters(name, cast)

@@ -27,6 +27,7 @@ from rlmodule.core.sharding import Sharding
 from rlmodule.core.types import MicroBatch, StepTotals, TokenOutputs
 from strategies.parts.collectives import LocalCollectives
 from strategies.parts.failures import on_all_or_none
+from strategies.parts.gathering import Casting, Names, as_held
 from strategies.parts.loading import drop_unread, load
 from strategies.parts.offload import OffloadConfig, Offloaded
 from strategies.parts.saved_state import MOMENT, SavedState, read_parts
@@ -206,10 +207,13 @@ class StrategyMixin(SavedState):
 
     # ---- whole weights
 
-    def full_parameters(self, name: str) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """(all its names before sharding, whole tensor) of each parameter, one at a time; every process calls it."""
+    def full_parameters(self, name: str, cast: Casting = as_held) -> Iterator[tuple[Names, Tensor]]:
+        """(all its names before sharding, whole tensor) of each parameter, one at a time; every process calls it.
+
+        ``cast`` turns a tensor, or any part of it, into the type that it is wanted in: parts travel in that type.
+        """
         for names, parameter in tied(self._models[name]):
-            yield names, parameter.detach()
+            yield names, cast(names, parameter.detach())
 
     def full_weights(self, name: str, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, whole tensor), one at a time; tied tensors under each of their names.
@@ -219,8 +223,7 @@ class StrategyMixin(SavedState):
         """
         cast = Cast(dtype, fp32_names(self._models[name]))
         with self.parameters_on_device(name):
-            for names, tensor in self.full_parameters(name):
-                tensor = cast(names[0], tensor)
+            for names, tensor in self.full_parameters(name, lambda names, part: cast(names[0], part)):
                 for full_name in names:
                     yield full_name.removeprefix(HF_PREFIX), tensor
         for key, buffer in persistent_buffers(self.whole_model(name)):
@@ -235,9 +238,14 @@ class StrategyMixin(SavedState):
         """The module to sample with inside ``generation_mode``: whole weights, no communication in its forward."""
         return self._models[name]
 
-    def generation_mode(self, name: str) -> AbstractContextManager[None]:
+    def generation_mode(self, name: str, *, keep: bool = False) -> AbstractContextManager[None]:
         """Context with whole weights of model ``name``; each rank may run it as often as it needs to."""
         return self.eval_mode(name)
+
+    @property
+    def sampling_ranks(self) -> Collectives | None:
+        """None: each rank has a module of its own to sample with."""
+        return None
 
     # ---- modes, and where tensors are meanwhile
 

@@ -46,20 +46,23 @@ class Allocations(TorchDispatchMode):
         makes_views = any(result.alias_info is not None for result in func._schema.returns)
         for tensor in [] if makes_views else tree_leaves(out):
             held = self._held(tensor)
-            if held is not None and not held.is_meta:
-                self._made(held.untyped_storage())
+            if held is not None and held.layout is torch._mkldnn:
+                self._made(held, held.numel() * held.element_size(), id(held))
+            elif held is not None and not held.is_meta:
+                storage = held.untyped_storage()
+                self._made(storage, storage.nbytes(), storage._cdata)
         return out
 
     def _held(self, tensor: Any) -> torch.Tensor | None:
         """The plain tensor that holds the numbers of a result; None where it is another kind of tensor, or none."""
         return tensor if type(tensor) is torch.Tensor else None
 
-    def _made(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._known and storage.nbytes():
+    def _made(self, holder: Any, nbytes: int, key: int) -> None:
+        """``holder`` is a storage, or a weight as oneDNN lays it out, which has none."""
+        if key not in self._known and nbytes:
             self._known[key] = 0
-            self._count(key, storage.nbytes())
-            weakref.finalize(storage, self._freed, key)
+            self._count(key, nbytes)
+            weakref.finalize(holder, self._freed, key)
 
     def _count(self, key: int, size: int) -> None:
         self.live += size - self._known[key]

@@ -273,11 +273,18 @@ class Strategy(Protocol):
     def generator(self, name: str) -> nn.Module:
         """The module to sample with, inside ``generation_mode`` only."""
 
-    def generation_mode(self, name: str) -> AbstractContextManager[None]:
+    def generation_mode(self, name: str, *, keep: bool = False) -> AbstractContextManager[None]:
         """Whole weights inside, so that each rank may run ``generator`` as often as it needs to.
 
-        Every rank enters it equally often. A sharded strategy fills a copy of the whole model on entry and drops it on
-        exit.
+        Every rank enters it equally often. A sharded strategy fills a copy of the model on entry and drops it on exit,
+        or with ``keep`` as soon as the model's parameters may change.
+        """
+
+    @property
+    def sampling_ranks(self) -> Collectives | None:
+        """Ranks that share a ``generator``, this one among them: all run it on the same rows, equally often.
+
+        They are those of one data rank, which have the same requests. None where each rank runs one of its own.
         """
 
 

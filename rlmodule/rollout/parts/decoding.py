@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.episodes import LENGTH, STOP, GenerationRequest
 from rlmodule.ops.random import uniform_of_token
+from rlmodule.rollout.parts.lock_step import LockStep
 from rlmodule.rollout.parts.sampling import Distribution, Truncation
 
 if TYPE_CHECKING:  # types alone
@@ -97,6 +98,7 @@ class DecodingBatch:
         rows: all responses, those that have ended among them.
         live: [b] int64, rows of the responses still growing.
         last: [b] int64, the token that each of them ends with so far.
+        lock_step: ranks that draw the same responses together; None where this one draws them alone.
     """
 
     truncation: Truncation
@@ -105,6 +107,7 @@ class DecodingBatch:
     tokenizer: PreTrainedTokenizerBase
     rows: DecodingRows
     live: Tensor
+    lock_step: LockStep | None = None
     last: Tensor = field(init=False)
     end_ids: Tensor = field(init=False)
     has_greedy: bool = field(init=False)
@@ -131,6 +134,8 @@ class DecodingBatch:
             distribution = Distribution.of(self.truncation(logits))
             tokens = distribution.tokens_at(uniform)
             logprobs = distribution.logprob_of(tokens)
+        if self.lock_step is not None:
+            tokens, logprobs = self.lock_step.drawn(tokens, logprobs)
         if chosen is None:
             self.last = tokens
         else:

@@ -6,9 +6,10 @@ Formulas and what they leave out are in docs/planning.md; benchmarks/memory.py c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rlmodule.batching.workload import ModelShape
 from rlmodule.core.sharding import Sharding
 from rlmodule.models.footprint import Footprint
 from rlmodule.models.size import ModelSize
@@ -117,6 +118,12 @@ class ModelMemory:
             experts = self._of_stage(sum(self.size.experts))
             numel += experts // s.experts - experts // s.split
         return numel * FP32 * s.gradient_copies
+
+    @property
+    def between_steps(self) -> int:
+        """Bytes that the process holds while it does not train."""
+        s = self.sharding
+        return self.weights + self.moments + (self.gradients // s.gradient_copies if s.keeps_gradients else 0)
 
     @property
     def moments(self) -> int:
@@ -273,8 +280,8 @@ class SamplingMemory:
     """Peak bytes of one process while it samples in-process.
 
     Args:
-        resident: weights and moments of all models.
-        copied: the whole copy that a sharded model samples with, its matrices in the type of products.
+        resident: weights and moments of all models, and gradients that are not let go.
+        copied: the copy that a sharded model samples with, its matrices in the type of products.
         cache: keys and values.
         logits: of one step of decoding.
         rows: responses decoded side by side at most.
@@ -288,7 +295,52 @@ class SamplingMemory:
     rows: int
     laid_out: int = 0
 
+    @classmethod
+    def of(
+        cls,
+        models: Sequence[ModelMemory],
+        shape: ModelShape,
+        *,
+        rows: int,
+        length: int,
+        vocabulary: int,
+        itemsize: int,
+        key_ranks: int,
+        device: str,
+    ) -> SamplingMemory:
+        """Of a policy and the models beside it.
+
+        Args:
+            models: the policy first.
+            shape: of the policy.
+            rows: responses decoded side by side.
+            length: tokens of each, prompt included.
+            vocabulary: of the policy.
+            itemsize: bytes of a number in a product.
+            key_ranks: processes that the keys and values of a row are dealt out to.
+            device: cpu, cuda, ...
+        """
+        size, sharding = models[0].size, models[0].sharding
+        laid_out = 0.0
+        if device == "cpu" and itemsize == FP32:  # blocks that several processes share are run as they are
+            laid_out = shape.macs_per_loss_token + (shape.macs_per_token if sharding.split_to_sample == 1 else 0.0)
+        return cls(
+            resident=sum(model.between_steps for model in models),
+            copied=_copied_to_sample(size, sharding, itemsize) if sharding.copies_to_sample else 0,
+            cache=rows * length * shape.cached_per_token * itemsize // key_ranks,
+            logits=rows * vocabulary * 2 * FP32,
+            rows=rows,
+            laid_out=round(laid_out * FP32),
+        )
+
     @property
     def total(self) -> int:
         """The peak."""
         return self.resident + self.copied + self.laid_out + self.cache + self.logits
+
+
+def _copied_to_sample(size: ModelSize, sharding: Sharding, itemsize: int) -> int:
+    whole = size.total * FP32 - size.matrices * (FP32 - itemsize)
+    experts = sum(size.experts) if sharding.experts == 1 else 0  # where training deals experts out, sampling has all
+    shared = sum(size.cast) * itemsize + experts * FP32
+    return whole - shared + math.ceil(shared / sharding.split_to_sample)

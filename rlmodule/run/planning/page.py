@@ -234,8 +234,8 @@ def _memory_rows(data: Mapping[str, Any]) -> dict[str, str]:
     if sampling is not None:
         laid_out = f"weights laid out anew {_size(sampling['laid_out'])}, " if sampling["laid_out"] else ""
         rows["peak of sampling"] = (
-            f"{_size(sampling['total'])}: weights and optimizer {_size(sampling['resident'])}, a whole copy "
-            f"{_size(sampling['copied'])}, {laid_out}keys and values {_size(sampling['cache'])} of "
+            f"{_size(sampling['total'])}: weights and optimizer {_size(sampling['resident'])}, a copy to sample "
+            f"with {_size(sampling['copied'])}, {laid_out}keys and values {_size(sampling['cache'])} of "
             f"{sampling['rows']:,} responses side by side, logits {_size(sampling['logits'])}"
         )
     if saved["every_n_iterations"] is not None:

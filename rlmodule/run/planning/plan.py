@@ -19,7 +19,7 @@ from rlmodule.models.description import PRECISIONS, SEPARATE
 from rlmodule.models.footprint import footprint_of, tensor_rank_config
 from rlmodule.models.published import DescribedModel, describe_model
 from rlmodule.models.recompute import NONE
-from rlmodule.models.shape import shape_of
+from rlmodule.models.shape import deals_out_keys, shape_of
 from rlmodule.models.size import ModelSize, size_of
 from rlmodule.run.build.models import critic_model
 from rlmodule.run.build.strategy import StrategyChoice
@@ -221,18 +221,18 @@ class Plan:
         everything = (self.policy_memory, *self.other_models)
         samples = math.ceil(config.algorithm.train_batch_size * config.group_size / self.layout.dp_size)
         itemsize = FP32 if (dtype := PRECISIONS[config.model.precision]) is None else dtype.itemsize
-        places = config.rollout.places(self.shape.cache_bytes(config.longest_sample, itemsize))
+        ranks = self.sharding.split_to_sample if deals_out_keys(self.model.config) else 1
+        places = config.rollout.places(self.shape.cache_bytes(config.longest_sample, itemsize) // ranks)
         rows = samples if places is None else min(samples, max(places, 1))
-        copied = self.size.total * FP32 - self.size.matrices * (FP32 - itemsize)
-        vocabulary = int(self.model.config.get_text_config().vocab_size)
-        is_laid_out = self.strategy.machine.device == "cpu" and itemsize == FP32
-        return SamplingMemory(
-            resident=sum(m.weights + m.moments for m in everything),
-            copied=copied if self.sharding.copies_to_sample else 0,
-            cache=rows * config.longest_sample * self.shape.cached_per_token * itemsize,
-            logits=rows * vocabulary * 2 * FP32,
+        return SamplingMemory.of(
+            everything,
+            self.shape,
             rows=rows,
-            laid_out=round((self.shape.macs_per_token + self.shape.macs_per_loss_token) * FP32) if is_laid_out else 0,
+            length=config.longest_sample,
+            vocabulary=int(self.model.config.get_text_config().vocab_size),
+            itemsize=itemsize,
+            key_ranks=ranks,
+            device=self.strategy.machine.device,
         )
 
     @property

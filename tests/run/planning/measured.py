@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,13 +16,18 @@ import torch
 
 from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.core.layout import Layout
+from rlmodule.core.sharding import Sharding
+from rlmodule.core.types import Prompt
+from rlmodule.data.end_tokens import EndTokens
 from rlmodule.models.description import PRECISIONS, ModelConfig, load_model_config
 from rlmodule.models.footprint import footprint_of, tensor_rank_config
+from rlmodule.models.shape import shape_of
 from rlmodule.models.size import size_of
-from rlmodule.run.planning.memory import HeadShape, MemoryModel, ModelMemory, StepMemory
+from rlmodule.run.planning.memory import HeadShape, MemoryModel, ModelMemory, SamplingMemory, StepMemory
 from strategies.registry import STRATEGIES
 from tests.helpers.memory import Allocations, AllocationsWithShards
 from tests.helpers.ranks import run_on_ranks
+from tests.rollout.engines import ask, engine_of, generate
 from tests.strategies.fixed_runs import FixedRun
 
 SIZES: Mapping[str, Mapping[str, Any]] = {
@@ -79,6 +84,19 @@ CASES = (
 )
 
 
+# Under which a copy is gathered or not, held in two types, or shared.
+SAMPLING_CASES = (
+    Case("ddp"),
+    Case("fsdp"),
+    Case("fsdp2"),
+    Case("fsdp2", precision="bf16-mixed"),
+    Case("fsdp2", {"tp_size": 2}),
+    Case("fsdp2", {"tp_size": 2}, precision="bf16-mixed"),
+    Case("deepspeed", {"stage": 3, "bucket_numel": 50_000}),
+)
+ROWS = 16  # responses that a data rank draws side by side
+
+
 class PeakOfSteps(L.Callback):
     """Most bytes alive within each step."""
 
@@ -129,14 +147,61 @@ def measure(case: Case, size: str) -> int:
     return max(run_on_ranks(case.ranks, on_rank))
 
 
+def measure_sampling(case: Case, size: str) -> tuple[int, int]:
+    """Most bytes alive at a time while a rank's copy is filled, and while it draws; a few steps have made moments."""
+
+    def on_rank(rank: int) -> tuple[int, int]:
+        torch.manual_seed(0)
+        with AllocationsWithShards() as memory:
+
+            def sample(trainer: L.Trainer, module: Any) -> tuple[int, int]:
+                strategy: Any = trainer.strategy
+                prompt = Prompt(row=0, ids=tuple(range(2, 2 + LENGTH // 2)), text="", source="made")
+                requests = [ask(prompt, i, max_tokens=LENGTH // 2) for i in range(ROWS)]
+                engine = engine_of(module.models["policy"], strategy=strategy, ends=EndTokens(()))
+                memory.peak = memory.live
+                with strategy.generation_mode("policy"):
+                    filling, memory.peak = memory.peak, memory.live
+                    generate(engine, requests)
+                return filling, memory.peak
+
+            run = FixedRun(case.backend, case.options, model=model_of(case, size), timer=sample)
+            filling, drawing = run.fit(case.ranks, rank).extra
+            return int(filling), int(drawing)
+
+    filling, drawing = zip(*run_on_ranks(case.ranks, on_rank), strict=True)
+    return max(filling), max(drawing)
+
+
+def predict_sampling(case: Case, size: str) -> SamplingMemory:
+    """What the plan of a run says of it."""
+    hf_config = load_model_config(model_of(case, size))
+    dtype, (sharding, layout) = PRECISIONS[case.precision], sharding_of(case)
+    return SamplingMemory.of(
+        [ModelMemory(size_of(hf_config), sharding, is_trained=True, state_bytes=8)],
+        shape_of(hf_config),
+        rows=ROWS,
+        length=LENGTH,
+        vocabulary=hf_config.vocab_size,
+        itemsize=4 if dtype is None else dtype.itemsize,
+        key_ranks=layout.tp_size,
+        device="cpu",
+    )
+
+
+def sharding_of(case: Case) -> tuple[Sharding, Layout]:
+    """How the strategy of a case spreads a model over how many ranks."""
+    cls = STRATEGIES.lookup("language_model", case.backend, device="cpu")
+    config = cls.config_class(**case.options)
+    layout: Layout = cls.layout_of(config, case.ranks)
+    return cls.sharding_of(config, layout), layout
+
+
 def predict(case: Case, size: str) -> tuple[int, StepMemory]:
     """(peak bytes, its parts) by the memory model."""
     model = model_of(case, size)
     hf_config = load_model_config(model)
-    cls = STRATEGIES.lookup("language_model", case.backend, device="cpu")
-    config = cls.config_class(**case.options)
-    layout: Layout = cls.layout_of(config, case.ranks)
-    dtype, sharding = PRECISIONS[model.precision], cls.sharding_of(config, layout)
+    dtype, (sharding, layout) = PRECISIONS[model.precision], sharding_of(case)
     sharding = replace(sharding, casts_matrices=sharding.casts_matrices and dtype is not None)
     trained = ModelMemory(size_of(hf_config), sharding, is_trained=True, state_bytes=8)
     memory = MemoryModel(
@@ -160,11 +225,31 @@ def predict(case: Case, size: str) -> tuple[int, StepMemory]:
     return memory.peak(case.budget), memory.step(case.budget)
 
 
+def show_sampling(size: str, cases: Sequence[Case]) -> None:
+    """Print model and measurement of sampling under each strategy, in bytes."""
+    for case in cases:
+        predicted, (filling, drawing) = predict_sampling(case, size), measure_sampling(case, size)
+        row = {
+            "strategy": case.name,
+            "size": size,
+            "measured": drawing,
+            "model": predicted.total,
+            "copied": predicted.copied,
+            "filling": filling,
+        }
+        print(json.dumps(row), flush=True)
+
+
 def main() -> None:
     """Print model and measurement of every case and size, in bytes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="one process and fsdp2, the smallest size")
-    small = parser.parse_args().small
+    parser.add_argument("--sampling", action="store_true", help="sampling in the place of a step")
+    args = parser.parse_args()
+    if args.sampling:
+        show_sampling("1.3M" if args.small else "11M", SAMPLING_CASES[2:3] if args.small else SAMPLING_CASES)
+        return
+    small = args.small
     for case in CASES:
         for size in list(SIZES)[: 1 if small else None]:
             if small and case.name not in ("single", "fsdp2"):

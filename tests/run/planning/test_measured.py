@@ -11,7 +11,15 @@ from torch import Tensor
 from rlmodule.ops.head import linear_loss
 from rlmodule.run.planning.memory import HeadShape
 from tests.helpers.memory import Allocations
-from tests.run.planning.measured import CASES, Case, measure, predict
+from tests.run.planning.measured import (
+    CASES,
+    SAMPLING_CASES,
+    Case,
+    measure,
+    measure_sampling,
+    predict,
+    predict_sampling,
+)
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
@@ -24,6 +32,14 @@ def test_the_model_agrees_with_what_is_counted(case: Case) -> None:
     """Some strategies, the smallest of three sizes; ``benchmarks/memory.py`` measures all."""
     expected, _ = predict(case, "1.3M")
     assert expected == pytest.approx(measure(case, "1.3M"), rel=0.15)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_the_model_agrees_with_what_sampling_takes(tp_size: int) -> None:
+    """With a copy that is whole, and with one that two tensor ranks share."""
+    [case] = [c for c in SAMPLING_CASES if c == Case("fsdp2", {"tp_size": 2} if tp_size == 2 else {})]
+    _, drawing = measure_sampling(case, "1.3M")
+    assert predict_sampling(case, "1.3M").total == pytest.approx(drawing, rel=0.15)
 
 
 @pytest.mark.parametrize(("num_tokens", "chunk"), [(20, 20), (300, 300), (300, 150)])

@@ -262,6 +262,19 @@ def test_other_models_of_the_run_take_their_memory_too():
     assert critic.checkpoint_bytes == 2 * 12 * P
 
 
+def test_tensor_ranks_share_the_matrices_of_the_copy_and_its_keys_and_values():
+    """Embedding, head and norms are whole on each; so are keys that a family gathers to norm all heads together."""
+    whole, split = (plan_of(*SEVEN, f"strategy.tp_size={size}").sampling for size in (1, 2))
+    assert whole.copied - split.copied == 2 * (MATRICES + BIASES) // 2
+    assert split.cache == whole.cache, "half of each row, and twice as many rows on a data rank"
+    assert split.rows == 2 * whole.rows
+    olmo, halved = (plan_of("model=olmo2_1b", *SEVEN[1:], f"strategy.tp_size={size}").sampling for size in (1, 2))
+    assert halved.cache == 2 * olmo.cache
+    ranks = ("strategy=fsdp2", "strategy.tp_size=2", "trainer.devices=2")
+    on_cpu = plan_of("model=qwen7b", "model.precision=32-true", *ranks, *FILES)
+    assert on_cpu.sampling.laid_out == 4 * V * H, "of the head alone"
+
+
 def test_sampling_holds_a_whole_copy_and_the_cache_of_every_row():
     sampling = plan_of(*SEVEN).sampling
     matrices = plan_of(*SEVEN).size.matrices
