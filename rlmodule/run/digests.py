@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.data.config import DataConfig
-from rlmodule.data.files import Origin, files_behind
+from rlmodule.data.files import Origin, files_behind, path_of
 from rlmodule.data.readers.hub import DatasetPlace
 from rlmodule.run.config import RunConfig
 
@@ -116,8 +116,9 @@ def _changed(data: DataConfig, names: Sequence[str]) -> dict[str, Any]:
 
 def _of_entry(entry: str, origin: Origin) -> str:
     """Digest of what an entry of ``data.train_files`` names; where it lies does not count."""
-    if Path(entry).expanduser().exists():
-        return _contents(str(Path(entry).expanduser()))
+    path = path_of(entry, origin.key)
+    if path.exists():
+        return _contents(str(path))
     split = DatasetPlace.read(entry, origin.split, origin.revision).split
     return _digest(split, *(f"{path.name}:{_of_file(path)}" for path in files_behind(entry, origin)))
 

@@ -48,7 +48,7 @@ def possible_answers(answer: str) -> list[str]:
     """The answer of a row, and the entries of the list whose JSON it may be: what ``right_answers`` can come to."""
     try:
         entries = json.loads(answer) if answer.startswith("[") else []
-    except ValueError:
+    except (ValueError, RecursionError):
         entries = []
     return [answer, *(text for entry in entries if (text := as_text(entry)) is not None)]
 
