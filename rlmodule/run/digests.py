@@ -19,6 +19,8 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.data.config import DataConfig
 from rlmodule.data.files import Origin, files_behind, path_of
 from rlmodule.data.readers.hub import DatasetPlace
+from rlmodule.records.metrics_log import atomic_write
+from rlmodule.records.run_directory import read_small
 from rlmodule.run.config import RunConfig
 
 FILE_NAME = "digests.json"
@@ -67,7 +69,8 @@ def check_unchanged(folder: Path, now: Mapping[str, str], *, allowed: bool) -> l
     path = folder / FILE_NAME
     if not path.exists():
         return []
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = read_small(path)
+    before = before if isinstance(before, dict) else {}
     changed = [name for name, digest in now.items() if before.get(name, digest) != digest]
     if changed and not allowed:
         raise ConfigError(
@@ -81,7 +84,8 @@ def check_unchanged(folder: Path, now: Mapping[str, str], *, allowed: bool) -> l
 
 def save(folder: Path, now: Mapping[str, str]) -> None:
     """Write them into the run directory."""
-    (folder / FILE_NAME).write_text(json.dumps(dict(now), indent=1) + "\n", encoding="utf-8")
+    with atomic_write(folder / FILE_NAME) as aside:
+        aside.write_text(json.dumps(dict(now), indent=1) + "\n", encoding="utf-8")
 
 
 def _of_rows(config: RunConfig) -> str:
