@@ -33,6 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlmodule.commands.parts.arguments import with_command, with_open_mappings
 from rlmodule.commands.parts.sums import section_of_sum, sums_written_in
 from rlmodule.commands.parts.sweep import JobResult, read_jobs, show_jobs
+from rlmodule.core.config import how_to_refer
 from rlmodule.core.errors import ConfigError, Preempted, RLModuleError, TrainingError, did_you_mean, nearest
 from rlmodule.core.interpreter import imported, no_collections, run_to_the_end
 from rlmodule.core.preemption import PreemptionHandler
@@ -70,6 +71,7 @@ PROGRAM = (
     "-c",
     f"import sys; sys.path[0] = {str(CONF.parents[1])!r}; from rlmodule.cli import program; program()",
 )
+MISSING = object()
 BUG = 1  # exit code of a bug of ours, which keeps its traceback
 
 deferred_errors: list[RLModuleError] = []  # raised by a resolver, where OmegaConf would wrap them in its own
@@ -386,9 +388,12 @@ def to_config_error(error: Exception) -> ConfigError:
             because=f"a {group} is chosen already, and + would add a second one",
             fix=f"Use {group}={name}",
         )
+    if text.startswith(("Could not append", "Ambiguous value")):
+        return _not_one_value(text)
     if text.startswith(("Could not override '", "Error merging override ", "Could not delete", "Key '")):
         return _bad_override(text, error)
-    return ConfigError(key="configuration", got=first_line, because="Hydra cannot compose it", fix=text)
+    fix = "`python train.py --help` shows how it is called" if text == first_line else text
+    return ConfigError(key="configuration", got=first_line, because="Hydra cannot compose it", fix=fix)
 
 
 def _unknown_choice(missing: str) -> ConfigError:
@@ -409,17 +414,27 @@ def _unknown_choice(missing: str) -> ConfigError:
 def _unresolved(error: OmegaConfBaseException, first_line: str, full_key: str = "") -> ConfigError:
     """A value that refers to something that is not there."""
     key = error.full_key or full_key
-    return ConfigError(
-        key=key or "configuration",
-        got=_as_typed(key),
-        because=first_line,
-        fix=r"Refer to a key by its full name, or write \${...} for the characters themselves",
-    )
+    if key and f"~{key}" in (word.partition("=")[0] for word in sys.argv[1:]):
+        return ConfigError(key=f"~{key}", got="", because="it cannot be taken away", fix=f"Set {key}=... instead")
+    return ConfigError(key=key or "configuration", got=_as_typed(key), because=first_line, fix=how_to_refer(first_line))
+
+
+def _not_one_value(text: str) -> ConfigError:
+    """A key that + would add a second time, or that is given several values without a sweep."""
+    word = text.split("'")[1]
+    key, equals, value = word.partition("=")
+    because, fix = "there is such a key, and + would add a second one", f"Use {key}={_as_typed(key)}"
+    if equals:
+        because = "several values are one run each"
+        fix = f"Add --multirun (-m) for a sweep of '{word}', or write a list: '{key}=[{value}]'"
+    else:
+        value = _as_typed(key)
+    return ConfigError(key=key, got=value, because=because, fix=fix)
 
 
 def _bad_override(text: str, error: Exception) -> ConfigError:
     """A key that is not there, cannot be deleted or cannot take the value."""
-    quoted = text.split("'")[1] if "'" in text else text
+    quoted = text.split("'")[1] if "'" in text else text.splitlines()[0].removeprefix("Error merging override ")
     key, _, value = quoted.partition("=")
     key = key.lstrip("+~")
     value = value or _as_typed(key)
@@ -434,8 +449,23 @@ def _bad_override(text: str, error: Exception) -> ConfigError:
         key=key,
         got=value,
         because="there is no such key",
-        fix=instead_of(key) or nearest(key, known) or "`python train.py --cfg job` prints every key",
+        fix=instead_of(key)
+        or _choices_with(key)
+        or nearest(key, known)
+        or "`python train.py --cfg job` prints every key",
     )
+
+
+def _choices_with(key: str) -> str:
+    """A sentence that names the choices of a menu that have a key which the present one lacks; empty for none."""
+    group, _, rest = key.partition(".")
+    found = []
+    for name in menu(group) if rest and group in groups() else ():
+        section: Any = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{name}.yaml"), resolve=False)
+        for part in rest.split("."):
+            section = section.get(part, MISSING) if isinstance(section, dict) else MISSING
+        found += [f"{group}={name}"] if section is not MISSING else []
+    return f"It is a key of {', '.join(found)}" if found else ""
 
 
 def _as_typed(key: str) -> str:

@@ -362,6 +362,8 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["algorithm.loss_agg_mode=token_mean"], "algorithm.loss_agg_mode", "token_mean", "token-mean"),
         (["algorithm.kl_loss_type=k9"], "algorithm.kl_loss_type", "k9", "k3"),
         (["rollout.temperature=0"], "rollout.temperature", 0.0, "Use rollout.temperature=1.0"),
+        (["algorithm.kl_loss_coef=-0.1"], "algorithm.kl_loss_coef", -0.1, "must be at least 0"),
+        (["rollout.top_p=95"], "rollout.top_p", 95.0, "must be at most 1"),
         (["rollout.top_p=0"], "rollout.top_p", 0.0, "greater than 0"),
         (["rollout.n=1"], "rollout.n", 1, "Use rollout.n=8"),
         (["rollout.max_response_length=500", "batching.max_token_len_per_gpu=1000"], "rollout.max_response_length", 500, "256"),

@@ -55,4 +55,4 @@ class GDPO:
             relative = (parts[name].double() - group.mean) / (group.std + self.eps)
             total = total + self.weights.get(name, 1.0) * torch.where(has & ~group.has_zero_std, relative, 0.0)
         whole = group_statistics(total, torch.zeros_like(x.group), is_scored)
-        return torch.where(is_scored, total / (whole.std + self.eps), 0.0)
+        return torch.where(is_scored & (total != 0), total / (whole.std + self.eps), 0.0)

@@ -45,7 +45,7 @@ class GRPOPassK:
         gain = torch.where((num_best == 1) & second.isfinite(), best - second, 0.0)[index]
         if self.normalize_by_std:
             gain = gain / (group_statistics(x.reward, x.group, is_scored).std + self.eps)
-        return torch.where(is_best, gain, 0.0)
+        return torch.where(is_best & (num_best == 1)[index] & second.isfinite()[index], gain, 0.0)
 
 
 def _largest(value: Tensor, group: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ class AlgorithmConfig:
         one_of("old_logprob", self.old_logprob, OLD_LOGPROB)
         at_least("train_batch_size", self.train_batch_size, 1)
         at_least("ppo_epochs", self.ppo_epochs, 1)
+        at_least("kl_loss_coef", self.kl_loss_coef, 0)
         if self.loss_scale_factor is not None:
             more_than("loss_scale_factor", self.loss_scale_factor, 0)
         elif self.loss_agg_mode == SEQ_MEAN_TOKEN_SUM_NORM:

@@ -34,6 +34,7 @@ from rlmodule.callbacks.parts.context import RunContext, RunState
 from rlmodule.checkpoint.state import oldest_first
 from rlmodule.core.config import at_least, at_most
 from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
+from rlmodule.module import Counters
 from rlmodule.records.metrics_log import Record, atomic_write
 from rlmodule.records.rows import without_nan
 from rlmodule.records.run_directory import RunDirectory
@@ -115,6 +116,8 @@ class WriteReport(L.Callback):
         ):
             aside.write_text(json.dumps(without_nan(summary), indent=2) + "\n", encoding="utf-8")
         self.console.print(table(changes(records), "run finished" if finished else "run stopped before its end"))
+        if words := nothing_trained(RunState.of(trainer).module.counters):
+            self.console.print(words, soft_wrap=True, highlight=False, markup=False)
         result = held_out(records)
         if result is not None and result.loss:
             best = best_checkpoint(directory, records)
@@ -139,6 +142,19 @@ class WriteReport(L.Callback):
             "versions": versions(),
             "paths": output_paths(directory, self.context.metrics_log.records),
         }
+
+
+def nothing_trained(counters: Counters) -> str:
+    """What is said of a run in which no optimizer step was taken; empty for all others."""
+    if counters.optimizer_steps or not counters.steps:
+        return ""
+    causes = {
+        "in which no sample could have a gradient (rewards were equal in every group)": counters.zero_gradient,
+        "without a token to learn from": counters.empty,
+        "whose gradient was not finite": counters.skipped,
+    }
+    found = " and ".join(f"{count} {what}" for what, count in causes.items() if count)
+    return f"no optimizer step was taken, so the weights are those of the start: mini-batches were {found}"
 
 
 def warning(result: HeldOut, context: RunContext, best: Path | None, *, is_exported: bool) -> Panel:
@@ -314,6 +330,9 @@ def draw_panel(axes: Axes, panel: Plot, records: Sequence[Record]) -> None:
     lines = [line for curve in drawn for line in _draw_curve(sides[curve.on_right], curve, records)]
     if lines:
         axes.legend(handles=lines, loc="lower left", bbox_to_anchor=(-0.02, 0.99), ncols=3, frameon=False)
+    else:
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "nothing was measured", transform=axes.transAxes, ha="center", color="grey")
 
 
 def _draw_curve(axes: Axes, curve: Curve, records: Sequence[Record]) -> list[Line2D]:

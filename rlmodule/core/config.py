@@ -69,14 +69,22 @@ def _resolved(node: DictConfig | Mapping[str, Any], key: str) -> dict[Any, Any]:
     try:
         given = OmegaConf.to_container(node, resolve=True)
     except OmegaConfBaseException as error:
+        because = str(error).splitlines()[0]
         raise ConfigError(
             key=error.full_key or key,
             got=_raw(node, error.full_key or key),
-            because=str(error).splitlines()[0],
-            fix=r"Refer to a key by its full name, or write \${...} for the characters themselves",
+            because=because,
+            fix=how_to_refer(because),
         ) from None
     assert isinstance(given, dict), "a mapping stays one"
     return given
+
+
+def how_to_refer(because: str) -> str:
+    """What to do about a reference that leads nowhere, for the reason that OmegaConf gives."""
+    if "Environment variable" in because:
+        return "Set it, or write ${oc.env:NAME,VALUE} with a value for where it is not set"
+    return r"Refer to a key by its full name, or write \${...} for the characters themselves"
 
 
 def _raw(node: DictConfig, full_key: str) -> object:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 from huggingface_hub import constants, is_offline_mode, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
@@ -15,7 +14,7 @@ PATIENCE = 5.0  # seconds until the hub counts as unreachable
 
 def prefer_cache_if_unreachable(place: str) -> None:
     """Use only the hub's local cache, in this process and its children, if the hub cannot be reached for ``place``."""
-    if is_offline_mode() or Path(place).exists():
+    if is_offline_mode() or os.path.exists(place):
         return
     try:
         urllib.request.urlopen(constants.ENDPOINT, timeout=PATIENCE).close()

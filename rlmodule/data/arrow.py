@@ -28,7 +28,8 @@ class Converter:
     """Plain values of the rows of one table.
 
     Keys of structs that are null are left out, at every depth; null in a column of the table, or as an entry of a list,
-    stays. Maps become mappings, decimals whole numbers or floats, and 32-bit floats the number that was meant (0.1).
+    stays. Maps become mappings, decimals whole numbers or floats, and floats of 16 and 32 bits
+    the number that was meant (0.1).
 
     Args:
         schema: of the table.
@@ -65,7 +66,8 @@ def _plain(value: Any, kind: pa.DataType) -> Any:
     if isinstance(value, Decimal):
         return plain_number(value)
     if isinstance(value, float):
-        return value if pa.types.is_float64(kind) else float(str(np.float32(value)))
+        meant = np.float16 if pa.types.is_float16(kind) else np.float32
+        return value if pa.types.is_float64(kind) else float(str(meant(value)))
     if isinstance(value, Mapping):
         return {field.name: _plain(value[field.name], field.type) for field in kind if value[field.name] is not None}
     if isinstance(value, Sequence) and pa.types.is_map(kind):

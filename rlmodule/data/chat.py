@@ -33,7 +33,7 @@ from rlmodule.data.messages import (
     with_arguments_as_mappings,
     with_arguments_as_texts,
 )
-from rlmodule.data.rendering import MARK, Span, render_conversation
+from rlmodule.data.rendering import MARK, Span, lost, render_conversation
 from rlmodule.data.tokens import Ids, Segment, encode, encode_behind, encode_spans, join, special_prefix
 
 __all__ = [
@@ -124,6 +124,7 @@ class ChatFormat:
         rendering = render_conversation(
             partial(self._render, tools=tools), settled, num_context + len(opened) - len(messages), self._added_tokens
         )
+        check_all_said(settled, rendering.text)
         return encode_spans(self.tokenizer, rendering.text, rendering.trained)
 
     def encode_demonstration(self, prompt: Turns, response: str, tools: Tools | None = None) -> list[Segment]:
@@ -175,7 +176,10 @@ class ChatFormat:
         return ControlTokens(self.tokenizer)
 
     def _prompt_text(self, prompt: Turns, tools: Tools | None) -> str:
-        return self._render(self._settled(self._turns(prompt), tools), True, tools)
+        messages = self._settled(self._turns(prompt), tools)
+        text = self._render(messages, True, tools)
+        check_all_said(messages, text)
+        return text
 
     def encode_observation(self, messages: Sequence[Message], after: int) -> tuple[int, ...]:
         """Token ids that follow an assistant turn, up to where the assistant speaks again; ``messages`` lie between.
@@ -304,6 +308,18 @@ class ChatFormat:
 _EMPTY_THOUGHT = re.compile(r"<think>\s*</think>\s*$")
 _NEEDS_TEMPLATE = "a list of turns needs a chat template, and data.apply_chat_template is false"
 _OWN_COLUMN = "; a system column, which makes turns of a text, is left out by data.system_key=null"
+
+
+def check_all_said(messages: Sequence[Message], text: str) -> None:
+    """Refuse a text in which words of a system or user turn are missing: templates skip roles that they do not know.
+
+    Raises:
+        ChatError: names the turn.
+    """
+    for number, message in enumerate(messages, start=1):
+        content, role = str(message.get("content") or "").strip(), message["role"]
+        if role not in ("assistant", "tool") and content not in text and lost(content, text):
+            raise ChatError(f"the chat template leaves out turn {number}, of role {role!r}: {described(content)}")
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:

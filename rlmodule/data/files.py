@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from rlmodule.core.errors import ConfigError, DataError
+from rlmodule.core.errors import ConfigError, DataError, in_one_line
 from rlmodule.data.readers.arrow_file import is_saved_dataset, open_arrow, saved_files
 from rlmodule.data.readers.content import Content, Unpacked
 from rlmodule.data.readers.delimited import DelimitedTable
@@ -84,7 +84,7 @@ def find_files(entry: str, origin: Origin) -> list[Path] | None:
     Raises:
         ConfigError: nothing is there.
     """
-    path = Path(entry).expanduser()
+    path = path_of(entry, origin.key)
     if path.is_file():
         return [path]
     if path.is_dir() and not is_saved_dataset(path):
@@ -105,6 +105,27 @@ def find_files(entry: str, origin: Origin) -> list[Path] | None:
         because = f"no data file matches; {len(matches)} of other kinds do" if matches else "nothing matches"
         fix = f"** stands for folders at any depth, * for any name. Known kinds: {KNOWN}"
     raise ConfigError(key=origin.key, got=entry, because=because, fix=fix)
+
+
+def path_of(entry: str, key: str) -> Path:
+    """The path that an entry may be.
+
+    Raises:
+        ConfigError: it is empty, or no path of this system.
+    """
+    try:
+        path = Path(entry) if Path(entry).exists() else Path(entry).expanduser()
+        path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # too long; a home of nobody
+        raise ConfigError(
+            key=key,
+            got=entry[:100],
+            because=f"it is no path ({in_one_line(error)[:100]})",
+            fix="Give the path of a file",
+        ) from None
+    if not entry.strip():
+        raise ConfigError(key=key, got=repr(entry), because="an entry is empty", fix="Give a path, or take it out")
+    return path
 
 
 def _opener(path: Path) -> Opener | None:

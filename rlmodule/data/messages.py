@@ -48,7 +48,7 @@ def prompt_text(prompt: Turns) -> str:
 def check_messages(value: object) -> None:
     """Refuse a value that is not a conversation of text turns.
 
-    An assistant turn with tool calls may have no content, or null, which is how OpenAI writes it.
+    A turn with tool calls may have no content, or null, which is how OpenAI writes it.
 
     Raises:
         ChatError: names the turn and what is wrong with it.
@@ -58,9 +58,10 @@ def check_messages(value: object) -> None:
     for number, message in enumerate(value, start=1):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ChatError(f"turn {number} must be a mapping with a role, this is {described(message)}")
-        content, calls = message.get("content", ""), message.get("tool_calls")
+        content, calls = message.get("content"), message.get("tool_calls")
         if not isinstance(content, str) and not (content is None and calls):
-            raise ChatError(f"turn {number} must have a text as content, this is {described(content)}")
+            known = "" if "content" in message else f"; it has {', '.join(map(str, message))}"
+            raise ChatError(f"turn {number} must have a text as content, this is {described(content)}{known}")
         if calls is not None and not (isinstance(calls, list | tuple) and all(isinstance(c, Mapping) for c in calls)):
             raise ChatError(f"tool_calls of turn {number} must be a list of mappings, this is {described(calls)}")
 
@@ -106,6 +107,7 @@ def read_tools(value: Any) -> Tools:
         ChatError: it is neither.
     """
     tools = _parsed(value) if isinstance(value, str) else value
+    tools = [] if tools is None else tools  # JSON's null
     tools = [tools] if isinstance(tools, Mapping) else tools
     if isinstance(tools, list | tuple):
         tools = [_parsed(tool) if isinstance(tool, str) else tool for tool in tools]

@@ -140,13 +140,13 @@ def _last_turn(render: Render, messages: Sequence[Message], text: str) -> tuple[
     if start is None:
         raise ChatError("the chat template opens an assistant turn otherwise than it asks for one")
     opened, written = prompt[start:], text[start:]
-    dropped = next((key for key in _REASONING_KEYS if _lost(turn.get(key), written)), None)
+    dropped = next((key for key in _REASONING_KEYS if lost(turn.get(key), written)), None)
     if dropped is not None:
         raise ChatError(f"the chat template leaves out '{dropped}' of the last turn; write it into the content")
     content = str(turn.get("content") or "")
     continuation = _without_opened_tag(content, prompt)
     is_opened_twice = continuation != content and (opened or _count_opened(prompt, written))
-    if not _lost(content, written) and not is_opened_twice:
+    if not lost(content, written) and not is_opened_twice:
         return text, Span(start, len(text))
     if turn.get("tool_calls"):
         raise ChatError("the chat template leaves out part of the last turn, which has tool calls")
@@ -196,10 +196,11 @@ def _count_opened(prompt: str, written: str) -> int:
 
 def _lost_words(turn: Message, written: str) -> bool:
     """Whether words of the turn are missing from what the template wrote."""
-    return any(_lost(turn.get(key), written) for key in ("content", *_REASONING_KEYS))
+    return any(lost(turn.get(key), written) for key in ("content", *_REASONING_KEYS))
 
 
-def _lost(value: object, written: str) -> bool:
+def lost(value: object, written: str) -> bool:
+    """Whether a word of a text is missing from what the template wrote."""
     return isinstance(value, str) and bool(_words(value) - _words(written))
 
 

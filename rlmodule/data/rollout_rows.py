@@ -5,7 +5,7 @@ Leaves out files and groups (``rollouts.py``).
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -211,9 +211,13 @@ class RowReader:
         if value is None:
             return None
         logprobs = self._of_length(value, name, len(mask), location)
-        wrong = np.flatnonzero(mask & ~(np.isfinite(logprobs) & (logprobs <= 0)))
+        least = float(np.finfo(np.float32).min)  # what is below has no finite number in a float32
+        wrong = np.flatnonzero(mask & ~((logprobs >= least) & (logprobs <= 0)))
         if len(wrong):
-            because = f"holds {value[wrong[0]]} at position {wrong[0]}, and a log-probability is a number of at most 0"
+            because = (
+                f"holds {value[wrong[0]]} at position {wrong[0]}, and a log-probability is a number of at most 0 that "
+                "float32 can hold"
+            )
             raise self._error(location, name, because, "Take the row's log-probabilities out, or delete the row")
         return torch.from_numpy(np.where(mask, logprobs, 0.0).astype(np.float32))
 
@@ -249,14 +253,14 @@ class RowReader:
             return None
         if not isinstance(value, int | float):
             raise self._error(location, name, f"must be a number or null, this is {described(value)}")
-        return float(value) if math.isfinite(value) else None
+        return float(value) if abs(value) <= sys.float_info.max else None
 
     def _sampling(self, value: Any, location: str) -> Sampling | None:
         if value is None:
             return None
         try:
             return Sampling(float(value["temperature"]), int(value["top_k"]), float(value["top_p"]))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             because = f"must hold temperature, top_k and top_p, this is {described(value)}"
             raise self._error(location, "sampling", because) from None
 
@@ -287,10 +291,11 @@ def _as_array(value: Any, dtype: type | None = None) -> NDArray[Any] | None:
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
         return None
     try:
-        array = np.asarray(value, dtype=dtype) if value else np.empty(0, dtype=dtype or np.int64)
-    except (TypeError, ValueError):
+        array = np.asarray(value) if value else np.empty(0, dtype=np.int64)
+        is_text = array.dtype.kind in "US"  # which would be read as the numbers that it spells
+        return None if array.ndim != 1 or is_text else array if dtype is None else array.astype(dtype)
+    except (TypeError, ValueError, OverflowError):
         return None
-    return array if array.ndim == 1 else None
 
 
 def _text_of(value: Any) -> str:

@@ -6,6 +6,7 @@ Leaves out which column means what (``formats.py``) and tokens (``chat.py``).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,7 +68,7 @@ def read_row(raw: RawRow, columns: Columns, location: str) -> Row:
     meta |= _read_meta(raw.get(columns.meta), columns.meta, location)
     if not isinstance(prompt, str):
         meta["messages"] = prompt
-    answer = _answer(raw, columns, location)
+    answer = _without_nulls(_answer(raw, columns, location))
     return Row(
         prompt=prompt,
         answer=None if answer == [] else as_text(answer),
@@ -175,14 +176,27 @@ def _answer(raw: RawRow, columns: Columns, location: str) -> Any:
     return found
 
 
+def _without_nulls(answer: Any) -> Any:
+    """Several right answers without those that are none."""
+    return [entry for entry in answer if entry is not None] if isinstance(answer, list) else answer
+
+
 def look_up(raw: RawRow, column: str | None) -> Any:
-    """The entry of a column; None where there is none. ``a.b`` is entry b of the mapping in a."""
+    """The entry of a column; None where there is none. ``a.b`` is entry b of the mapping (or its JSON) in a."""
     if column is None or column in raw:
         return raw.get(column) if column else None
     value: Any = raw
     for part in column.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+        value = _opened(value).get(part)
     return value
+
+
+def _opened(value: Any) -> Mapping[str, Any]:
+    """A mapping, which may be written as JSON text; empty for anything else."""
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with suppress(ValueError):
+            value = load_json(value)
+    return value if isinstance(value, Mapping) else {}
 
 
 def _read_meta(value: Any, column: str, location: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rlmodule.data.json_text import turns_in
 from rlmodule.data.messages import ChatError, check_messages, described
 
 # Who speaks in ShareGPT's files and in those that follow them -> the role of the turn.
@@ -24,14 +25,21 @@ def read_conversation(value: Any, marks: Mapping[str, str]) -> str | Sequence[Ma
     """A text, or checked turns.
 
     Args:
-        value: a text, one turn or several, each with ``role`` and ``content`` or with ``from`` and ``value``.
+        value: a text, one turn or several (or their JSON text), each with ``role`` and ``content`` or with
+            ``from`` and ``value``.
         marks: mark -> role; a text is then a transcript, and each mark in it begins a turn.
 
     Raises:
         ChatError: it is none of these.
     """
     if isinstance(value, str):
-        return _transcript(value, marks) if marks else value
+        try:
+            written = turns_in(value)
+        except ValueError as error:
+            raise ChatError(f"it holds {error}; write it with json.dumps") from None
+        if written is None:
+            return _transcript(value, marks) if marks else value
+        value = written
     turns = [value] if isinstance(value, Mapping) else value
     if isinstance(turns, list | tuple):
         turns = [_with_role(turn, number) for number, turn in enumerate(turns, start=1)]

@@ -5,9 +5,9 @@ Leaves out the model itself (``building.py``).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +19,10 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from rlmodule.core.config import at_least, one_of
-from rlmodule.core.errors import ConfigError, did_you_mean
+from rlmodule.core.errors import ConfigError, did_you_mean, in_one_line
 from rlmodule.core.hub import prefer_cache_if_unreachable
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.lora import LoraConfig, base_of
@@ -116,7 +117,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     prefer_cache_if_unreachable(place)
     try:
         return AutoTokenizer.from_pretrained(place, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # damaged files fail in many ways: KeyError, AttributeError, the library's own
         raise ConfigError(
             key="model.tokenizer" if config.tokenizer else "model.path",
             got=place,
@@ -150,17 +151,18 @@ def load_model_config(config: ModelConfig, section: str = "model") -> PreTrained
 
 def _of_files(path: str, trust_remote_code: bool, section: str) -> PreTrainedConfig:
     base = base_of(path)
-    if base.startswith(("/", "./", "../", "~")) and not Path(base).exists():
+    if base.startswith(("/", "./", "../", "~")) and not os.path.exists(base):
         raise ConfigError(
             key=f"{section}.path",
             got=path,
-            because="no model configuration can be read there (there is no such folder)",
+            because="no model configuration can be read there (there is no such folder"
+            + ("; ~ stands for no home here, write the whole path)" if base.startswith("~") else ")"),
             fix="Give a folder that holds config.json and safetensors files, or the name of a model on the hub",
         )
     prefer_cache_if_unreachable(base)
     try:
         return AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)  # type: ignore[no-any-return]
-    except (OSError, ValueError) as error:
+    except Exception as error:  # each family checks its values in a way of its own
         raise ConfigError(
             key=f"{section}.path",
             got=path,
@@ -208,10 +210,20 @@ def generation_end_tokens(config: ModelConfig) -> tuple[int, ...]:
     if config.path is None:
         return ()
     try:
-        found = GenerationConfig.from_pretrained(base_of(config.path)).eos_token_id
-    except OSError:  # a folder without the file
-        return ()
-    return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
+        found: Any = GenerationConfig.from_pretrained(base_of(config.path)).eos_token_id
+    except Exception as error:  # no such file, or a damaged one
+        if not os.path.isfile(os.path.join(base_of(config.path), GENERATION_CONFIG_NAME)):
+            return ()
+        found = in_one_line(error)
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(end, int) and end >= 0 for end in ends):
+        raise ConfigError(
+            key="model.path",
+            got=config.path,
+            because=f"its generation_config.json does not name end tokens by their ids ({found})",
+            fix="Correct eos_token_id there, or delete the file",
+        )
+    return tuple(ends)
 
 
 def _defaults(kind: type[PreTrainedConfig]) -> PreTrainedConfig | None:

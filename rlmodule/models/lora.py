@@ -9,6 +9,7 @@ adapters.
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -268,15 +269,18 @@ def save_adapter(folder: Path, lm: PreTrainedModel, weights: Weights) -> None:
 
 def is_adapter(path: str | None) -> bool:
     """Whether a path is a local folder that holds an adapter instead of a model."""
-    return path is not None and (Path(path) / ADAPTER_CONFIG).is_file()
+    return path is not None and os.path.isfile(os.path.join(path, ADAPTER_CONFIG))
 
 
 def base_of(path: str) -> str:
     """Folder or hub name of a model's weights: the base of an adapter folder, else ``path`` itself."""
     if not is_adapter(path):
         return path
-    base = json.loads((Path(path) / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
-    if not base:
+    try:
+        base = json.loads((Path(path) / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
+    except (ValueError, LookupError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
         raise ConfigError(
             key="model.path",
             got=path,

@@ -24,8 +24,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
-from rlmodule.core.errors import CheckpointError, ConfigError
+from rlmodule.core.errors import CheckpointError, ConfigError, in_one_line
+from rlmodule.records.metrics_log import atomic_write
 from rlmodule.records.secrets import mask_arguments
 
 AUTO = "auto"
@@ -47,13 +49,16 @@ class RunDirectory:
     def branches(self) -> list[str | None]:
         """For each start of the run: name of the checkpoint it went on from, None for a start from nothing."""
         path = self.root / "branches.json"
-        found: list[str | None] = json.loads(path.read_text()) if path.exists() else []
+        found = read_small(path) if path.exists() else []
+        if not isinstance(found, list) or not all(name is None or isinstance(name, str) for name in found):
+            raise _damaged(path, "it is no list of checkpoints")
         return found or [None]
 
     def begin_branch(self, resumed_from: str | None) -> None:
         """Note that the run starts, or goes on from a checkpoint."""
         before = self.branches if resumed_from else []
-        (self.root / "branches.json").write_text(json.dumps([*before, resumed_from]))
+        with atomic_write(self.root / "branches.json") as aside:
+            aside.write_text(json.dumps([*before, resumed_from]))
 
     @property
     def checkpoints(self) -> Path:
@@ -74,6 +79,25 @@ class RunDirectory:
     def summary(self) -> Path:
         """Written when the run has ended."""
         return self.root / "summary.json"
+
+
+def read_small(path: Path) -> Any:
+    """What a run has written into a small file of JSON in its directory.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, in_one_line(error)) from None
+
+
+def _damaged(path: Path, because: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: it cannot be read ({because}). Delete it, and say which state to go on from: "
+        f"resume={path.parent}/checkpoints/iteration_N"
+    )
 
 
 @contextmanager
@@ -175,7 +199,8 @@ def _newest_unfinished(root: Path) -> Path:
 
 
 def _finished(run: Path) -> bool:
-    return '"finished": true' in ((run / "summary.json").read_text() if (run / "summary.json").exists() else "")
+    path = run / "summary.json"
+    return path.exists() and '"finished": true' in path.read_text(encoding="utf-8", errors="replace")
 
 
 def _unused(path: Path) -> Path:

@@ -25,7 +25,7 @@ VERB = "is|was|ist|es|est|è|must be|should be|would be|seems to be|clearly|ther
 LINK = rf"(?i:(?:[ \t]+(?:{VERB}))+(?:[ \t]*:)?|[ \t]*[:=])\s*"
 OPTION = r"(?:(?:option|choice|letter)[ \t]+)?"
 # What may follow a letter that could be a word: nothing, a sign, or a word that goes on about a choice.
-END = r"(?![\w'\u2019])(?![ \t]+(?!because|since|as|is|due|which|and|for|with|or)[a-z])"
+END = r"(?!\w|['\u2019]\w)(?![ \t]+(?!because|since|as|is|due|which|and|for|with|or)[a-z])"
 
 
 @REWARDS.register
@@ -69,7 +69,8 @@ class Choice:
         if re.fullmatch("[0-9]{1,2}", text):
             return self.letters[int(text)] if int(text) < len(self.letters) else None
         found = self._patterns["first"].match(text)
-        return found[1].upper() if found else None
+        several = self._patterns["several"].fullmatch(text)
+        return found[1].upper() if found and not several else None
 
     def chosen_letter(self, text: str) -> str | None:
         """The letter that a response chooses; None where it chooses none."""
@@ -105,6 +106,9 @@ class Choice:
         upper, either = f"[{self.letters}]", f"[{self.letters}{self.letters.lower()}]"
         return {
             "first": re.compile(rf"[(\[]?({either})(?:[)\].:,]|\s*$)"),
+            "several": re.compile(
+                rf"[(\[]?{either}(?:[)\]]?(?:\s*[,;/&+]\s*|\s+(?:and|or)\s+)[(\[]?{either})+[)\]]?\.?"
+            ),
             "answer": re.compile(rf"(?i:{ANSWER}){LINK}(?i:{OPTION})[(\['<{{]?({either}){END}"),
             "option": re.compile(rf"(?i:option|choice)[ \t]+[(\[']?({upper}){END}"),
             "bold": re.compile(rf"\*\*[ \t]*\(?({upper})(?:\)|[.:]|\*\*)"),

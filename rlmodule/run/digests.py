@@ -17,8 +17,10 @@ from transformers import PreTrainedConfig
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.data.config import DataConfig
-from rlmodule.data.files import Origin, files_behind
+from rlmodule.data.files import Origin, files_behind, path_of
 from rlmodule.data.readers.hub import DatasetPlace
+from rlmodule.records.metrics_log import atomic_write
+from rlmodule.records.run_directory import read_small
 from rlmodule.run.config import RunConfig
 
 FILE_NAME = "digests.json"
@@ -67,7 +69,8 @@ def check_unchanged(folder: Path, now: Mapping[str, str], *, allowed: bool) -> l
     path = folder / FILE_NAME
     if not path.exists():
         return []
-    before = json.loads(path.read_text(encoding="utf-8"))
+    before = read_small(path)
+    before = before if isinstance(before, dict) else {}
     changed = [name for name, digest in now.items() if before.get(name, digest) != digest]
     if changed and not allowed:
         raise ConfigError(
@@ -81,7 +84,8 @@ def check_unchanged(folder: Path, now: Mapping[str, str], *, allowed: bool) -> l
 
 def save(folder: Path, now: Mapping[str, str]) -> None:
     """Write them into the run directory."""
-    (folder / FILE_NAME).write_text(json.dumps(dict(now), indent=1) + "\n", encoding="utf-8")
+    with atomic_write(folder / FILE_NAME) as aside:
+        aside.write_text(json.dumps(dict(now), indent=1) + "\n", encoding="utf-8")
 
 
 def _of_rows(config: RunConfig) -> str:
@@ -116,8 +120,9 @@ def _changed(data: DataConfig, names: Sequence[str]) -> dict[str, Any]:
 
 def _of_entry(entry: str, origin: Origin) -> str:
     """Digest of what an entry of ``data.train_files`` names; where it lies does not count."""
-    if Path(entry).expanduser().exists():
-        return _contents(str(Path(entry).expanduser()))
+    path = path_of(entry, origin.key)
+    if path.exists():
+        return _contents(str(path))
     split = DatasetPlace.read(entry, origin.split, origin.revision).split
     return _digest(split, *(f"{path.name}:{_of_file(path)}" for path in files_behind(entry, origin)))
 

@@ -60,7 +60,7 @@ from rlmodule.run.preflight.family import check_families, check_families_under, 
 from rlmodule.run.preflight.layout import check_layout
 from rlmodule.run.preflight.optimizers import check_optimizers
 from rlmodule.run.preflight.teacher import check_teacher
-from rlmodule.run.preflight.tokens import check_tokenizer
+from rlmodule.run.preflight.tokens import check_stop_tokens, check_tokenizer
 from rlmodule.run.preflight.value_model import check_value_model
 from rlmodule.run.resolve import packaged_path, resolved, with_budget
 from rlmodule.run.unread import unread
@@ -238,6 +238,7 @@ class Run:
         if config.model.value == SEPARATE:
             check_value_model(config, self.hf_config, load_model_config(critic_model(config), "critic"), layout)
         check_tokenizer(config.model, self.tokenizer, self.hf_config)
+        check_stop_tokens(config.sampling.stop_token_ids, self.hf_config)
         check_teacher(config, self.hf_config, self.tokenizer)
         self.check_models()
         check_families(config, layout)

@@ -39,7 +39,7 @@ class TrainerConfig:
         if self.num_threads is not None:
             at_least("num_threads", self.num_threads, 1)
             at_most("num_threads", self.num_threads, 1024)
-        if self.devices != "auto" and not (self.devices.isdigit() and int(self.devices) >= 1):
+        if self.devices != "auto" and not (self.devices.isdecimal() and int(self.devices) >= 1):
             raise ConfigError(
                 key="devices",
                 got=self.devices,

@@ -10,7 +10,7 @@ from rlmodule.advantages import ADVANTAGES
 from rlmodule.advantages.gae import GAE
 from rlmodule.advantages.grpo import GRPO
 from rlmodule.advantages.rloo import RLOO
-from rlmodule.core.types import TokenValues
+from rlmodule.core.types import AdvantageInputs, TokenValues
 from rlmodule.ops.masked import place_at_end, whiten
 from tests.helpers.laws import scored
 
@@ -95,3 +95,12 @@ def test_adv_13_a_truncated_response_ends_there_or_goes_on_in_value(bootstraps, 
     x = replace(scored([0.0], [0], [2]), tokens=tokens)
     assert GAE(gamma=0.9, lam=0.8, whiten=False, bootstrap_truncated=bootstraps)(x).tolist() == close(expected)
     assert not GAE().bootstrap_truncated
+
+
+@pytest.mark.parametrize("name", ["gdpo", "grpo_passk", "grpo", "maxrl"])
+@pytest.mark.parametrize("reward", [[0.7] * 4, [1.0, 1.0, 0.0, 0.0], [float("nan"), 1.0, float("nan"), float("nan")]])
+def test_adv_01_without_eps_a_flat_group_has_advantages_of_zero_all_the_same(name, reward):
+    """0 / 0 where nothing is added to a standard deviation of 0."""
+    rewards, groups = torch.tensor(reward), torch.tensor([0, 0, 1, 1])
+    found = ADVANTAGES.get(name)(eps=0.0)(AdvantageInputs(rewards, groups, torch.ones(4, dtype=torch.int64)))
+    assert found.tolist() == [0.0] * 4

@@ -13,11 +13,13 @@ from rlmodule.callbacks.report import (
     PANELS,
     draw_curves,
     draw_panel,
+    nothing_trained,
     output_paths,
     table,
     warning,
 )
 from rlmodule.checkpoint.state import folder_of, write_folder
+from rlmodule.module import Counters
 from rlmodule.records.metrics_log import Record
 from rlmodule.records.rows import without_nan
 from rlmodule.records.run_directory import RunDirectory
@@ -42,6 +44,22 @@ def test_a_panel_names_what_it_draws_and_measures():
     draw_panel(axes, PANELS[1], steps(3))
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["policy loss", "clipped tokens (right)"]
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("optimizer steps", "loss; KL in nats per token")
+
+
+def test_an_empty_panel_says_that_it_is_empty():
+    axes = Figure().subplots()
+    draw_panel(axes, PANELS[2], steps(3))
+    assert [text.get_text() for text in axes.texts] == ["nothing was measured"]
+
+
+def test_a_run_without_an_optimizer_step_says_so_and_why():
+    """Where all rewards are equal a run ends as any other, and everything about it looks trained."""
+    assert nothing_trained(Counters(steps=4, optimizer_steps=1, zero_gradient=3)) == ""
+    words = nothing_trained(Counters(steps=4, zero_gradient=3, empty=1))
+    assert words.startswith("no optimizer step was taken")
+    assert (
+        "3 in which no sample could have a gradient (rewards were equal in every group) and 1 without a token" in words
+    )
 
 
 def test_a_long_curve_is_smoothed_over_its_faint_self():

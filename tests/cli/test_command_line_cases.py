@@ -2,11 +2,14 @@
 
 # Shared cases: T2B-26.
 import os
+import re
 import shutil
+import sys
 
 import hydra
 import pytest
 from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
 
 from rlmodule import cli
 from rlmodule.checkpoint.state import newest_whole
@@ -94,6 +97,30 @@ def test_cli_03_the_keys_of_what_was_chosen_are_the_ones_suggested(tmp_path):
     done = forked("strategy=ddp", "strategy.bucket_cap=3", cwd=tmp_path)
     assert done.code == 2
     assert "error: strategy.bucket_cap=3: there is no such key. Did you mean strategy.bucket_cap_mb" in done.text
+
+
+@pytest.mark.parametrize(
+    ("typed_words", "says"),
+    [
+        (["+seed=5"], r"^seed=5: there is such a key, and \+ would add a second one\. Use seed=5$"),
+        (["~seed"], r"^~seed=: it cannot be taken away\. Set seed=\.\.\. instead$"),
+        (["seed=1,2"], r"^seed=1,2: several values are one run each\. Add --multirun \(-m\).*'seed=\[1,2\]'$"),
+        (["data.train_files={a:b}"], r"^data\.train_files=\{a:b\}: .*(ListConfig|list)"),
+        (["strategy.tp_size=2"], r"^strategy\.tp_size=2: there is no such key\. It is a key of .*strategy=fsdp2"),
+        (["optimizer.lr=${oc.env:NO_SUCH_VARIABLE}"], r"Environment variable 'NO_SUCH_VARIABLE' not found.*Set it, or write"),
+        (["rollout.stop_token_ids=[99999]"], r"^rollout\.stop_token_ids=99999: the model knows ids 0 to"),
+        (["rollout.top_p=95"], r"^rollout\.top_p=95\.0: must be at most 1"),
+    ],
+)  # fmt: skip
+def test_what_is_typed_in_the_wrong_way_is_answered_in_our_words(monkeypatch, typed_words, says):
+    monkeypatch.setattr(sys, "argv", ["train.py", *typed_words])
+    try:
+        with pytest.raises((ConfigError, OmegaConfBaseException)) as caught:
+            small_run(os.devnull, *typed_words)
+        error = caught.value
+    except HydraException as raised:
+        error = raised
+    assert re.search(says, str(error if isinstance(error, ConfigError) else cli.to_config_error(error)))
 
 
 @pytest.mark.parametrize("section", ["optimiser", "trianer", "foo"])

@@ -257,3 +257,23 @@ def test_an_empty_thought_of_the_generation_prompt_alone_is_no_rewriting():
     chat = ChatFormat(with_template(template))
     text = chat.tokenizer.decode(chat.encode_observation([turn("user", "x")], after=END))
     assert text == "<|u|>x<|a|><think>\n\n</think>\n\n"
+
+
+SKIPS_SYSTEM = """
+{%- for m in messages -%}
+{%- if m.role == 'user' -%}{{- '<|u|>' + m.content | trim -}}
+{%- elif m.role == 'assistant' -%}{{- '<|a|>' + m.content + '<|e|>' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|a|>' -}}{%- endif -%}
+"""
+
+
+@pytest.mark.parametrize("role", ["system", "human"])
+def test_a_turn_that_the_template_leaves_out_is_refused(role):
+    """Templates skip roles that they do not know; the model would never see what the turn says."""
+    chat, turns = ChatFormat(with_template(SKIPS_SYSTEM)), [turn(role, "Speak French."), turn("user", " Hi \n")]
+    with pytest.raises(ChatError, match=f"leaves out turn 1, of role '{role}': str 'Speak French.'"):
+        chat.encode_prompts([turns])
+    with pytest.raises(ChatError, match=f"leaves out turn 1, of role '{role}'"):
+        chat.encode_conversation([*turns, turn("assistant", "Salut")])
+    assert chat.encode_prompts([turns[1:]]), "spaces around a turn are no words"

@@ -52,6 +52,8 @@ from tests.rewards.samples import value_of
         ("answer: (D)", "D"),
         ("A perfect answer cannot be found.", None),
         ("Dog is not an answer for sure.", None),
+        ("The answer is 'B'", "B"),
+        ("The answer is A's", None),
         # NVIDIA-NeMo/Skills#1526
         ("Answer: E.\n\n\\boxed{(D)}", "D"),
         (r"\boxed{\Delta E} so Answer: B", "B"),
@@ -70,7 +72,19 @@ def test_the_letter_that_a_response_chooses(text, letter):
 
 @pytest.mark.parametrize(
     ("answer", "letter"),
-    [("B", "B"), ("b", "B"), ("(B)", "B"), ("B.", "B"), ("B) Paris", "B"), ("1", "B"), ("4", None), ("Paris", None)],
+    [
+        ("B", "B"),
+        ("b", "B"),
+        ("(B)", "B"),
+        ("B.", "B"),
+        ("B) Paris", "B"),
+        ("1", "B"),
+        ("B, C", None),
+        ("(A) and (C)", None),
+        ("B, because", "B"),
+        ("4", None),
+        ("Paris", None),
+    ],
 )
 def test_the_right_letter_of_a_row(answer, letter):
     assert Choice().right_letter(answer) == letter

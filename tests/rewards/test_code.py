@@ -46,6 +46,22 @@ def reward():
         (block("class Solution:", "  def f(self, x): return x + 1"), [{"input": "1", "output": "2", "testtype": "functional", "metadata": {"func_name": "f"}}], 1),
         (block("def add(a, b): return a + b"), "def check(candidate):\n    assert candidate(1, 2) == 3\n", 1),
         (block("def add(a, b): return 0"), "def check(candidate):\n    assert candidate(1, 2) == 3\n", 0),
+        # pytest's functions, which import the solution (KodCode), and HumanEval's, whatever calls them
+        (block(ADD), "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3\n", 1),
+        (block("def add(a, b): return 7"), "from solution import add\n\ndef test_add():\n    assert add(1, 2) == 3\n", 0),
+        (block("def add(a, b): return 7"), ["import math", "def test_add():\n    assert add(1, 2) == 3\n"], 0),
+        (block("def add(a, b): return 7"), "def check(f):\n    assert f(1, 2) == 3\ncheck(add)\n", 0),
+        # annotations of LeetCode, and numbers that differ in their last digit
+        (block("class Solution:", "  def f(self, x: List[int]) -> Optional[int]: return len(x)"), {"inputs": [[[4]]], "outputs": [1], "fn_name": "f"}, 1),
+        (block("def f(x): return [0.1 + 0.2]"), {"inputs": [[1]], "outputs": [[0.3]], "fn_name": "f"}, 1),
+        (block("def f(x): return 0.31"), {"inputs": [[1]], "outputs": [0.3], "fn_name": "f"}, 0),
+        # more tests than a pipe holds words
+        (block("def f(x): return x"), {"inputs": [[i] for i in range(2500)], "outputs": list(range(2500)), "fn_name": "f"}, 1),
+        # signs that end a line for Unicode, and not for Python
+        (block("def f(x): return 'a\u2028b\x0c'"), {"inputs": [[1]], "outputs": ["a\u2028b\x0c"], "fn_name": "f"}, 1),
+        # what a program leaves behind is not there in its next test
+        (block("import os", "print(len(os.listdir()))", "open('mine', 'w')", "open('solution.py', 'w')"), {"inputs": ["", ""], "outputs": ["1", "1"]}, 1),
+        (block("import os", "for i in range(1500): os.mkdir('d'); os.chdir('d')", "print(1)"), {"inputs": [""], "outputs": ["1"]}, 1),
         (block("foo("), ASSERTS, 0),
         ("I do not know", ASSERTS, 0),
         ("", ASSERTS, 0),
@@ -184,7 +200,22 @@ def test_the_last_closed_block_of_python_counts(text, code):
         ("5", "tests are asserts"),
         ('[{"input": 1}]', "a test needs 'input' and 'output'"),
         ('{"inputs": ["1"], "outputs": []}', "lists of one length"),
-        ("so\n#### 4", "nothing is tested"),
+        ("so\n#### 4", "nothing that runs is a test"),
+        # nothing of these would run, so that every program would pass
+        ("def check(candidate):\n    assert candidate(1) == 2\n", "no column says what is to be checked"),
+        ("def test_f(tmp_path):\n    assert f(1) == 2\n", "test_f takes arguments or is a coroutine"),
+        ("async def test_f():\n    assert f(1) == 2\n", "test_f takes arguments or is a coroutine"),
+        (
+            "import unittest\nclass T(unittest.TestCase):\n    def test_f(self):\n        self.assertEqual(f(1), 2)\n",
+            "nothing that runs",
+        ),
+        (
+            "class T:\n    def test_f(self):\n        assert f(1) == 2\nif __name__ == '__main__':\n    T().test_f()\n",
+            "nothing that runs",
+        ),
+        ("[" * 50_000, "nested too deeply"),
+        ('{"inputs": [1], "outputs": [1], "fn_name": "f"}', "the input of f is a list of its arguments"),
+        ('[{"input": "1", "output": "2", "metadata": [1]}]', "the metadata of a test is a mapping"),
         ("", "a test is code"),
         ("[5]", "a test is code"),
     ],

@@ -129,3 +129,29 @@ def test_a_run_does_not_go_on_from_more_iterations_than_it_is_to_have(begun: tup
     with pytest.raises(ConfigError, match=r"trainer\.max_epochs=1: iteration_000002 has 2 iterations behind it"):
         small_run(folder, *[w if not w.startswith("trainer.max_epochs") else "trainer.max_epochs=1" for w in words])
     assert small_run(folder, *words).resume_from() is not None, "as many as it has are no error"
+
+
+def test_files_beside_the_checkpoints_that_are_damaged_are_told_in_words(begun: tuple[Path, list[str]]) -> None:
+    """A full disk leaves such files; none of them ends a resume with a traceback."""
+    folder, words = begun
+    for name, text in [("branches.json", ""), ("branches.json", "{}"), ("branches.json", "[5]"), ("digests.json", "{")]:
+        whole = (folder / name).read_text()
+        (folder / name).write_text(text)
+        with pytest.raises(CheckpointError, match=rf"{name}: it cannot be read \(.*Delete it, and say which state"):
+            small_run(folder, *words)
+        (folder / name).write_text(whole)
+    (folder / "branches.json").unlink()
+    state = folder / "checkpoints" / "iteration_000001"
+    words[-1] = f"resume={state}"
+    assert small_run(folder, *words).resume_from() == state
+
+
+@pytest.mark.parametrize("text", ["", "seed: [", "- 5", "\x00"])
+def test_settings_of_before_that_cannot_be_read_do_not_end_a_resume(
+    begun: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    folder, words = begun
+    (folder / "config.yaml").write_text(text)
+    small_run(folder, *words).save_config("seed: 0\n", "")
+    assert (folder / "config.yaml").read_text() == "seed: 0\n"
+    assert "resume: this run goes on with" in capsys.readouterr().out

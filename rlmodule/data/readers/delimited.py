@@ -13,13 +13,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
 from rlmodule.core.errors import DataError
-from rlmodule.data.json_text import load_json
+from rlmodule.data.json_text import turns_in
 from rlmodule.data.readers.content import UTF8_MARK, Content
 from rlmodule.data.readers.indexed import IndexedTable
 from rlmodule.data.tables import RawRow
-
-_FIRST_KEYS = ("role", "from")  # of a turn
-_PRINTED_BY_PYTHON = tuple(f"[{{'{key}'" for key in _FIRST_KEYS)
 
 
 class DelimitedTable(IndexedTable):
@@ -100,10 +97,15 @@ def _records(file: BinaryIO, name: str, delimiter: str) -> Iterator[tuple[int, i
         except StopIteration:
             return
         except csv.Error as error:
+            ends_lines_otherwise = "new-line character" in str(error)
             raise DataError(
                 location=f"{name}:{number}",
-                because=f"not a row of values: {error}",
-                fix='Write a quote inside of quotes twice (""), or delete the row',
+                because="a carriage return stands in it, not in quotes and not before a line feed"
+                if ends_lines_otherwise
+                else f"not a row of values: {error}",
+                fix="Save the file with line feeds (LF or CRLF) at the end of its lines"
+                if ends_lines_otherwise
+                else 'Write a quote inside of quotes twice (""), or delete the row',
             ) from None
         if cells:
             yield start, number, cells
@@ -126,17 +128,11 @@ def _columns(header: Sequence[str], location: str, delimiter: str) -> tuple[str,
 
 
 def _value(cell: str, column: str, location: str) -> Any:
-    if cell.startswith(_PRINTED_BY_PYTHON):
+    try:
+        return turns_in(cell) or cell or None
+    except ValueError as error:
         raise DataError(
             location=location,
-            because=f"column '{column}' holds turns as Python prints them, not as JSON",
+            because=f"column '{column}' holds {error}",
             fix="Write the column with json.dumps, or the file as .jsonl or .parquet",
-        )
-    if cell.startswith("[") and cell[1:].lstrip().startswith("{"):
-        try:
-            turns = load_json(cell)
-        except ValueError:
-            return cell
-        is_conversation = all(isinstance(turn, dict) and not turn.keys().isdisjoint(_FIRST_KEYS) for turn in turns)
-        return turns if is_conversation else cell
-    return cell or None
+        ) from None

@@ -17,7 +17,8 @@ from rlmodule.data.tables import MemoryTable, RawRow, RowTable
 class JsonLinesTable(IndexedTable):
     """One JSON object a line. Opening it reads every line once and keeps only where each begins.
 
-    A byte order mark, CRLF, blank lines and a missing last line break are fine.
+    A byte order mark (of every file that was joined into this one), CRLF, blank lines and a missing last line break are
+    fine.
 
     Raises:
         DataError: ``file:line`` of one that is no JSON object.
@@ -28,9 +29,9 @@ class JsonLinesTable(IndexedTable):
         start = 0
         with content.open() as file:
             for number, line in enumerate(file, start=1):
-                begin = start + (len(UTF8_MARK) if number == 1 and line.startswith(UTF8_MARK) else 0)
+                text = line.removeprefix(UTF8_MARK)
+                begin = start + len(line) - len(text)
                 start += len(line)
-                text = line.removeprefix(UTF8_MARK) if number == 1 else line
                 if not text.strip():
                     continue
                 columns.update(dict.fromkeys(_parse_object(text, f"{content.path}:{number}")))
@@ -51,7 +52,11 @@ def open_json(content: Content) -> RowTable:
     with content.open() as file:
         start = file.read(1 << 16).removeprefix(UTF8_MARK).lstrip()
     if not start.startswith(b"["):
-        return JsonLinesTable(content)
+        try:
+            return JsonLinesTable(content)
+        except DataError:
+            _check_not_one_object(content)
+            raise
     with content.open() as file:
         text = file.read().removeprefix(UTF8_MARK)
     rows = _parse(text, str(content.path), json.loads)
@@ -60,6 +65,26 @@ def open_json(content: Content) -> RowTable:
         if b"\\u" in text and not is_unicode(row):
             raise DataError(location=f"{content.path}:{number}", because=HALF_PAIR, fix="Fix or delete it")
     return MemoryTable(str(content.path), rows)
+
+
+def _check_not_one_object(content: Content) -> None:
+    """Refuse a file that is JSON, and neither a list nor one object a line.
+
+    Raises:
+        DataError: says which of its keys hold lists.
+    """
+    with content.open() as file:
+        try:
+            whole = load_json(file.read().removeprefix(UTF8_MARK).decode("utf-8"))
+        except ValueError:
+            return
+    lists = [key for key, value in whole.items() if isinstance(value, list)] if isinstance(whole, dict) else []
+    raise DataError(
+        location=content.path,
+        because="it is a single JSON object over several lines"
+        + (f", with lists under {', '.join(lists)}" if lists else ""),
+        fix="Write the rows as a list of objects, or one object a line",
+    )
 
 
 def _parse_object(line: bytes, location: str) -> RawRow:

@@ -38,8 +38,9 @@ class ParquetTable(RowGroups):
     def batches(self, columns: Sequence[str]) -> Iterator[list[RawRow]]:
         for group in range(self._file.num_row_groups):  # one by one: buffers of a group are freed before the next
             part = {"row_groups": [group], "columns": list(columns), "use_threads": False}
-            for batch in self._file.iter_batches(batch_size=BATCH_ROWS, **part):
-                yield self._to_python(batch.to_pylist())
+            with self.errors_in_words():
+                for batch in self._file.iter_batches(batch_size=BATCH_ROWS, **part):
+                    yield self.plain(batch)
 
     def _read_group(self, group: int, columns: Sequence[str] | None) -> pa.Table:
         return self._file.read_row_group(group, columns=columns, use_threads=False)

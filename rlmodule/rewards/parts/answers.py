@@ -1,7 +1,8 @@
 r"""Where a response says its answer, and the right answers of a row. Every search takes time linear in the text.
 
 An answer is looked for in this order: the last ``\boxed{...}``; the last ``#### ...`` (GSM8K) or ``answer is ...``,
-whichever stands later; the last formula or number. Leaves out what the answer means (``math``, ``numeric``,
+whichever stands later; the last formula or number of ``<answer>...</answer>``, or of the whole. A response that is an
+expression and nothing else is its answer. Leaves out what the answer means (``math``, ``numeric``,
 ``choice``).
 """
 
@@ -19,6 +20,7 @@ DIGITS = r"[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+"
 # A sign belongs to the number where no other number or letter stands before it: the last number of "10-5" is 5.
 SIGN = r"(?:(?<![\w)\]}])[-+])?[$€£]?(?<![A-Za-z0-9_])"
 NUMBER = re.compile(rf"{SIGN}(?:(?:{DIGITS})(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?")
+MIXED = re.compile(r"((?:(?<![\w)\]}])-)?)(?<![0-9.,])([0-9]{1,9}) ([0-9]{1,9}/[0-9]{1,9})")  # 3 1/2
 FRACTION = re.compile(rf"({NUMBER.pattern}) ?/ ?({NUMBER.pattern})")
 HASHES = re.compile(r"####[ \t]*(?=[-+$\\(\[{.0-9])([^\n]+)")  # "#### Step" is a heading
 _ANSWER = "answer|antwort|respuesta|réponse|resposta|ответ|答案|答え|정답"
@@ -30,8 +32,14 @@ FORMULA = re.compile(
     r"\$\$([^$]+)\$\$|(?<!\\)\$([^$\n]+)(?<!\\)\$"
     r"|\\\(((?:[^\\]|\\[^)]){1,2000})\\\)|\\\[((?:[^\\]|\\[^\]]){1,2000})\\\]"
 )
+_LEADING = re.compile(
+    r"(?:(?:therefore|thus|hence|then|simply|exactly|approximately|about|roughly|just|clearly|equal to)\b[ \t,:]*)+",
+    re.IGNORECASE,
+)  # before the answer itself
+_IN_WORDS = re.compile(r"[ \t]+\([A-Za-z][a-z -]+\)[ \t]*\.?[ \t]*$")  # "5 (five)"
 TAIL = 4000  # characters at the end of a response in which a formula or number that nothing announces is looked for
 LONGEST_ANSWER = 2000  # characters; what is longer is no answer
+UNIT_POWER = re.compile(r"(?<=[A-Za-z}])\^\{?-?[0-9]\}?")  # of cm^2
 LONGEST_NUMBER = 300  # characters
 
 
@@ -48,18 +56,30 @@ def possible_answers(answer: str) -> list[str]:
     """The answer of a row, and the entries of the list whose JSON it may be: what ``right_answers`` can come to."""
     try:
         entries = json.loads(answer) if answer.startswith("[") else []
-    except ValueError:
+    except (ValueError, RecursionError):
         entries = []
     return [answer, *(text for entry in entries if (text := as_text(entry)) is not None)]
 
 
 _SIGNS = {ord(sign): "-" for sign in "\u2212\u2010\u2011\u2013\ufe63"} | {0x2044: "/"}
-_POWERS = {ord(sign): f"^{power}" for power, sign in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}
+_POWERS = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+_VULGAR = re.compile(r"(?<=[0-9])(?=[¼-¾⅐-⅞])")  # 1½ is no 11/2
 
 
 def plain(text: str) -> str:
     """Digits, signs and spaces as ASCII has them: full-width digits, the minus of typesetters, no-break spaces."""
-    return text if text.isascii() else unicodedata.normalize("NFKC", text.translate(_POWERS)).translate(_SIGNS)
+    if text.isascii():
+        return text
+    return _as_ascii(_VULGAR.sub(" ", _POWERS.sub(_power, text)))
+
+
+def _power(found: re.Match[str]) -> str:
+    digits = _as_ascii(found[0])
+    return f"^{digits}" if len(digits) == 1 else f"^{{{digits}}}"
+
+
+def _as_ascii(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).translate(_SIGNS)
 
 
 def last_boxed(text: str) -> str | None:
@@ -96,11 +116,21 @@ def final_answer(text: str) -> str:
     marked = marked_answer(text)
     if marked is not None and (len(marked) <= 40 or re.search(r"[0-9\\]", marked)):
         return marked
+    inside = tagged(text, "answer")
+    text = text if inside is None else inside
+    if _is_bare(text):
+        return text.strip(" \t\n$")
     tail = text[-TAIL:]
     formulas, number = list(FORMULA.finditer(tail)), last_number_match(tail)
     if formulas and (number is None or formulas[-1].end() >= number.end()):
         return _inside(formulas[-1])
-    return "" if number is None else number[0]
+    return (inside or "") if number is None else number[0]
+
+
+def _is_bare(text: str) -> bool:
+    """Whether a text is an expression and nothing else: one line without words and without a calculation."""
+    text = text.strip()
+    return "\n" not in text and len(text) <= 100 and not re.search(r"=|(?<![\\A-Za-z])[^\W\d_]{2,}|[$].*[$].*[$]", text)
 
 
 def true_answer(text: str) -> str:
@@ -120,12 +150,19 @@ def last_number_match(text: str) -> re.Match[str] | None:
         return None
     last = numbers[-1]
     before = numbers[-2].start() if len(numbers) > 1 else last.start()
+    mixed = [found for found in MIXED.finditer(text) if found.end() == last.end()]
+    if mixed:
+        return mixed[0]
     fraction = FRACTION.match(text, before)
     return fraction if fraction is not None and fraction.end() == last.end() else last
 
 
 def as_number(text: str) -> Fraction | None:
     """The exact value of what ``last_number_match`` finds; None for a division by zero."""
+    mixed = MIXED.fullmatch(text)
+    if mixed is not None:
+        part = as_number(mixed[3])
+        return None if part is None else (-1 if mixed[1] else 1) * (Fraction(mixed[2]) + part)
     parts = [re.sub("[$€£,]", "", part).strip() for part in text.split("/")]
     try:
         value = Fraction(parts[0])
@@ -137,6 +174,8 @@ def as_number(text: str) -> Fraction | None:
 def last_number(text: str) -> Fraction | None:
     r"""The value of the last number; ``1{,}234`` and ``\frac{1}{2}`` are numbers, a percent sign does not count."""
     text = re.sub(r"\\[!,; ]|\{,\}|\\\$", lambda found: "," if found[0] == "{,}" else "", plain(text))[-TAIL:]
+    text = UNIT_POWER.sub("", text)
+    text = re.sub(r"(?<=[0-9])(?=\\[dt]?frac)", " ", text)
     text = re.sub(r"\\[dt]?frac\{([^{}]{1,50})\}\{([^{}]{1,50})\}", r"\1/\2", text)
     found = last_number_match(text)
     return None if found is None else as_number(found[0])
@@ -155,7 +194,11 @@ def _first_statement(rest: str) -> str:
     formula = FORMULA.match(rest)
     if formula is not None:
         return _inside(formula)
-    line = rest.partition("\n")[0]
+    line = _LEADING.sub("", rest.partition("\n")[0])
+    formula = FORMULA.match(line)
+    if formula is not None:
+        return _inside(formula)
+    line = _IN_WORDS.sub("", line)
     return re.split(r"\.(?:\s|\*|$)", line, maxsplit=1)[0].strip(" \t*_`")
 
 

@@ -5,14 +5,18 @@ Leaves out what a program may reach (``core/sandbox/isolation.py``) and what tes
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import secrets
+import shutil
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -20,23 +24,35 @@ from typing import IO, Any
 from rlmodule_sandbox.isolation import Ended, Isolation, Limits, give_away, own_descendants, run, strongest
 
 PYTHON = (sys.executable, "-I", "-B")
-NUMBER_TOLERANCE = 1e-9  # relative difference of two printed numbers, one of which has a decimal point
+NUMBER_TOLERANCE = 1e-9  # relative difference of two numbers, one of which has a decimal point
+SAID_BYTES = 16 << 20  # of the words of passed tests
+LISTEN_SECONDS = 5.0  # for the end of what is said, once the program has ended
 
-# Runs in the program's process: the solution first, then each test, which says that it has passed with a word that the
-# solution was not told. What the solution prints goes nowhere.
+# Runs in the program's process: the solution first, as a module that tests may import, then each test, which says that
+# it has passed with a word that the solution was not told. What the solution prints goes nowhere. Functions that are
+# called may use the names of typing without importing them, as where such problems come from (LeetCode).
 HARNESS = """
 import json, os, sys
+def same(got, due, tolerance):
+    if type(got) is type(due) is list:
+        return len(got) == len(due) and all(same(a, b, tolerance) for a, b in zip(got, due))
+    if type(got) is type(due) is dict:
+        return got.keys() == due.keys() and all(same(got[key], due[key], tolerance) for key in due)
+    if float in (type(got), type(due)) and {type(got), type(due)} <= {int, float}:
+        return got == due or abs(got - due) <= tolerance * max(1.0, abs(due))
+    return got == due
 def main():
     job, pipe = json.load(sys.stdin), int(sys.argv[1])
     sys.stdin = open(os.devnull)
-    space = {"__name__": "solution"}
-    sys.modules["solution"] = type(sys)("solution")
+    module = sys.modules["solution"] = type(sys)("solution")
+    space = module.__dict__
+    if any(test["kind"] == "call" for test in job["tests"]): exec("from typing import *", space)
     exec(compile(job["code"], "solution.py", "exec"), space)
     def call(test):
         owner = space["Solution"]() if "Solution" in space and test["name"] not in space else None
         function = getattr(owner, test["name"]) if owner is not None else space[test["name"]]
         got = json.loads(json.dumps(function(*test["arguments"])))
-        assert got in test["outputs"]
+        assert any(same(got, due, job["tolerance"]) for due in test["outputs"])
     for number, test in enumerate(job["tests"]):
         try:
             call(test) if test["kind"] == "call" else exec(compile(test["code"], "test.py", "exec"), space)
@@ -65,7 +81,7 @@ def run_tests(
     """
     deadline, bounds = time.monotonic() + seconds, Limits(**limits)
     isolation = _isolation(bounds)
-    with tempfile.TemporaryDirectory(prefix="rlmodule_code_", ignore_cleanup_errors=True) as folder:
+    with _folder() as folder:
         give_away(folder, isolation)
         printing = [test for test in tests if test["kind"] == "stdin"]
         passed, timed_out = _run_printing(code, printing, folder, isolation, bounds, deadline, stops)
@@ -74,6 +90,19 @@ def run_tests(
             more, late = _run_called(code, called, folder, isolation, bounds, deadline, stops)
             passed, timed_out = passed + more, timed_out or late
     return {"passed": passed, "timed_out": timed_out}
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """An empty folder that is gone afterwards, whatever a program has put there."""
+    folder = tempfile.mkdtemp(prefix="rlmodule_code_")
+    try:
+        yield folder
+    finally:
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        except RecursionError:  # folders in folders, a thousand deep
+            subprocess.run(["rm", "-rf", folder], check=False, stderr=subprocess.DEVNULL)
 
 
 def isolated(limits: Mapping[str, Any]) -> dict[str, bool]:
@@ -102,11 +131,15 @@ def _run_printing(
     deadline: float,
     stops: bool,
 ) -> tuple[int, bool]:
-    """One process per test, which reads standard input and prints."""
+    """One process per test, which reads standard input and prints; each has a folder that no other has written to."""
     passed, timed_out = 0, False
-    Path(folder, "solution.py").write_text(code, encoding="utf-8", errors="replace")
-    for test in tests:
-        ended, printed = _run_once([*PYTHON, "solution.py"], test["input"], folder, isolation, _left(limits, deadline))
+    for number, test in enumerate(tests):
+        own = Path(folder, str(number))
+        own.mkdir()
+        (own / "solution.py").write_text(code, encoding="utf-8", errors="replace")
+        give_away(str(own), isolation)
+        command, left = [*PYTHON, "solution.py"], _left(limits, deadline)
+        ended, printed = _run_once(command, test["input"], str(own), isolation, left)
         timed_out |= ended.timed_out
         if ended.code == 0 and same_output(printed, test["output"]):
             passed += 1
@@ -126,20 +159,26 @@ def _run_called(
 ) -> tuple[int, bool]:
     """One process for all tests that call the solution's functions; a crash or the end of the time fails the rest."""
     word, (reader, writer) = secrets.token_hex(16), os.pipe()
-    job = {"code": code, "tests": list(tests), "word": word, "stops": stops}
+    job = {"code": code, "tests": list(tests), "word": word, "stops": stops, "tolerance": NUMBER_TOLERANCE}
+    said = bytearray()
+    listener = threading.Thread(target=_listen, args=(reader, said), daemon=True)
+    listener.start()  # a pipe holds the words of 1,700 tests; the program would wait for ever with the next one
     try:
         ended, _ = _run_once(
             [*PYTHON, "-c", HARNESS, str(writer)], json.dumps(job), folder, isolation, _left(limits, deadline), [writer]
         )
-        os.close(writer)
-        writer = -1
-        os.set_blocking(reader, False)
-        said = os.read(reader, 1 << 16).decode(errors="replace").splitlines()
     finally:
-        os.close(reader)
-        if writer >= 0:
-            os.close(writer)
-    return len({line for line in said if line in {f"{word} {number}" for number in range(len(tests))}}), ended.timed_out
+        os.close(writer)
+        listener.join(LISTEN_SECONDS)
+    words = {f"{word} {number}" for number in range(len(tests))}
+    return len(words & set(said.decode(errors="replace").split("\n"))), ended.timed_out
+
+
+def _listen(reader: int, said: bytearray) -> None:
+    """Hear what is said until everybody who could has gone; a bounded part of it is kept."""
+    while block := os.read(reader, 1 << 16):
+        said += block[: max(0, SAID_BYTES - len(said))]
+    os.close(reader)
 
 
 def _run_once(

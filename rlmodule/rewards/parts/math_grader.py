@@ -23,6 +23,18 @@ SPACES = re.compile(r"\\[!,;: ]|\\q?quad|\\left|\\right|~")
 QUANTITY = re.compile(
     r"([-+]?[0-9][0-9,]*(?:\.[0-9]+)?(?:/[0-9]+)?)\s+(?!pi\b|sqrt\b|or\b|and\b|e\b|i\b)[A-Za-z°][A-Za-z ./²³°]+"
 )
+SIGNS = {
+    "∞": r"\infty ",
+    "∅": r"\emptyset ",
+    r"\varnothing": r"\emptyset ",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "\u00d7": r"\times ",
+}
+ROOT = re.compile(r"√\s*\(?([0-9]+|[a-z])\)?")
+CURRENCY = re.compile(r"[€£¥₹]\s*(?=[0-9.])")
+POWER_OF_TEN = re.compile(r"^([-+]?[0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,3})$")
+MIXED = re.compile(r"^([-+]?)([0-9]+) ([0-9]+)/([0-9]+)$")
 RATIO = re.compile(r"([0-9.]+)\s*:\s*([0-9.]+)")
 WORDS = re.compile(r"[^\W\d_]{2,}[^\W\d_ '\u2019-]*(?:[ '\u2019-][^\W\d_]+)*")
 LONGEST_NAME = 4  # words of an answer such as a name; more are a sentence
@@ -54,7 +66,10 @@ def grade(golds: Sequence[str], answer: str | None = None) -> dict[str, Any]:
 
 
 def normal(text: str) -> str:
-    """Without what does not change the meaning: outer dollars, spacing, thousands separators, units in words."""
+    """Without what does not change the meaning: outer dollars, spacing, thousands separators, units in words.
+
+    Signs are as TeX writes them, ``1e3`` and ``3 1/2`` the numbers that they are.
+    """
     text = text.strip().strip("*`").strip()
     for start, end in (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")):
         if text.startswith(start) and text.endswith(end) and len(text) > len(start) + len(end):
@@ -64,6 +79,10 @@ def normal(text: str) -> str:
     text = text.strip().rstrip(".。,;").strip()
     if TEXT.fullmatch(text):
         text = TEXT.sub(r"\1", text).strip()
+    for sign, written in SIGNS.items():
+        text = text.replace(sign, written)
+    text = CURRENCY.sub("", ROOT.sub(r"\\sqrt{\1}", text))
+    text = MIXED.sub(r"\1\2\\frac{\3}{\4}", POWER_OF_TEN.sub(r"\1\\times10^{\2}", text))
     quantity = QUANTITY.fullmatch(text)
     text = quantity[1] if quantity else text
     return (

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rlmodule.core.config import at_least, more_than
+from rlmodule.core.config import at_least, at_most, more_than
 from rlmodule.core.errors import ConfigError
 
 BLOCK = 128  # tokens whose probabilities are summed up together
@@ -34,6 +34,7 @@ class SamplingConfig:
         at_least("top_k", self.top_k, 0)
         at_least("max_response_length", self.max_response_length, 1)
         more_than("top_p", self.top_p, 0)
+        at_most("top_p", self.top_p, 1)
         if not self.temperature > 0:
             raise ConfigError(
                 key="temperature",

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from rlmodule.core.errors import in_one_line
+from rlmodule.records.metrics_log import atomic_write
 from rlmodule.records.run_directory import RunDirectory
 
 # What belongs to one start of a run, not to what it does.
@@ -20,11 +23,20 @@ def save_config(run_dir: RunDirectory, config: str, provenance: str, *, is_resum
     """Save the configuration (YAML) and the command; says what a resumed run does in another way than before."""
     run_dir.root.mkdir(parents=True, exist_ok=True)
     if is_resumed and run_dir.config.exists():
-        for line in changes(run_dir.config.read_text(), config):
+        for line in _changes_of_file(run_dir.config, config):
             print(f"resume: this run goes on with {line}")
-    run_dir.config.write_text(config)
+    with atomic_write(run_dir.config) as aside:
+        aside.write_text(config)
     with (run_dir.root / "command.txt").open("a") as file:
         file.write(provenance)
+
+
+def _changes_of_file(path: Path, after: str) -> list[str]:
+    """The same for a file, which an older version or a full disk may have left half written."""
+    try:
+        return changes(path.read_text(encoding="utf-8"), after)
+    except Exception as error:  # whatever a damaged file makes of YAML's reader
+        return [f"other settings than before, perhaps: {path.name} of before cannot be read ({in_one_line(error)})"]
 
 
 def changes(before: str, after: str) -> list[str]:

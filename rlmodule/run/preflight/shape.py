@@ -10,6 +10,8 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.run.config import RunConfig
 
 SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+# Those that some published families have as 0 without harm.
+OWN_SIZES = ("num_key_value_heads", "head_dim", "intermediate_size", "max_position_embeddings")
 SPECIAL_TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")
 ELEMENTS = 2**40  # of one tensor; no model that anybody trains has one of as many
 
@@ -22,7 +24,8 @@ def check_shape(config: RunConfig, hf_config: PreTrainedConfig) -> None:
     """
     text = hf_config.get_text_config()
     sizes = {name: _number(text, name) for name in SIZES}
-    for name, size in sizes.items():
+    own = {name: _number(text, name) for name in OWN_SIZES if name in config.model.architecture}
+    for name, size in {**sizes, **own}.items():
         if size is not None and size < 1:
             raise _wrong(config, name, size, "it must be at least 1", f"Set model.architecture.{name}=1 or more")
     heads, kv_heads = sizes["num_attention_heads"], _number(text, "num_key_value_heads")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +39,23 @@ def check_tokenizer(model: ModelConfig, tokenizer: PreTrainedTokenizerBase, hf_c
             f"{number}, and the model knows ids 0 to {vocab_size - 1}",
             fix="Use the tokenizer that the model was made for, or a model with as many tokens",
         )
+
+
+def check_stop_tokens(stop_token_ids: Sequence[int], hf_config: PreTrainedConfig) -> None:
+    """Every token that is to end a response can be drawn.
+
+    Raises:
+        ConfigError: names one that the model does not have.
+    """
+    vocab_size = hf_config.get_text_config().vocab_size
+    for token in stop_token_ids:
+        if token >= vocab_size:
+            raise ConfigError(
+                key="rollout.stop_token_ids",
+                got=token,
+                because=f"the model knows ids 0 to {vocab_size - 1}, so it would never end a response",
+                fix="Use an id of the model's tokenizer, or rollout.stop for a text",
+            )
 
 
 def check_measured(
