@@ -28,6 +28,7 @@ class Train(Command):
         with ExitStack() as held:
             on_rank_zero(lambda: held.enter_context(run.locked()))
             run.check()
+            on_rank_zero(run.config.rollout.check_here)
             run.save_config(invocation.settled_config(run), invocation.provenance)
             make_starting_weights(run, invocation)
             if run.needs_launcher:

@@ -77,6 +77,9 @@ class HFRolloutConfig:
             return self.max_batch_size
         return 1 if self.cache_gb == AUTO else min(self.max_batch_size, int(self.cache_gb * GB // max(row_bytes, 1)))
 
+    def check_here(self) -> None:
+        """Nothing is started."""
+
     def connect(self, context: EngineContext) -> HFEngine:
         """The engine for the policy of a run.
 

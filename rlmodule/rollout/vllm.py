@@ -7,6 +7,8 @@ alone where only an adapter trains. Written for vLLM 0.32.
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -94,6 +96,18 @@ class VLLMRolloutConfig(ServerSettings):
         if self.command and (self.arguments or self.python):
             because = "command is the whole command, and takes neither python nor arguments"
             raise ConfigError(key="command", got=self.command, because=because, fix="Write them into command")
+
+    def check_here(self) -> None:
+        """Refuse an interpreter that is not there, and one without vLLM."""
+        if self.urls:
+            return
+        key, program = ("command", self.command[0]) if self.command else ("python", self.python or sys.executable)
+        fix = "Name the interpreter of an environment with vLLM (rollout.python), or a running server (rollout.url)"
+        refused = partial(ConfigError, key=f"rollout.{key}", got=self.command or self.python, fix=fix)
+        if shutil.which(program) is None:
+            raise refused(because=f"{program} is no program on this machine")
+        if not self.command and not _has_vllm(program):
+            raise refused(because=f"vLLM is not installed for {program}")
 
     @property
     def own_pauses(self) -> tuple[str, ...]:
@@ -194,3 +208,9 @@ class VLLMRolloutConfig(ServerSettings):
             own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         devices = {"CUDA_VISIBLE_DEVICES": self.devices[number]} if self.devices else {}
         return dict.fromkeys(OF_THE_TRAINER, "") | own | devices
+
+
+def _has_vllm(interpreter: str) -> bool:
+    """Whether it finds the package; nothing of it is imported."""
+    code = "import sys; from importlib.util import find_spec; sys.exit(find_spec('vllm') is None)"
+    return subprocess.run([interpreter, "-c", code], check=False, capture_output=True).returncode == 0

@@ -30,6 +30,10 @@ CASES = {
     "two processes asked of one": (["strategy=single", "trainer.devices=2"], "error: trainer.devices=2: "),
     "nothing to resume": (["resume=auto"], "error: resume=auto: no unfinished run with a checkpoint lies below "),
     "a checkpoint that is not there": (["resume=nowhere"], "error: resume=nowhere: there is nothing there."),
+    "no such interpreter": (
+        ["rollout=vllm", "rollout.python=/nope"],
+        "error: rollout.python=/nope: /nope is no program ",
+    ),
     "an absent file": (["data=files", "data.train_files=[absent.jsonl]"], "error: data.train_files=absent.jsonl: "),
     "a broken file": (["data=files", "data.train_files=[broken.jsonl]"], "broken.jsonl:2: not valid JSON"),
     "an empty file": (["data=files", "data.train_files=[empty.jsonl]"], "empty.jsonl"),

@@ -13,6 +13,7 @@ from rlmodule.models.building import build_policy
 from rlmodule.models.description import ModelConfig
 from rlmodule.models.lora import LoraConfig
 from rlmodule.rollout.parts import server_checks
+from rlmodule.rollout.vllm import VLLMRolloutConfig
 from tests.helpers.tiny import architecture, stock, tiny_policy
 from tests.rollout.engines import END, LIMIT, TinyTokenizer, ask, generate
 from tests.rollout.served import FILE_BYTES, served
@@ -200,3 +201,21 @@ def test_requests_that_are_given_up_are_broken_off(tmp_path):
         stream.close()
         assert server.served - before < 40
         assert len(generate(run.engine(), requests_of(2))) == 2, "the server is still in use"
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"python": "/nope"}, r"^rollout\.python=/nope: /nope is no program on this machine\."),
+        ({"python": "false"}, r"^rollout\.python=false: vLLM is not installed for false\. Name the interpreter"),
+        ({"command": ["/nope", "serve"]}, r"^rollout\.command=\['/nope', 'serve'\]: /nope is no program"),
+    ],
+)
+def test_what_servers_are_started_with_has_to_be_there(keys, words):
+    with pytest.raises(ConfigError, match=words):
+        VLLMRolloutConfig(**keys).check_here()
+
+
+@pytest.mark.parametrize("keys", [{"python": "true"}, {"command": ["true"]}, {"url": "http://h:1"}])
+def test_a_program_that_is_there_and_a_running_server_will_do(keys):
+    VLLMRolloutConfig(**keys).check_here()

@@ -221,8 +221,8 @@ def test_a_copy_that_could_not_be_filled_gives_its_memory_back():
         strategy = trainer.strategy
         whole = strategy.full_parameters
 
-        def until_memory_is_short(name: str) -> Any:
-            yield next(whole(name))
+        def until_memory_is_short(*args: Any) -> Any:
+            yield next(whole(*args))
             raise torch.OutOfMemoryError("no room for the second tensor")
 
         strategy.full_parameters = until_memory_is_short

@@ -59,6 +59,13 @@ class EngineConfig(Protocol):
     def places(self, row_bytes: int) -> int | None:
         """Responses drawn side by side at most, each with so many bytes of keys and values; None without a limit."""
 
+    def check_here(self) -> None:
+        """Asked where the engine will be started, before anything is trained.
+
+        Raises:
+            ConfigError: what it needs is not there.
+        """
+
     @property
     def pauses(self) -> tuple[str, ...]:
         """What it can do with responses under way when weights change; none where it cannot draw beside training."""

@@ -51,6 +51,9 @@ class ServerSettings:
         """No limit: servers see to their own memory."""
         return None
 
+    def check_here(self) -> None:
+        """Nothing is started."""
+
     @property
     def pauses(self) -> tuple[str, ...]:
         """What its servers can do with responses under way; none where they sleep while the trainer trains."""

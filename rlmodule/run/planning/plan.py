@@ -219,7 +219,8 @@ class Plan:
         if config.dataset != ROLLOUTS or not config.rollout.in_process:
             return None
         everything = (self.policy_memory, *self.other_models)
-        samples = math.ceil(config.algorithm.train_batch_size * config.group_size / self.layout.dp_size)
+        prompts = math.ceil(config.algorithm.train_batch_size / self.layout.dp_sp_size)
+        samples = prompts * config.group_size
         itemsize = FP32 if (dtype := PRECISIONS[config.model.precision]) is None else dtype.itemsize
         ranks = self.sharding.split_to_sample if deals_out_keys(self.model.config) else 1
         places = config.rollout.places(self.shape.cache_bytes(config.longest_sample, itemsize) // ranks)

@@ -290,6 +290,13 @@ def test_sampling_holds_a_whole_copy_and_the_cache_of_every_row():
     assert plan_of("model=qwen7b", "model.precision=bf16-mixed", *FILES).sampling.laid_out == 0
 
 
+@pytest.mark.parametrize(
+    ("keys", "rows"), [((), 8), (("strategy.sp_size=2",), 8), (("algorithm.train_batch_size=65",), 9)]
+)
+def test_a_rank_samples_whole_rows_and_sequence_ranks_draw_different_ones(keys, rows):
+    assert plan_of(*SEVEN, *keys).sampling.rows == 8 * rows
+
+
 def test_the_recommended_budget_is_the_largest_that_fits():
     plan = plan_of(*SEVEN)
     memory = plan.memory
