@@ -114,11 +114,14 @@ def test_t2b_17_special_tokens_that_nothing_uses_may_lie_beyond_the_model():
 
 
 def test_t2b_17_a_row_with_a_token_beyond_the_model_is_refused(tmp_path, lines):
-    """T2B-17: prompts and demonstrations."""
+    """T2B-17: prompts and demonstrations. In a user turn the same words are text, which the model can read."""
     tokenizer = larger_tokenizer(AddedToken("<image>", special=True, normalized=False))
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     named = f"model.tokenizer={tmp_path / 'tokenizer'}"
-    rows = [{"prompt": "q", "answer": "a", "completion": "a"}, {"prompt": "<image>", "answer": "a", "completion": "a"}]
+    by_run, by_user = ([{"role": role, "content": "<image>"}] for role in ("system", "user"))
+    rows = [{"prompt": by_user, "answer": "a", "completion": "a"}]
+    of_files(tmp_path, lines(*rows), named)
+    rows += [{"prompt": by_run + by_user, "answer": "a", "completion": "a"}]
     for more in (("algorithm=sft",), ("warm_start.steps=0",)):
         with pytest.raises(DataError, match="it has the token id 260, and the model knows ids 0 to 259") as caught:
             of_files(tmp_path, lines(*rows), named, *more)
