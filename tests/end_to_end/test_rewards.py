@@ -63,7 +63,7 @@ def test_sums_can_be_swept_over(folder):
         ({"answer": "\\frac{"}, ["reward=math"], r"rows.jsonl:5: reward=math cannot read its answer '\\frac{'"),
         ({"answer": "many"}, ["reward=[format,numeric]"], "rows.jsonl:5: reward=numeric finds no number"),
         ({"answer": "E"}, ["reward=choice"], "rows.jsonl:1: its answer"),
-        ({}, ["reward=code"], "rows.jsonl:1: reward=code cannot read its tests: nothing is tested"),
+        ({}, ["reward=code"], "rows.jsonl:1: reward=code cannot read its tests: nothing that runs is a test"),
         ({"answer": "1"}, ["reward=reasoning_gym"], "rows.jsonl:1: reward=reasoning_gym finds no task's name"),
         (
             {"answer": "1"},
