@@ -6,7 +6,6 @@ Composes with Hydra in this process, as ``train.py`` does, and converts as a run
 
 import dataclasses
 import functools
-import itertools
 import math
 
 import hydra
@@ -115,33 +114,22 @@ def fields_of(cls):
     return {field.name for field in dataclasses.fields(cls) if field.init}
 
 
-# They choose in other groups as well, or need a package that is not everywhere.
-ALONE = ("data", "environment", "experiment", "sweep", "debug", "strategy", "rollout_correction")
+def with_packages(choice):
+    """A strategy that needs a package which not every environment has carries its mark."""
+    group, name = choice.split("=")
+    return pytest.param(choice, marks=needing(name)) if group == "strategy" and name in PACKAGES else choice
 
 
-def bundles():
-    """Every choice once, as many groups at a time as go together: a composition takes Hydra half a second."""
-    by_group = {}
-    for choice in CHOICES:
-        if choice not in ABSENT:
-            by_group.setdefault(choice.split("=")[0], []).append(choice)
-    alone = [[choice] for group in ALONE for choice in by_group.pop(group)]
-    together = itertools.zip_longest(*by_group.values())
-    for bundle in [*alone, *([choice for choice in row if choice] for row in together)]:
-        names = [choice.split("=")[1] for choice in bundle if choice.startswith("strategy=")]
-        yield pytest.param(bundle, id=" ".join(bundle), marks=[needing(n) for n in names if n in PACKAGES])
-
-
-@pytest.mark.parametrize("bundle", list(bundles()))
-def test_every_choice_composes_and_converts(bundle):
+@pytest.mark.parametrize("choice", [with_packages(c) for c in CHOICES if c not in ABSENT])
+def test_every_choice_composes_and_converts(choice):
     """A key without an owner would be refused here."""
-    node = compose(*bundle)
+    node = compose(choice)
     config = RunConfig.read(node)
     assert config.general == GeneralConfig()
-    for group, name in (choice.split("=") for choice in bundle):
-        if group == "strategy" and name != "auto":
-            options = STRATEGIES.lookup("language_model", node.strategy.name, device="cpu").config_class
-            assert set(node.strategy) == fields_of(options) | {"name"}
+    group, name = choice.split("=")
+    if group == "strategy" and name != "auto":
+        options = STRATEGIES.lookup("language_model", node.strategy.name, device="cpu").config_class
+        assert set(node.strategy) == fields_of(options) | {"name"}
 
 
 @pytest.mark.parametrize("name", CALLBACK_FILES)

@@ -10,6 +10,7 @@ from typing import Any
 
 Test = dict[str, Any]
 FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})[ \t]*([\w+.#-]*)")
+LINE_END = re.compile(r"\r\n?|\n")  # of Python; splitlines() knows more, also inside of strings
 PYTHON_NAMES = ("python", "py", "python3", "")
 
 
@@ -17,9 +18,7 @@ def code_of(text: str, *, fenced_only: bool) -> str | None:
     """The last closed block of Python in a response; else the whole response, or None where only blocks count."""
     last: str | None = None
     fence, name, lines = "", "", list[str]()
-    for line in re.split(
-        r"\r\n?|\n", text
-    ):  # what ends a line of Python; splitlines() knows more, also inside of strings
+    for line in LINE_END.split(text):
         mark = FENCE.match(line)
         if not fence and mark:
             fence, name, lines = mark[1], mark[2].lower(), []
