@@ -5,7 +5,6 @@ Composes with Hydra in this process, as ``train.py`` does, and converts as a run
 """
 
 import dataclasses
-import functools
 import math
 
 import hydra
@@ -42,6 +41,7 @@ from rlmodule.run.launchers import LAUNCHERS
 from rlmodule.run.run import Run
 from rlmodule.run.trainer_config import TrainerConfig
 from strategies.registry import STRATEGIES
+from tests.helpers import composing
 from tests.helpers.backends import PACKAGES, needing
 
 # Sections of one dataclass, and sections whose dataclass is chosen from a menu by the key ``name``.
@@ -103,11 +103,9 @@ CHOICES = [
 CALLBACK_FILES = sorted(path.stem for path in (cli.CONF / "callbacks").glob("*.yaml"))
 
 
-@functools.cache
 def compose(*overrides):
-    """The configuration of ``python train.py OVERRIDES``; shared, so nobody may change it."""
-    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        return hydra.compose("train", [*(more for o in overrides for more in NEEDS.get(o, [])), *overrides])
+    """The configuration of ``python train.py OVERRIDES``, and of what they cannot do without."""
+    return composing.compose(*(more for o in overrides for more in NEEDS.get(o, [])), *overrides)
 
 
 def fields_of(cls):

@@ -78,7 +78,7 @@ class WarmStartConfig:
     batch_size: int = 64  # demonstrations of one step
     lr: float = 2e-3  # peak learning rate, cosine to a tenth of it
     cache_dir: str | None = (
-        None  # folder that keeps the weights for every run with this model, data and seed; one at a time
+        None  # folder that keeps the weights for every run with this model, data, environment and seed; one at a time
     )
 
     def __post_init__(self) -> None:

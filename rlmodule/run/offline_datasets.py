@@ -21,7 +21,8 @@ from rlmodule.run.datasets import TrainingDataset
 from rlmodule.run.preflight.lengths import check_lengths
 from rlmodule.run.preflight.tokens import check_measured
 
-SYNTHETIC_DEMONSTRATIONS, SYNTHETIC_PAIRS = 16384, 4096  # that an environment is asked to make
+# An environment is asked for demonstrations to imitate, two for each of its training rows, and for pairs, one for each.
+DEMONSTRATIONS_PER_ROW, MAX_DEMONSTRATIONS, MAX_PAIRS = 2, 16384, 4096
 EXAMPLES = 512  # rows whose tokens parity runs borrow
 
 
@@ -101,7 +102,8 @@ class Demonstrations(OfflineDataset):
         s = self.config
         if s.environment is None:
             return self._source.samples(self.tokenizer)
-        made = self._demonstrated.demonstrations(SYNTHETIC_DEMONSTRATIONS, s.general.seed)
+        count = min(MAX_DEMONSTRATIONS, DEMONSTRATIONS_PER_ROW * len(self._demonstrated.rows("train")))
+        made = self._demonstrated.demonstrations(count, s.general.seed)
         return environment_demonstrations(made, s.environment_name, s.data, self.tokenizer)
 
     @property
@@ -148,7 +150,8 @@ class Preferences(OfflineDataset):
         s = self.config
         if s.environment is None:
             return self._source.pairs(self.tokenizer, extended=s.model.is_reward_model)
-        return self._made(self._demonstrated.preferences(SYNTHETIC_PAIRS, s.general.seed))
+        count = min(MAX_PAIRS, len(self._demonstrated.rows("train")))
+        return self._made(self._demonstrated.preferences(count, s.general.seed))
 
     @cached_property
     def val_pairs(self) -> Sequence[Pair]:

@@ -35,7 +35,7 @@ class WarmStart:
 
     @property
     def is_due(self) -> bool:
-        """Whether the run needs starting weights that were not made yet for this model, data and seed."""
+        """Whether the run needs starting weights that were not made yet for this model, data, environment and seed."""
         if not self.run.config.needs_warm_start:
             return False
         return not (self._stamp.exists() and self._stamp.read_text() == self._digest)
@@ -74,5 +74,6 @@ class WarmStart:
         config = self.run.config
         data = config.for_warm_start().data  # without the keys that do not touch the demonstrations
         settings = [asdict(config.model), asdict(data), asdict(replace(config.warm_start, cache_dir=None))]
-        text = json.dumps([*settings, config.general.seed], sort_keys=True, default=str)
+        shown = [self.run.digests[name] for name in ("rows", "environment")]
+        text = json.dumps([*settings, config.general.seed, *shown], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import hydra
 import peft
 import pytest
 import torch
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rlmodule import cli
 from rlmodule.core.errors import ConfigError
 from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
@@ -23,6 +21,7 @@ from rlmodule.models.description import ModelConfig
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
+from tests.helpers.composing import compose
 from tests.helpers.tiny import tiny_policy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -31,6 +30,7 @@ RUN = [
     "debug=fast",
     "trainer.num_threads=1",
     "algorithm=sft",
+    "environment.train_size=64",
     "callbacks=export",
     "logger=none",
     "optimizer.lr=1e-2",
@@ -39,15 +39,13 @@ RUN = [
 
 
 def session_in(folder: Path, *overrides: str) -> Run:
-    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        config = hydra.compose("train", [*RUN, *overrides])
+    config = compose(*RUN, *overrides)
     return Run.read(config, RunDirectory(folder / "run"), STRATEGIES)
 
 
 def base_in(folder: Path) -> str:
     """A small random model on disk."""
-    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        architecture = dict(hydra.compose("train", ["model.architecture.hidden_size=32"]).model.architecture)
+    architecture = dict(compose("model.architecture.hidden_size=32").model.architecture)
     policy = build_policy(ModelConfig(architecture=architecture, tokenizer="byte"), seed=1, temperature=1.0)
     save_pretrained(folder / "base", policy.lm, byte_tokenizer())
     return str(folder / "base")

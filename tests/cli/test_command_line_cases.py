@@ -6,7 +6,6 @@ import re
 import shutil
 import sys
 
-import hydra
 import pytest
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
@@ -143,8 +142,7 @@ def test_cli_03_an_unknown_name_lists_the_menu(menu):
 def test_cli_03_a_key_that_is_spelt_right_is_taken(tmp_path):
     """CLI-03: So that the refusals above are about the spelling."""
     assert compose("optimizer.lr=0.3").optimizer.lr == 0.3
-    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        assert hydra.compose("train", ["++optimizer.lr=0.3"]).optimizer.lr == 0.3
+    assert compose("++optimizer.lr=0.3").optimizer.lr == 0.3
     assert small_run(tmp_path / "run", "loss.clip_ratio_high=0.3").config.loss.clip_ratio_high == 0.3
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
 

@@ -9,7 +9,7 @@ import pytest
 from tests.end_to_end.commands import forked
 
 SMALL = (
-    "debug=fast", "environment.test_size=4", "trainer.num_threads=1", "callbacks.report.curves=false", "logger=none",
+    "debug=fast", "environment.train_size=64", "environment.test_size=4", "trainer.num_threads=1", "callbacks.report.curves=false", "logger=none",
     "rollout.temperature=0.5", "optimizer.lr=1e-2", "optimizer.schedule=constant",
     # A random model seldom ends by itself: cut responses score 1, so that rewards differ within groups.
     "data.max_response_length=48", "reward.truncated=1.0",

@@ -78,7 +78,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_own_words(tmp_path):
     """The traceback is that of the user's function alone. What other ranks get to know is in ``test_experience.py``."""
     (tmp_path / "judge.py").write_text("def score(response, answer, **_):\n    raise ValueError('the judge is ill')\n")
     done = forked(
-        "debug=fast", "run_dir=run", "reward=function", "reward.path=judge.py:score", "reward.num_workers=1",
+        "debug=fast", "environment.train_size=64", "run_dir=run", "reward=function", "reward.path=judge.py:score", "reward.num_workers=1",
         "callbacks.validation.at_start=false", cwd=tmp_path,
     )  # fmt: skip
     assert done.code == 2, done.text

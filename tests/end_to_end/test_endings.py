@@ -12,7 +12,10 @@ from tests.end_to_end.commands import Command, forked, wait_until
 
 pytestmark = pytest.mark.ranks
 
-FAST = ("run_dir=run", "debug=fast", "trainer.num_threads=1", "callbacks.report.curves=false")
+FAST = (
+    *("run_dir=run", "debug=fast", "environment.train_size=64", "environment.test_size=16"),
+    *("trainer.num_threads=1", "callbacks.report.curves=false"),
+)
 
 
 @pytest.mark.parametrize("devices", [1, 2])

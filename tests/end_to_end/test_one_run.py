@@ -144,7 +144,7 @@ def test_a_kl_leash_keeps_a_reference(first_run, tmp_path):
 def test_imitation_runs_by_itself(tmp_path):
     """``algorithm=sft``: demonstrations through the same sampler, collator and step; the loss falls."""
     done = forked(
-        "run_dir=run", "algorithm=sft", "algorithm.train_batch_size=128", "batching.mini_batch_size=32",
+        "run_dir=run", "algorithm=sft", "environment.train_size=256", "algorithm.train_batch_size=128", "batching.mini_batch_size=32",
         "trainer.max_epochs=3", "trainer.num_threads=1", "optimizer.lr=2e-3", "callbacks.report.curves=false",
         cwd=tmp_path,
     )  # fmt: skip

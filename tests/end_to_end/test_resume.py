@@ -62,7 +62,10 @@ def test_a_dead_rank_ends_the_run_and_two_ranks_go_on(first_run, tmp_path):
 
 
 def test_kill_9_of_the_supervisor_leaves_no_rank_behind(tmp_path):
-    command = Command(["run_dir=run", "debug=fast", "trainer.max_epochs=1000", "trainer.devices=2"], tmp_path)
+    command = Command(
+        ["run_dir=run", "debug=fast", "environment.train_size=64", "trainer.max_epochs=1000", "trainer.devices=2"],
+        tmp_path,
+    )
     wait_until(lambda: sorted(command.ranks()) == [0, 1], command)
     ranks = command.ranks()
     command.kill()

@@ -9,7 +9,8 @@ from tests.end_to_end.commands import forked
 
 pytestmark = pytest.mark.ranks
 
-FAST = ("debug=fast", "trainer.num_threads=1", "callbacks.report.curves=false", "environment.test_size=16")
+SIZES = ("environment.train_size=64", "environment.test_size=16")
+FAST = ("debug=fast", "trainer.num_threads=1", "callbacks.report.curves=false", *SIZES)
 
 
 def jobs_of(cwd):
@@ -37,7 +38,7 @@ def test_two_jobs_two_directories(tmp_path):
 def test_a_comparison_shares_its_warm_start_and_becomes_a_table(tmp_path):
     """Two algorithms, one environment, one seed; what the command and the script of ``docs/algorithms.md`` do."""
     small = ("trainer.max_epochs=1", "algorithm.train_batch_size=8", "rollout.n=4", "warm_start.steps=2")
-    words = ("experiment=compare", "algorithm=rloo,grpo", "environment=sort", "seed=0", "environment.test_size=16")
+    words = ("experiment=compare", "algorithm=rloo,grpo", "environment=sort", "seed=0", *SIZES)
     done = forked("-m", *words, *small, "trainer.num_threads=1", cwd=tmp_path)
     assert done.code == 0, done.text
     assert done.text.count("warm start: 2 steps") == 1

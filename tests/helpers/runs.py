@@ -9,15 +9,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import hydra
 from omegaconf import OmegaConf
 
-from rlmodule import cli
 from rlmodule.commands import Invocation
 from rlmodule.records.metrics_log import Record, read_records
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
+from tests.helpers.composing import compose
 
 SMALL = (
     "debug=fast",
@@ -46,12 +45,6 @@ SHORT_TURNS = f"rollout.stop_token_ids={list(range(64))}".replace(" ", "")
 STEPS_PER_ITERATION = 2  # 4 prompts x 4 responses in mini-batches of 8
 MADE_OF_TIME = ("timing_s/", "cpu_s/", "perf/")  # differ from run to run
 MADE_OF_THE_LAYOUT = ("balance/", "global_seqlen/")  # differ with the number of ranks, and with nothing else
-
-
-def compose(*overrides: str) -> Any:
-    """The configuration of ``python train.py OVERRIDES``."""
-    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        return hydra.compose("train", list(overrides))
 
 
 def small_run(run_dir: Path, *overrides: str) -> Run:

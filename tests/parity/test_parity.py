@@ -11,12 +11,10 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import hydra
 import pytest
 import torch
 from rich.console import Console
 
-from rlmodule import cli
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
 from rlmodule.commands import COMMANDS
 from rlmodule.commands.parity import Parity
@@ -34,13 +32,13 @@ from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.config import component
 from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
+from tests.helpers.composing import compose
 
 ROOT = Path(__file__).parents[2]
 
 
 def parity_in(folder: Path, *overrides: str) -> tuple[Run, Parity]:
-    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        node = hydra.compose("train", ["command=parity", "model.architecture.hidden_size=32", *overrides])
+    node = compose("command=parity", "model.architecture.hidden_size=32", *overrides)
     return Run.read(node, RunDirectory(folder), STRATEGIES), component(COMMANDS, node.command)
 
 

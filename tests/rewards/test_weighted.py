@@ -19,6 +19,7 @@ from rlmodule.rewards.numeric import Numeric
 from rlmodule.rewards.parts.composite import reward_of
 from rlmodule.rewards.weighted import Weighted
 from rlmodule.run.digests import _of_component
+from tests.helpers.composing import compose
 from tests.rewards.samples import sample
 
 TAGGED = "<answer>5</answer>"
@@ -98,8 +99,7 @@ def section_of(*arguments):
     """The reward section of ``python train.py ARGUMENTS``."""
     words = cli.with_sums(arguments)
     cli.check_choices(words)
-    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        return hydra.compose("train", words).reward
+    return compose(*words).reward
 
 
 def test_a_list_of_rewards_is_a_sum_with_a_section_for_each():

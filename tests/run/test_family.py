@@ -8,11 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import hydra
 import pytest
 from transformers import AutoConfig
 
-from rlmodule import cli
 from rlmodule.core.errors import ConfigError
 from rlmodule.models.building import build_policy, save_pretrained
 from rlmodule.models.byte_tokenizer import byte_tokenizer
@@ -20,14 +18,15 @@ from rlmodule.models.description import ModelConfig
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.run import Run
 from strategies.registry import STRATEGIES
+from tests.helpers.composing import compose
 from tests.helpers.tiny import architecture
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+QUICK = ("debug=fast", "logger=none", "environment.train_size=64", "environment.test_size=16")
 
 
 def refused(folder: Path, *overrides: str) -> ConfigError:
-    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        config = hydra.compose("train", ["debug=fast", "logger=none", *overrides])
+    config = compose(*QUICK, *overrides)
     with pytest.raises(ConfigError) as caught:
         Run.read(config, RunDirectory(folder / "run"), STRATEGIES).check()
     assert not list(folder.glob("run/**/*.safetensors"))
@@ -117,8 +116,7 @@ def test_what_a_state_rules_out_is_refused_in_words(tmp_path, family, overrides,
     [("qwen3_next", "tokens per micro-batch and device"), ("mamba", "1 samples per micro-batch and device")],
 )
 def test_a_run_says_how_samples_share_rows(tmp_path, family, budget):
-    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        config = hydra.compose("train", ["debug=fast", "logger=none", *SMALL_RUN, stored(tmp_path / family, family)])
+    config = compose(*QUICK, *SMALL_RUN, stored(tmp_path / family, family))
     run = Run.read(config, RunDirectory(tmp_path / "run"), STRATEGIES)
     run.check()
     parts = run.build()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from functools import partial
 
-import hydra
 import pytest
 
 from rlmodule import cli
@@ -18,13 +17,13 @@ from rlmodule.models.size import size_of
 from rlmodule.optim.adamw import AdamW
 from rlmodule.run.config import RunConfig
 from rlmodule.run.learning_rate import learning_rate_in_words, learning_rate_warning, settled_keys, with_learning_rates
+from tests.helpers import composing
 
 TINY = {"model_type": "llama", "vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 
 
 def compose(*words):
-    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        return RunConfig.read(hydra.compose("train", list(words)))
+    return RunConfig.read(composing.compose(*words))
 
 
 def settled(*words, size=10**8):

@@ -37,8 +37,8 @@ def of_steps(records, name):
 def test_a_reward_model_starts_undecided_and_learns_to_tell_pairs_apart(tmp_path):
     """All scores are 0 at first: log 2 to lose. No pair comes twice, nothing is sampled, and there is no policy."""
     learn = ("algorithm.train_batch_size=128", "batching.mini_batch_size=64", "optimizer.eps=1e-8")
-    held_out_pairs = "environment.test_size=64"
-    records = run_small(tmp_path, *RM, *learn, held_out_pairs, "trainer.max_epochs=8")
+    sizes = ("environment.train_size=1024", "environment.test_size=64")
+    records = run_small(tmp_path, *RM, *learn, *sizes, "trainer.max_epochs=8")
     losses, accuracies = of_steps(records, "reward_model/loss"), of_steps(records, "reward_model/pair_accuracy")
     assert losses[0] == pytest.approx(math.log(2), rel=1e-6)
     assert sum(losses[-4:]) / 4 < 0.4

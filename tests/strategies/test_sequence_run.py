@@ -6,21 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-import hydra
 import pytest
 import torch
 
-from rlmodule import cli
 from rlmodule.core.errors import ConfigError
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.run.run import Run
 from strategies.ddp import DDPConfig
 from strategies.fsdp2 import FewerKeysConfig
 from strategies.registry import STRATEGIES
+from tests.helpers.composing import compose
 from tests.helpers.ranks import run_on_ranks
 
 SMALL = [
     "debug=fast",
+    "environment.train_size=64",
     "callbacks=metrics",
     "logger=none",
     "model.architecture.hidden_size=32",
@@ -35,8 +35,7 @@ CUT = ("actor/", "reward/", "train/", "response_length/", "rollout_corr/", "crit
 
 
 def session_in(folder: Path, *overrides: str) -> Run:
-    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        config = hydra.compose("train", [*SMALL, f"reward.path={folder / 'judge.py'}:score", *overrides])
+    config = compose(*SMALL, f"reward.path={folder / 'judge.py'}:score", *overrides)
     return Run.read(config, RunDirectory(folder / "run"), STRATEGIES)
 
 

@@ -6,12 +6,10 @@ import json
 import math
 from io import StringIO
 
-import hydra
 import pytest
 import torch
 from rich.console import Console
 
-from rlmodule import cli
 from rlmodule.core.errors import ConfigError, DependencyError
 from rlmodule.core.memory import free_host_memory
 from rlmodule.core.sharding import Sharding
@@ -23,6 +21,7 @@ from rlmodule.run.planning.work import Lengths, seconds, sent_bytes
 from rlmodule.run.run import Run
 from rlmodule.run.scoring_cost import scoring_in_words
 from strategies.registry import STRATEGIES, StrategyRegistry
+from tests.helpers.composing import compose
 
 FILES = ("data=files", "data.train_files=[absent.jsonl]")
 SEVEN = ("model=qwen7b", "strategy=fsdp2", "trainer.devices=8", "trainer.accelerator=gpu", *FILES)
@@ -33,8 +32,7 @@ MATRICES, BIASES = LAYERS * (H * H + H * 2 * 512 + H * H + 3 * H * 18944), LAYER
 
 
 def run_of(*words: str) -> Run:
-    with hydra.initialize_config_dir(str(cli.CONF), version_base="1.3"):
-        return Run.read(hydra.compose("train", list(words)), RunDirectory(None), STRATEGIES)
+    return Run.read(compose(*words), RunDirectory(None), STRATEGIES)
 
 
 def plan_of(*words: str, lengths: Lengths | None = None) -> Plan:

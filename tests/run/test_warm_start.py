@@ -1,0 +1,50 @@
+"""Rows that an environment shows, and weights that have imitated them: made once for each of what they depend on."""
+
+from pathlib import Path
+
+import pytest
+
+from rlmodule.run import offline_datasets
+from rlmodule.run.warm_start import WarmStart
+from tests.helpers.runs import small_run
+
+ROW = '{{"prompt": "1", "response": "{}", "answer": "1"}}\n'
+
+
+def weights_of(folder: Path, *words: str) -> Path:
+    """Where the starting weights of a run lie that others share."""
+    run = small_run(folder / "run", "warm_start.steps=2", f"warm_start.cache_dir={folder / 'warm'}", *words)
+    start = WarmStart(run)
+    assert start.is_due
+    return start.directory.root
+
+
+@pytest.mark.parametrize(("limit", "shown", "pairs"), [(10**6, 16, 8), (10, 10, 8), (5, 5, 5)])
+def test_an_environment_shows_two_responses_for_each_row_and_one_pair(tmp_path, monkeypatch, limit, shown, pairs):
+    monkeypatch.setattr(offline_datasets, "MAX_DEMONSTRATIONS", limit)
+    monkeypatch.setattr(offline_datasets, "MAX_PAIRS", limit)
+    sizes = ("environment.train_size=8", "algorithm.train_batch_size=1", "batching.mini_batch_size=2")
+    assert len(small_run(tmp_path / "sft", "algorithm=sft", *sizes).dataset.rows) == shown
+    assert len(small_run(tmp_path / "dpo", "algorithm=dpo", *sizes).dataset.pairs) == pairs
+
+
+def test_weights_are_shared_by_runs_that_imitate_the_same(tmp_path):
+    words = ("environment.train_size=16", "optimizer.lr=1")
+    assert weights_of(tmp_path, "environment.train_size=16") == weights_of(tmp_path, *words, "algorithm=rloo")
+
+
+@pytest.mark.parametrize(
+    "word", ["environment.seed=1", "environment.train_size=17", "environment.test_size=5", "seed=1"]
+)
+def test_another_environment_has_weights_of_its_own(tmp_path, word):
+    assert weights_of(tmp_path, "environment.train_size=16") != weights_of(tmp_path, "environment.train_size=16", word)
+
+
+def test_a_file_that_was_changed_is_imitated_anew(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    words = ("data=files", f"data.train_files=[{file}]", "data.completion_key=response", "data.max_prompt_length=64")
+    places = []
+    for answer in ("1", "2"):
+        file.write_text(ROW.format(answer) * 8)
+        places.append(weights_of(tmp_path, *words))
+    assert places[0] != places[1]
