@@ -14,6 +14,7 @@ import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
 
 from rlmodule import cli
 
@@ -24,6 +25,7 @@ def compose(*overrides: str) -> Any:
     chosen = tuple(word for word, override in zip(overrides, parsed, strict=True) if _chooses_file(override))
     config = copy.deepcopy(_composed(chosen))
     values = [override for override in parsed if not _chooses_file(override)]
+    ConfigLoaderImpl.validate_sweep_overrides_legal(values, RunMode.RUN, from_shell=False)
     ConfigLoaderImpl._apply_overrides_to_config(values, config)
     return config
 

@@ -26,7 +26,7 @@ def test_choices_and_values_are_those_of_hydra(words):
     assert compose(*words) == by_hydra(*words)
 
 
-@pytest.mark.parametrize("word", ["optimizer.learning_rate=1", "strategy=fsdp3", "~nothing", "seed={a"])
+@pytest.mark.parametrize("word", ["optimizer.learning_rate=1", "strategy=fsdp3", "~nothing", "seed={a", "seed=1,2"])
 def test_what_hydra_refuses_is_refused_in_its_words(word):
     with pytest.raises(HydraException) as theirs:
         by_hydra(word)

@@ -15,7 +15,9 @@ def test_the_library_example_trains_without_hydra(tmp_path: Path) -> None:
     code = text.split("```python\n")[1].split("```")[0]
     assert "max_epochs=20" in code
     assert "steps=250" in code
+    assert "Sort()" in code
     quick = code.replace("max_epochs=20", "max_epochs=1, num_threads=1").replace("steps=250", "steps=3")
+    quick = quick.replace("Sort()", "Sort(train_size=64, test_size=16)")
     script = tmp_path / "sort.py"
     script.write_text(quick + "\nimport sys\nassert 'hydra' not in sys.modules\n", encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
