@@ -24,7 +24,7 @@ from rlmodule.batching.workload import Workload
 from rlmodule.core.types import SampleMeta
 
 CASES = Path(__file__).with_name("planner_cases.json")
-DRAWN = Path(__file__).parents[1] / "docs" / "shared_rows.png"
+DRAWN = Path(__file__).parents[1] / "docs" / "img" / "shared_rows.png"
 COLOURS = {1: "#9ecae1", 2: "#fdd0a2", 4: "#fdae6b", 8: "#e6550d", 16: "#a63603", 32: "#7f2704", 64: "#4a1486"}
 
 
