@@ -40,6 +40,15 @@ def test_wrong_and_malformed_calls_are_answered_and_cost_nothing_but_the_turn():
     assert (end.reward.value, end.diagnostics["tool_calls"]) == (0.0, 0.0)
 
 
+def test_several_results_are_a_turn_each_of_a_tool_and_one_of_a_user():
+    """There are templates that refuse two turns of a user in a row (Gemma); what a tool says has an id."""
+    row, call = MADE.rows("train")[0], '[calc(x="1+1"), calc(x="2+2")]'
+    for role, shown in (("tool", ["2", "4"]), ("user", ["2\n4"])):
+        made = Calculator(train_size=40, test_size=8, observation_role=role)
+        reply = made.start(prompt_of(row)).reply(said(call))
+        assert [(m["role"], m["content"]) for m in reply.messages] == [(role, text) for text in shown]
+
+
 def test_an_episode_that_is_cut_in_a_call_is_worth_nothing():
     row = MADE.rows("train")[0]
     end = MADE.start(prompt_of(row)).reply(said('[calc(x="1', "length"))

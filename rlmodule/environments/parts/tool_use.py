@@ -72,7 +72,7 @@ class ToolEnvironment(ABC):
         return [{**row, "tools": schemas} for row in rows]
 
     def results(self, calls: Sequence[ToolCall | MalformedCall], before: int = 0) -> tuple[list[Message], int]:
-        """(messages with what the calls give, in order, how many of them are errors); calls beyond MAX_CALLS are one.
+        """(messages with what the calls give, in order, how many calls are errors); calls beyond MAX_CALLS are one.
 
         Args:
             calls: of one response.
@@ -93,7 +93,7 @@ class ToolEnvironment(ABC):
             }
             for number, (call, result) in enumerate(zip(calls, results, strict=True))
         ]
-        return messages, sum(result.is_error for result in results)
+        return in_one_turn(messages), sum(result.is_error for result in results)
 
     @cached_property
     def toolbox(self) -> Toolbox:
@@ -108,6 +108,17 @@ class ToolEnvironment(ABC):
     @property
     def _limits(self) -> ToolLimits:
         return ToolLimits(self.tool_seconds, self.tool_memory_mb, self.tool_characters)
+
+
+def in_one_turn(messages: Sequence[Message]) -> list[Message]:
+    """The same with a user's messages in a row as one: there are chat templates that refuse two turns of one role."""
+    found = list[Message]()
+    for message in messages:
+        if found and message["role"] == found[-1]["role"] == "user":
+            found[-1] = {**found[-1], "content": f"{found[-1]['content']}\n{message['content']}"}
+        else:
+            found.append(message)
+    return found
 
 
 @dataclass(eq=False)

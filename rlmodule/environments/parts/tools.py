@@ -7,36 +7,27 @@ too much memory is ended, and the policy reads an error in place of a result. Le
 
 from __future__ import annotations
 
+import ast
 import inspect
+import itertools
 import json
 import os
 import queue
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
-from transformers.utils.chat_template_utils import (
-    DocstringParsingException,
-    TypeHintParsingException,
-    get_json_schema,
-)
+from transformers.utils.chat_template_utils import get_json_schema
 
 from rlmodule.core.config import at_least, more_than
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.sandbox.pool import LoadError, Outcome, Pool
+from rlmodule.environments.parts.arguments import Schema, read_arguments
 from rlmodule.environments.parts.tool_calls import MalformedCall, ToolCall
-
-Schema = Mapping[str, Any]
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "string": (str,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "array": (list, tuple),
-    "object": (dict,),
-}
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,7 @@ class Tool:
 
     Args:
         schema: its description for chat templates.
-        path: ``file.py:function``, what children import.
+        path: ``file.py:function`` or ``package.module:function``, what children import.
         settings: arguments that the policy neither sees nor gives.
         seconds: that a call may take, for a tool that has limits of its own; None for those of the environment, which
             are on memory as well.
@@ -85,9 +76,10 @@ class Tool:
         """
         name = getattr(function, "__qualname__", repr(function))
         try:
+            _check_signature(function)
             schema = get_json_schema(function)
             file = inspect.getsourcefile(function)
-        except (DocstringParsingException, TypeHintParsingException, TypeError) as error:
+        except Exception as error:  # of the function's own types, too
             raise ConfigError(
                 key="environment",
                 got=name,
@@ -101,27 +93,12 @@ class Tool:
                 because="a tool runs in processes of its own, which import it from its file",
                 fix="Define it with def at the top of a module",
             )
-        return cls(schema, f"{os.path.abspath(file)}:{name}")
+        return cls(schema, f"{_what_children_import(function.__module__, file)}:{name}")
 
     @property
     def name(self) -> str:
         """What the policy calls it."""
         return str(self.schema["function"]["name"])
-
-    def read_arguments(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str | None]:
-        """(arguments with the types of the schema, what is wrong with them or None)."""
-        parameters = self.schema["function"].get("parameters", {})
-        known: Mapping[str, Schema] = parameters.get("properties", {})
-        unknown = [name for name in given if name not in known]
-        missing = [name for name in parameters.get("required", ()) if name not in given]
-        if unknown or missing:
-            wrong = f"has no argument {unknown[0]!r}" if unknown else f"needs the argument {missing[0]!r}"
-            return {}, f"{self.name} {wrong}; its arguments are {', '.join(known) or 'none'}"
-        read = {name: _typed(value, known[name]) for name, value in given.items()}
-        for name, value in read.items():
-            if not _fits(value, known[name]):
-                return {}, f"{name} must be {known[name].get('type')}, got {json.dumps(value, default=str)[:80]}"
-        return read, None
 
 
 @dataclass(frozen=True)
@@ -145,7 +122,15 @@ class Toolbox:
     limits: ToolLimits = field(default_factory=ToolLimits)
 
     def __post_init__(self) -> None:
-        assert len(self._by_name) == len(self.tools), "two tools have the same name"
+        names = [tool.name for tool in self.tools]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                key="environment",
+                got=twice,
+                because="two of its tools have this name, and a call says no more than the name",
+                fix="Rename one of the functions",
+            )
 
     @property
     def schemas(self) -> list[Schema]:
@@ -163,8 +148,8 @@ class Toolbox:
             return self._error(call.because)
         tool = self._by_name.get(call.name)
         if tool is None:
-            return self._error(f"there is no tool {call.name!r:.80}; there are {', '.join(self._by_name)}")
-        arguments, wrong = tool.read_arguments(call.arguments)
+            return self._error(f"there is no tool {call.name!r:.80}; there are {', '.join(self._by_name) or 'none'}")
+        arguments, wrong = read_arguments(tool.schema["function"], call)
         if wrong is not None:
             return self._error(wrong)
         with self._pool_of(tool) as pool:
@@ -205,8 +190,7 @@ class Toolbox:
 
     def _result(self, outcome: Outcome) -> ToolResult:
         if outcome.fault is not None:
-            last = outcome.fault.strip().splitlines()[-1]  # of a traceback: what went wrong
-            return self._error(last)
+            return self._error(what_went_wrong(outcome.fault))
         value = outcome.result
         try:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -223,19 +207,38 @@ class Toolbox:
         return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} more characters)"
 
 
-def _typed(value: Any, schema: Schema) -> Any:
-    """A text where no text is due, as formats without types write it: read as JSON."""
-    if not isinstance(value, str) or schema.get("type", "string") == "string":
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+def _check_signature(function: Callable[..., Any]) -> None:
+    """Refuse a function that calls could not give their arguments as they are: by name, as JSON knows them.
+
+    Raises:
+        TypeError: names the argument.
+    """
+    if inspect.ismethod(function) and not isinstance(function.__self__, type):
+        raise TypeError("it is a method of an object, which the processes that call it do not have")
+    hints = get_type_hints(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"a call gives arguments by name, and {name} has none")
+        if name not in hints:
+            raise TypeError(f"{name} has no type")
+        if _has_enum(hints[name]):
+            raise TypeError(f"{name} is an Enum, and calls give its values as texts or numbers; use typing.Literal")
 
 
-def _fits(value: Any, schema: Schema) -> bool:
-    due = schema.get("type")
-    types = _TYPES.get(due) if isinstance(due, str) else None  # unions and what JSON schema has beside are let through
-    if types is None or (value is None and schema.get("nullable")):
-        return True
-    return isinstance(value, types) and (due == "boolean" or not isinstance(value, bool))
+def _has_enum(hint: Any) -> bool:
+    return (isinstance(hint, type) and issubclass(hint, Enum)) or any(map(_has_enum, get_args(hint)))
+
+
+def _what_children_import(module: str, file: str) -> str:
+    """The file, which brings no package along; the module where the file imports others of its package by dots."""
+    tree = ast.parse(Path(file).read_bytes())
+    is_relative = any(isinstance(node, ast.ImportFrom) and node.level for node in ast.walk(tree))
+    return module if is_relative else os.path.abspath(file)
+
+
+def what_went_wrong(fault: str) -> str:
+    """The error of a traceback, all of its lines; another fault as it is."""
+    lines = fault.strip().rpartition("Traceback (most recent call last):\n")[2].splitlines()
+    said = list(itertools.dropwhile(lambda line: line.startswith((" ", "+", "...")), lines))
+    # An ExceptionGroup is drawn as a tree: what stands last in it is an error of the group.
+    return "\n".join(said) or next((text for line in reversed(lines) if (text := line.strip(" |+-"))), fault)

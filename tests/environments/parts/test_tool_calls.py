@@ -93,6 +93,50 @@ WRITTEN = [
     ("llama_json", '<think>{"name": "g"}</think>{"name": "f", "parameters": {"x": "a"}}', [CALL]),
     ("llama_json", '{"name": "Ada", "born": 1815}', []),
     ("pythonic", '<think>[g()]</think>[f(x="a")]', [CALL]),
+    # An opening mark in a thought that began in the prompt, never closed (vllm-project/vllm#58227).
+    (
+        "hermes",
+        'with <tool_call> then</think><tool_call>{"name": "f", "arguments": {"x": "a"}}</tool_call>',
+        [CALL],
+    ),
+    (
+        "qwen_xml",
+        "<tool_call>\n<function=g as above\n<tool_call> or <function=g></think>"
+        "<tool_call>\n<function=f>\n<parameter=x>\na\n</parameter>\n</function>\n</tool_call>",
+        [CALL],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', [ToolCall("f", {})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>', [ToolCall("f", {})]),
+    ("llama_json", '{"name": "f", "parameters": null}', [ToolCall("f", {})]),
+    # What arguments hold stays as it is.
+    (
+        "qwen_xml",
+        "<function=f><parameter=x></function> and <tool_call></parameter></function>",
+        [ToolCall("f", {"x": "</function> and <tool_call>"})],
+    ),
+    (
+        "llama_json",
+        '<think>so</think>{"name": "f", "parameters": {"x": "<think>a</think> <|eot_id|>"}}<|eom_id|>',
+        [ToolCall("f", {"x": "<think>a</think> <|eot_id|>"})],
+    ),
+    ("llama_json", '{"name": "f", "parameters": {"x": "</think>"}}', [ToolCall("f", {"x": "</think>"})]),
+    ("pythonic", '[f(x="</think>")]', [ToolCall("f", {"x": "</think>"})]),
+    ("pythonic", '<think>so</think>[f(x="<think>a</think>")]', [ToolCall("f", {"x": "<think>a</think>"})]),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"x": "[THINK]a[/THINK]"}', [ToolCall("f", {"x": "[THINK]a[/THINK]"})]),
+    (
+        "deepseek",
+        f'{DEEP_BEGIN}function{DEEP_SEP}f\n```json\n{{"x": "in ```json\\n1``` {DEEP_END}"}}\n```{DEEP_END}',
+        [ToolCall("f", {"x": f"in ```json\n1``` {DEEP_END}"})],
+    ),
+    ("mistral", "or [TOOL_CALLS]g[ARGS]{}[/THINK]3", []),
+    ("mistral", "<think>or [TOOL_CALLS]g[ARGS]{}</think>3", []),
+    # What is said beside a call is none.
+    ("llama_json", '{"name": "f", "parameters": {"x": "a"}} That was it.', [CALL]),
+    ("llama_json", 'Look: <|python_tag|>{"name": "f", "parameters": {"x": "a"}}<|eom_id|>', [CALL]),
+    ("pythonic", '<|tool_call_start|>[f(x="a")]<|tool_call_end|>That was it.', [CALL]),  # LFM2
+    ("pythonic", "<think>or [g()]", []),
+    ("pythonic", "[f(x=true, y=[null, False])]", [ToolCall("f", {"x": True, "y": [None, False]})]),
+    ("pythonic", '[f(x="\\d")]', [ToolCall("f", {"x": "\\d"})]),
     ("deepseek", f'{DEEP_BEGIN}function{DEEP_SEP}f\n```json\n{{"x": "a"}}\n```{DEEP_END}', [CALL]),
     (
         "deepseek",
@@ -136,8 +180,13 @@ BROKEN = [
     ("qwen_xml", "<function=f><parameter=x>'</parameter>'</parameter></function>", "something beside"),
     ("qwen_xml", f"<function=f>{'<parameter=x>' * 50_000}</function>", "not closed"),  # in a moment, not in minutes
     ("pythonic", "[f(x={1, 2})]", "numbers, texts"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "NaN is no number of JSON"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": 1}}}</tool_call>', "something behind it"),
+    ("llama_json", '{"name": "f", "parameters": {"x": -Infinity}}', "no number of JSON"),
+    ("mistral", '[TOOL_CALLS]f[ARGS]{"x": NaN}', "no number of JSON"),
+    ("deepseek", f"{DEEP_BEGIN}f{DEEP_SEP}{{}} then{DEEP_END}", "NAME"),
     ("pythonic", "[f(x=b'a')]", "numbers, texts"),
-    ("deepseek", f"{DEEP_BEGIN}f{DEEP_SEP}{{", "NAME"),
+    ("deepseek", f"{DEEP_BEGIN}f{DEEP_SEP}{{", "not closed"),
     ("deepseek", f"{DEEP_BEGIN}f{DEEP_SEP}no{DEEP_END}", "not valid JSON"),
 ]
 
@@ -147,6 +196,15 @@ def test_a_malformed_call_says_what_is_wrong(name, text, because):
     [read] = TOOL_FORMATS.get(name)().calls(said(text))
     assert isinstance(read, MalformedCall)
     assert because in read.because
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen_xml"])
+def test_a_call_that_is_not_closed_costs_none_that_is(name):
+    made = TOOL_FORMATS.get(name)()
+    opened = {"hermes": '<tool_call>{"name": "f", ', "qwen_xml": "<function=f><parameter=x>1</function>"}[name]
+    first, second = made.calls(said(opened + made.written(CALL)))
+    assert isinstance(first, MalformedCall)
+    assert second == CALL
 
 
 @pytest.mark.parametrize(
@@ -165,6 +223,21 @@ def test_a_malformed_call_says_what_is_wrong(name, text, because):
 def test_the_template_says_which_format_a_model_writes(template, name):
     assert isinstance(format_for(template), TOOL_FORMATS.get(name))
     assert isinstance(format_for(template, "mistral"), TOOL_FORMATS.get("mistral")), "a key comes first"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for c in m.tool_calls %}{{ '<tool_call>' + c.name }}<arg_key>{{ k }}</arg_key>{% endfor %}",
+        "{% for c in m.tool_calls %}{{ '<|channel|>commentary to=' + c.name }}{% endfor %}",
+    ],
+    ids=["marks of two formats (GLM)", "marks of none (gpt-oss)"],
+)
+def test_a_template_whose_calls_no_format_reads_is_refused(template):
+    """zai-org/GLM-4.5#40: read as Hermes writes them, every call of such a model is malformed."""
+    with pytest.raises(ConfigError, match=r"environment\.tool_format=auto: .*none of the formats reads"):
+        format_for(template)
+    assert isinstance(format_for(template, "hermes"), TOOL_FORMATS.get("hermes")), "chosen on purpose"
 
 
 def test_an_unknown_format_is_refused():

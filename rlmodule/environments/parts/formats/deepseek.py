@@ -10,10 +10,11 @@ from typing import ClassVar
 from rlmodule.core.episodes import Completion
 from rlmodule.environments.parts.tool_calls import (
     TOOL_FORMATS,
+    Call,
     MalformedCall,
     ToolCall,
-    after_reasoning,
-    not_json,
+    calls_in,
+    decode_json,
     read_call,
 )
 
@@ -25,8 +26,10 @@ def _mark(words: str) -> str:
 
 _BEGIN, _SEPARATES, _END = _mark("tool call begin"), _mark("tool sep"), _mark("tool call end")
 _ALL_BEGIN, _ALL_END = _mark("tool calls begin"), _mark("tool calls end")
-_KIND = "function"  # in the older form before the mark, where the newer one has the name
-_BLOCK = re.compile(r"\s*```(?:json)?\s*")
+# A name; in the older form a kind, and behind the mark a name on a line of its own and a code block.
+_HEAD = re.compile(rf"([^\n{_END[0]}]*){_SEPARATES}(?:([^\n{{`]*)\n)?\s*(?:```(?:json)?\s*)?")
+_TAIL = re.compile(rf"\s*(?:```\s*)?{_END}")
+_FORM = MalformedCall(f"a call is {_BEGIN}NAME{_SEPARATES}{{...}}{_END}")
 
 
 @TOOL_FORMATS.register
@@ -36,11 +39,9 @@ class DeepSeek:
 
     marks: ClassVar[tuple[str, ...]] = (_ALL_BEGIN, _BEGIN)
 
-    def calls(self, completion: Completion) -> list[ToolCall | MalformedCall]:
+    def calls(self, completion: Completion) -> list[Call]:
         """What stands between the marks."""
-        text = after_reasoning(completion.raw_text or completion.text, _BEGIN, _END)
-        _, *parts = text.split(_BEGIN)
-        return [_read(part) for part in parts]
+        return calls_in(completion.raw_text or completion.text, _BEGIN, _END, _read)
 
     def written(self, call: ToolCall) -> str:
         """The call as V3.1 writes it."""
@@ -48,15 +49,13 @@ class DeepSeek:
         return f"{_ALL_BEGIN}{_BEGIN}{call.name}{_SEPARATES}{arguments}{_END}{_ALL_END}"
 
 
-def _read(part: str) -> ToolCall | MalformedCall:
-    content, end, _ = part.partition(_END)
-    name, mark, rest = content.partition(_SEPARATES)
-    if not end or not mark:
-        return MalformedCall(f"a call is {_BEGIN}NAME{_SEPARATES}{{...}}{_END}")
-    if name.strip() == _KIND and not rest.lstrip().startswith("{"):
-        name, _, rest = rest.partition("\n")
-        rest = _BLOCK.sub("", rest)
-    try:
-        return read_call({"name": name.strip(), "arguments": json.loads(rest)})
-    except (ValueError, RecursionError) as error:
-        return not_json(error)
+def _read(text: str, start: int) -> tuple[list[Call], int]:
+    """(the call that begins at ``start``, where it ends); its texts may have marks in them."""
+    head = _HEAD.match(text, start)
+    if head is None:
+        return [_FORM], start
+    value, end = decode_json(text, head.end())
+    tail = _TAIL.match(text, end)
+    if tail is None:
+        return [_FORM], start
+    return [read_call({"name": (head[2] or head[1]).strip(), "arguments": value})], tail.end()

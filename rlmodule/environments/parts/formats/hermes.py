@@ -10,10 +10,11 @@ from typing import ClassVar
 from rlmodule.core.episodes import Completion
 from rlmodule.environments.parts.tool_calls import (
     TOOL_FORMATS,
+    Call,
     MalformedCall,
     ToolCall,
-    after_reasoning,
-    not_json,
+    calls_in,
+    decode_json,
     read_call,
 )
 
@@ -28,15 +29,9 @@ class Hermes:
 
     marks: ClassVar[tuple[str, ...]] = ("<tool_call>",)
 
-    def calls(self, completion: Completion) -> list[ToolCall | MalformedCall]:
+    def calls(self, completion: Completion) -> list[Call]:
         """What stands between the tags."""
-        text, found = after_reasoning(completion.raw_text or completion.text), list[ToolCall | MalformedCall]()
-        place = text.find(_OPENS)
-        while place >= 0:
-            call, place = _read(text, place + len(_OPENS))
-            found.append(call)
-            place = text.find(_OPENS, place)
-        return found
+        return calls_in(completion.raw_text or completion.text, _OPENS, _CLOSES, _read)
 
     def written(self, call: ToolCall) -> str:
         """The call between tags, each on a line of its own."""
@@ -44,17 +39,9 @@ class Hermes:
         return f"<tool_call>\n{content}\n</tool_call>"
 
 
-def _read(text: str, start: int) -> tuple[ToolCall | MalformedCall, int]:
+def _read(text: str, start: int) -> tuple[list[Call], int]:
     """(the call that begins at ``start``, where it ends); its texts may have tags in them."""
-    start += len(text[start:]) - len(text[start:].lstrip())
-    closed = text.find(_CLOSES, start)
-    try:
-        value, end = json.JSONDecoder().raw_decode(text, start)
-        found, after = read_call(value), _END.match(text, end)
-    except (ValueError, RecursionError) as error:
-        found, after, end = not_json(error), None, start
-    if after is not None:
-        return found, after.end()
-    if closed < 0:
-        return MalformedCall("a <tool_call> is not closed by </tool_call>"), len(text)
-    return found if end == start else MalformedCall("more than one JSON object is in a <tool_call>"), closed
+    value, end = decode_json(text, start)
+    if closed := _END.match(text, end):
+        return [read_call(value)], closed.end()
+    return [MalformedCall("more than one JSON object is in a <tool_call>, or something behind it")], start

@@ -10,17 +10,17 @@ from typing import ClassVar
 from rlmodule.core.episodes import Completion
 from rlmodule.environments.parts.tool_calls import (
     TOOL_FORMATS,
-    MalformedCall,
+    Call,
     ToolCall,
-    after_reasoning,
+    behind_thought,
+    decode_json,
     not_json,
     read_call,
 )
 
 _TAG = "<|python_tag|>"
-_NO_TAGS = (_TAG, "<|eom_id|>")
-_MARK = re.compile(r"<\|[a-z_]+\|>")  # <|python_tag|>, <|eom_id|>, <|eot_id|>
-_CALL = re.compile(r'\{\s*"(type|name|parameters|arguments|function)"\s*:')
+_CALL = re.compile(r'\s*\{\s*"(type|name|parameters|arguments|function)"\s*:')
+_BETWEEN = re.compile(r"(?:[\s;]|<\|[a-z_]+\|>)*")  # calls; marks such as <|eom_id|> and <|eot_id|>
 
 
 @TOOL_FORMATS.register
@@ -30,22 +30,22 @@ class LlamaJson:
 
     marks: ClassVar[tuple[str, ...]] = (_TAG, '{"name": function name, "parameters"')
 
-    def calls(self, completion: Completion) -> list[ToolCall | MalformedCall]:
-        """The calls that the response is made of."""
-        text = after_reasoning(completion.raw_text or completion.text, *_NO_TAGS)
-        rest, found = _MARK.sub("", text).strip(), list[ToolCall | MalformedCall]()
-        if _TAG not in text and not _CALL.match(rest):
-            return []
-        while rest:
+    def calls(self, completion: Completion) -> list[Call]:
+        """The calls that the response is made of; what is said before a mark or behind calls is none."""
+        rest, tag = behind_thought(completion.raw_text or completion.text, _CALL), ""
+        if not _CALL.match(rest):
+            _, tag, rest = rest.partition(_TAG)
+        found = list[Call]()
+        while _CALL.match(rest) or (tag and not found):
             try:
-                value, end = json.JSONDecoder().raw_decode(rest)
+                value, end = decode_json(rest)
             except (ValueError, RecursionError) as error:
                 return [*found, not_json(error)]
             is_other = isinstance(value, dict) and "parameters" not in value
-            if _TAG not in text and is_other and "arguments" not in value:
-                return found  # an object that answers
+            if not tag and is_other and "arguments" not in value:
+                break  # an object that answers
             found.append(read_call(value, "arguments" if is_other and "arguments" in value else "parameters"))
-            rest = rest[end:].lstrip(" ;\n")
+            rest = _BETWEEN.sub("", rest[end:], count=1)
         return found
 
     def written(self, call: ToolCall) -> str:

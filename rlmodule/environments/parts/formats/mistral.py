@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlmodule.core.episodes import Completion
-from rlmodule.environments.parts.tool_calls import TOOL_FORMATS, MalformedCall, ToolCall, not_json, read_call
+from rlmodule.environments.parts.tool_calls import (
+    THOUGHT,
+    TOOL_FORMATS,
+    Call,
+    MalformedCall,
+    ToolCall,
+    calls_in,
+    decode_json,
+    read_call,
+)
 
 _MARK = "[TOOL_CALLS]"
 _NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\]|(?={))")
-_THOUGHT = re.compile(r"\[THINK\].*?(?:\[/THINK\]|$)", re.DOTALL)
+_THOUGHTS = {"[THINK]": "[/THINK]", **THOUGHT}
 
 
 @TOOL_FORMATS.register
@@ -22,15 +31,9 @@ class Mistral:
 
     marks: ClassVar[tuple[str, ...]] = (_MARK,)
 
-    def calls(self, completion: Completion) -> list[ToolCall | MalformedCall]:
+    def calls(self, completion: Completion) -> list[Call]:
         """What stands behind the marks."""
-        text, found = _THOUGHT.sub("", completion.raw_text or completion.text), list[ToolCall | MalformedCall]()
-        place = text.find(_MARK)
-        while place >= 0:
-            calls, end = _read(text, place + len(_MARK))
-            found += calls
-            place = text.find(_MARK, end)
-        return found
+        return calls_in(completion.raw_text or completion.text, _MARK, "", _read, _THOUGHTS)
 
     def written(self, call: ToolCall) -> str:
         """The call in a list, as the older models write it."""
@@ -38,15 +41,10 @@ class Mistral:
         return f"{_MARK}{content}"
 
 
-def _read(text: str, start: int) -> tuple[list[ToolCall | MalformedCall], int]:
+def _read(text: str, start: int) -> tuple[list[Call], int]:
     """(the calls behind the mark that ends at ``start``, where they end); their texts may have marks in them."""
     named = _NAMED.match(text, start)
-    begin = named.end() if named else start
-    begin += len(text[begin:]) - len(text[begin:].lstrip())
-    try:
-        value, end = json.JSONDecoder().raw_decode(text, begin)
-    except (ValueError, RecursionError) as error:
-        return [not_json(error)], start
+    value, end = decode_json(text, named.end() if named else start)
     if named:
         return [read_call({"name": named[1], "arguments": value})], end
     if isinstance(value, list):

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlmodule.core.episodes import Completion
-from rlmodule.environments.parts.tool_calls import TOOL_FORMATS, MalformedCall, ToolCall, after_reasoning
+from rlmodule.environments.parts.tool_calls import TOOL_FORMATS, Call, MalformedCall, ToolCall, calls_in
 
-_FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(</function>|$)", re.DOTALL)
+_OPENS, _CLOSES, _ENDS = "<function=", "</function>", "</parameter>"
+_NAME = re.compile(r"([^>\n]*)>")
 _BEGIN = re.compile(r"\s*<parameter=([^>\n]*)>\n?")
-_CLOSES = "</parameter>"
+_END = re.compile(rf"\s*{_CLOSES}")
 
 
 @TOOL_FORMATS.register
@@ -22,13 +23,10 @@ class QwenXml:
 
     marks: ClassVar[tuple[str, ...]] = ("<function=",)
 
-    def calls(self, completion: Completion) -> list[ToolCall | MalformedCall]:
+    def calls(self, completion: Completion) -> list[Call]:
         """Every function that is named; a <tool_call> without one is malformed."""
-        text = after_reasoning(completion.raw_text or completion.text)
-        found = [_read(*function) for function in _FUNCTION.findall(text)]
-        if not found and "<tool_call>" in text:
-            return [MalformedCall("a <tool_call> holds no <function=NAME>")]
-        return found
+        text = completion.raw_text or completion.text
+        return calls_in(text, _OPENS, _CLOSES, _read) or calls_in(text, "<tool_call>", "", _without_function)[:1]
 
     def written(self, call: ToolCall) -> str:
         """One tag on each line, values between them."""
@@ -37,16 +35,23 @@ class QwenXml:
         return f"<tool_call>\n<function={call.name}>\n{parameters}</function>\n</tool_call>"
 
 
-def _read(name: str, content: str, end: str) -> ToolCall | MalformedCall:
-    if not end:
-        return MalformedCall(f"<function={name}> is not closed by </function>")
-    found, place = dict[str, str](), 0
-    while begin := _BEGIN.match(content, place):
-        stop = content.find(_CLOSES, begin.end())
-        if stop < 0:
-            return MalformedCall("a <parameter=NAME> is not closed by </parameter>")
-        found[begin[1].strip()] = content[begin.end() : stop].removesuffix("\n")
-        place = stop + len(_CLOSES)
-    if content[place:].strip():
-        return MalformedCall(f"<function={name}> holds something beside <parameter=NAME>...</parameter>")
-    return ToolCall(name.strip(), found)
+def _read(text: str, start: int) -> tuple[list[Call], int]:
+    """(the function whose name begins at ``start``, where it ends); its values may have tags in them."""
+    name = _NAME.match(text, start)
+    if name is None:
+        return [MalformedCall("a <function=NAME> has no name that > ends")], start
+    found, place = dict[str, str](), name.end()
+    while begin := _BEGIN.match(text, place):
+        stop = text.find(_ENDS, begin.end())
+        value = text[begin.end() : stop]
+        if stop < 0 or _OPENS in value.partition(_CLOSES)[2]:  # the tag found is that of another function
+            return [MalformedCall("a <parameter=NAME> is not closed by </parameter>")], start
+        found[begin[1].strip()] = value.removesuffix("\n")
+        place = stop + len(_ENDS)
+    if closed := _END.match(text, place):
+        return [ToolCall(name[1].strip(), found, is_bare=True)], closed.end()
+    return [MalformedCall(f"<function={name[1]}> holds something beside <parameter=NAME>...</parameter>")], start
+
+
+def _without_function(text: str, start: int) -> tuple[list[Call], int]:
+    return [MalformedCall("a <tool_call> holds no <function=NAME>")], start
