@@ -22,7 +22,9 @@ from rlmodule.core.episodes import LENGTH, Completion, Done, Message, Observatio
 from rlmodule.core.errors import ConfigError, DependencyError
 from rlmodule.core.types import Prompt, RewardResult
 from rlmodule.environments import ENVIRONMENTS
-from rlmodule.environments.parts.tool_calls import AUTO, TOOL_FORMATS, MalformedCall, format_for
+from rlmodule.environments.parts.arguments import as_described
+from rlmodule.environments.parts.tool_calls import AUTO, TOOL_FORMATS, Call, MalformedCall, format_for
+from rlmodule.environments.parts.tool_use import in_one_turn
 
 
 @ENVIRONMENTS.register
@@ -50,7 +52,7 @@ class Verifiers:
 
     def for_template(self, template: str) -> Verifiers:
         """The same with the tool format that the chat template speaks."""
-        if self.tool_format != AUTO:
+        if self.tool_format != AUTO or not self.made.tool_defs:
             return self
         return replace(self, tool_format=type(format_for(template)).__module__.rsplit(".", 1)[-1])
 
@@ -166,7 +168,7 @@ class VerifiersEpisode:
             )
         self._shown = messages
         role = self.environment.observation_role
-        return Observation(messages=[self._as_shown(message, role) for message in messages[before + 1 :]])
+        return Observation(messages=in_one_turn([self._as_shown(m, role) for m in messages[before + 1 :]]))
 
     def cut(self) -> Done:
         """The rollout is given up, and what there is is scored as the environment scores it."""
@@ -206,14 +208,10 @@ class VerifiersEpisode:
 
     def _spoken(self, completion: Completion) -> dict[str, Any]:
         """The response as verifiers has it, calls read out of its text where the environment has tools."""
-        calls = (
-            format_for("", self.environment.tool_format).calls(completion) if self.environment.made.tool_defs else []
-        )
-        made = [
-            {"id": f"call{number:05d}", "name": call.name, "arguments": json.dumps(dict(call.arguments))}
-            for number, call in enumerate(calls, start=sum(m["role"] == "tool" for m in self._shown))
-            if not isinstance(call, MalformedCall)
-        ]
+        tools = [_schema(tool)["function"] for tool in self.environment.made.tool_defs or ()]
+        calls = format_for("", self.environment.tool_format).calls(completion) if tools else []
+        first = sum(message["role"] == "tool" for message in self._shown)
+        made = [{"id": f"call{first + number:05d}", **_called(call, tools)} for number, call in enumerate(calls)]
         is_cut = completion.finish_reason == LENGTH
         return {
             "content": completion.text,
@@ -226,6 +224,13 @@ class VerifiersEpisode:
         if message["role"] != "tool" or role == "tool":
             return message
         return {"role": role, "content": message["content"]}
+
+
+def _called(call: Call, tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """A call as verifiers has it; what is malformed has arguments that are no JSON, which it answers with an error."""
+    if isinstance(call, MalformedCall):
+        return {"name": "malformed", "arguments": call.because}
+    return {"name": call.name, "arguments": json.dumps(as_described(call, tools))}
 
 
 def _client_class() -> Any:

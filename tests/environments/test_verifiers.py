@@ -128,6 +128,28 @@ def test_its_tools_are_called_as_the_model_writes_calls(made):
     assert (done.reward.value, done.reward.parts["double_calls"]) == (1.0, 1.0)
 
 
+def test_bare_arguments_get_their_types_and_malformed_calls_an_error(made):
+    """21 is doubled, not written twice; PrimeIntellect-ai/verifiers#1763: a broken call ends no episode."""
+    environment = made("tool", observation_role="tool").for_template("<function=")
+    episode = environment.start(prompt_of(environment.rows("train")[0]))
+    _ = episode.prompt
+    for call, shown in (
+        ("<function=double><parameter=x>\n21\n</parameter></function>", "42"),
+        ("<function=double><parameter=x>21", "Expecting value"),
+    ):
+        [message] = episode.reply(said(call)).messages
+        assert shown in message["content"]
+    assert environment.for_template("<tool_call>") == environment, "settled once"
+
+
+def test_results_shown_as_a_user_are_one_turn(made):
+    environment = made("tool").for_template("<tool_call>")
+    episode = environment.start(prompt_of(environment.rows("train")[0]))
+    _ = episode.prompt
+    call = '<tool_call>{"name": "double", "arguments": {"x": 2}}</tool_call>'
+    assert list(episode.reply(said(call * 2)).messages) == [{"role": "user", "content": "4\n4"}]
+
+
 def test_episodes_side_by_side_do_not_meet(made):
     environment = made("hint")
     rows = environment.rows("train")
