@@ -22,7 +22,7 @@ from rlmodule.environments.parts.tool_use import ToolEnvironment
 from rlmodule.environments.parts.tools import Tool
 
 START_MARGIN = 30.0  # seconds beside those of a program: to find out what can be isolated, to clean up
-_NUMBER = re.compile(r"-?\d[\d,]*")
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _SCHEMA = {
     "type": "function",
     "function": {
@@ -97,8 +97,9 @@ class Python(ToolEnvironment, ProceduralEnvironment):
 
     def score(self, row: Prompt, answer: str) -> RewardResult:
         """1 where the last number of the answer is the right one."""
-        numbers = _NUMBER.findall(answer)
-        return RewardResult(float(bool(numbers) and numbers[-1].replace(",", "") == row.answer))
+        last = (_NUMBER.findall(answer) or [""])[-1].replace(",", "")
+        whole, _, part = last.partition(".")
+        return RewardResult(float(whole == row.answer and not part.strip("0")))
 
     def noisy_response(self, row: dict[str, Any], index: int) -> str:
         """The first turn: the program that prints the answer."""

@@ -47,5 +47,8 @@ def test_what_a_program_prints_is_shown(made, code, shown):
 
 def test_the_answer_is_the_last_number(made):
     [row] = made.rows("train")[:1]
-    for text, value in ((f"first 7, then {row['answer']}", 1.0), (f"{row['answer']} or 7", 0.0), ("none", 0.0)):
+    answer = row["answer"]
+    right = (f"first 7, then {answer}", f"{answer}.", f"**{answer}.0**", f"{int(answer):,}")
+    wrong = (f"{answer} or 7", "none", "", f"7.{answer}", f"{answer}.5", f"-{answer}")
+    for text, value in (*((text, 1.0) for text in right), *((text, 0.0) for text in wrong)):
         assert play(made, row, [text])[1].reward.value == value
