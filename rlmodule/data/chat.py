@@ -200,10 +200,13 @@ class ChatFormat:
         messages = [self._control.cut_in_observation(message) for message in messages]
         try:
             text = self._text_after({"role": "assistant", "content": MARK}, messages)
-        except ChatError:
+        except ChatError as error:
             if not any("tool_call_id" in message for message in messages):
                 raise
-            text = self._text_after_calls(messages)
+            try:
+                text = self._text_after_calls(messages)
+            except ChatError as after_calls:
+                raise ChatError(f"{error}; after an assistant turn with tool calls: {after_calls}") from None
         [ids] = encode_behind(self.tokenizer, [text])
         return ids[1:] if ids[:1] == (after,) else ids
 
@@ -213,6 +216,7 @@ class ChatFormat:
         before, found, behind = self._render([*_OPENING, spoken, *messages], asks_for_answer=True).rpartition(MARK)
         if not found or not before.startswith(_EMPTY_THOUGHT.sub("", asked)):
             raise ChatError("the chat template writes an assistant turn otherwise once another turn follows it")
+        check_something_said(messages, behind)
         return behind
 
     def _text_after_calls(self, messages: Sequence[Message]) -> str:
@@ -320,6 +324,19 @@ def check_all_said(messages: Sequence[Message], text: str) -> None:
         content, role = str(message.get("content") or "").strip(), message["role"]
         if role not in ("assistant", "tool") and content not in text and lost(content, text):
             raise ChatError(f"the chat template leaves out turn {number}, of role {role!r}: {described(content)}")
+
+
+def check_something_said(messages: Sequence[Message], text: str) -> None:
+    """The same for messages of any role, whose words a template may write as JSON: one of them is there at least.
+
+    Raises:
+        ChatError: names the role.
+    """
+    for message in messages:
+        content, role = message.get("content"), message["role"]
+        words = re.findall(r"\w+", content) if isinstance(content, str) else ()
+        if words and not any(word in text for word in words):
+            raise ChatError(f"the chat template leaves out what the role {role!r} says: {described(content)}")
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[list[Message]]:

@@ -1,5 +1,7 @@
 """Laws of conversations: only what the assistant says is trained, its end included, and later turns change nothing."""
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,7 +54,9 @@ def test_only_the_assistants_words_and_ends_are_sampled():
     assert mask == [False] * 3 + [True] * 5 + [False] * 4 + [True] * 3
 
 
-turns = st.lists(st.tuples(st.sampled_from(["user", "tool", "assistant"]), st.text(max_size=5)), max_size=6)
+# None that spells a token, which is text here and a token to the template alone (test_control_tokens.py).
+words = st.text(max_size=5).filter(lambda text: "<|" not in text)
+turns = st.lists(st.tuples(st.sampled_from(["user", "tool", "assistant"]), words), max_size=6)
 
 
 @given(turns)
@@ -248,6 +252,31 @@ def test_results_are_appended_where_the_template_lets_them_follow_calls_alone(co
     assert chat.encode_observation(shown, after=ord("a"))[0] == END
     with pytest.raises(ChatError, match="nothing was called"):
         chat.encode_observation([turn("tool", "x")], after=END)
+
+
+# A role that it does not know is skipped (Phi-3), or shown behind calls alone without a word about it (Gemma 4).
+SKIPS = """
+{%- for m in messages -%}
+{%- if m.role == 'user' -%}{{- '<|u|>' + m.content -}}
+{%- elif m.role == 'assistant' -%}
+{{- '<|a|>' + (m.tool_calls[0].function.name if m.tool_calls else m.content) + '<|e|>' -}}
+{%- if m.tool_calls and KNOWS -%}{{- '<|u|>' + messages[loop.index0 + 1].content | tojson -}}{%- endif -%}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|a|>' -}}{%- endif -%}
+"""
+
+
+def test_what_a_template_would_leave_out_is_refused_or_written_behind_calls():
+    chat = ChatFormat(with_template(SKIPS.replace("KNOWS", "false")))
+    for shown in (result(0, "12\nseen"), turn("tool", "seen")):
+        with pytest.raises(ChatError, match="leaves out what the role 'tool' says"):
+            chat.encode_observation([shown], after=END)
+    assert chat.encode_observation([turn("user", "seen")], after=END) == (USER, *b"seen", ASSISTANT)
+    knows = ChatFormat(with_template(SKIPS.replace("KNOWS", "true")))
+    for said in ("\nseen", "", "..."):
+        shown = knows.encode_observation([result(0, said)], after=END)
+        assert said in ("", "...") or shown == (USER, *json.dumps(said).encode(), ASSISTANT)
 
 
 def test_an_empty_thought_of_the_generation_prompt_alone_is_no_rewriting():

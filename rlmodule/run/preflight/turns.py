@@ -5,12 +5,14 @@ from __future__ import annotations
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from rlmodule.core.contract import MultiTurnEnvironment
+from rlmodule.core.episodes import Message
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
 from rlmodule.data.chat import ChatError
 from rlmodule.run.config import RunConfig
 
 _NO_TOKEN = -1  # no response ends with it
+_WORD = "observed"  # which no template writes by itself
 
 
 def check_turns(config: RunConfig, tokenizer: PreTrainedTokenizerBase, hf_config: PreTrainedConfig) -> None:
@@ -23,9 +25,12 @@ def check_turns(config: RunConfig, tokenizer: PreTrainedTokenizerBase, hf_config
     if not isinstance(environment, MultiTurnEnvironment) or not config.episodes.has_turns:
         return
     role = environment.observation_role
-    more = {"tool_call_id": "call00000", "name": "x"} if role == "tool" else {}
+    shown: list[Message] = [{"role": role, "content": _WORD}]
+    if role == "tool":  # of a response with two calls
+        shown = [{**shown[0], "tool_call_id": f"call{number:05d}", "name": "x"} for number in range(2)]
     try:
-        config.data.chat_format(tokenizer).encode_observation([{"role": role, "content": "x", **more}], after=_NO_TOKEN)
+        for count in range(1, len(shown) + 1):
+            config.data.chat_format(tokenizer).encode_observation(shown[:count], after=_NO_TOKEN)
     except ChatError as error:
         family = hf_config.get_text_config().model_type
         others = "environment.observation_role=user, " if role == "tool" else ""
