@@ -49,7 +49,7 @@ def turns_in(text: str) -> list[Any] | None:
 def is_unicode(value: Any) -> bool:
     """Whether every text in the value has a UTF-8 form."""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError:
         return False
     return True

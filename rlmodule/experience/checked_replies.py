@@ -13,6 +13,7 @@ from typing import Any
 
 from rlmodule.core.episodes import Done, Message, Observation
 from rlmodule.core.types import RewardResult
+from rlmodule.data.json_text import is_unicode
 
 
 class WrongReplyError(Exception):
@@ -69,19 +70,18 @@ def _messages(given: Any) -> Sequence[Message]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise WrongReplyError(f"a message has a role and content, got {message!r:.200}")
         content = message.get("content")
-        if not isinstance(content, str | Sequence):
+        if not isinstance(content, str) and not (
+            isinstance(content, list | tuple) and all(map(_is_text_part, content))
+        ):
             raise WrongReplyError(f"the content of a message is text, got {content!r:.200}")
-        if isinstance(content, str) and not _is_unicode(content):
-            raise WrongReplyError(f"the content of a message holds half of a surrogate pair: {content!r:.200}")
+        if not is_unicode(dict(message)):
+            raise WrongReplyError(f"a message holds half of a surrogate pair: {message!r:.200}")
     return given
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _is_text_part(part: Any) -> bool:
+    """Whether this is a part of a content that a model of texts reads; of an image a template writes a mark alone."""
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _numbers(given: Any, what: str) -> dict[str, float]:

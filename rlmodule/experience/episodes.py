@@ -307,11 +307,11 @@ class RunningEpisode:
             if not isinstance(reply, Observation):
                 raise WrongReplyError("an Observation or Done was due")
             reply = checked_observation(reply, len(self.runner.chat.tokenizer))
+            if self.completions:
+                return self._show(reply)
+            self._open(reply)
         except WrongReplyError as error:
             return self._failed(Failure(f"the environment gave {reply!r:.200}; {error}"))
-        if self.completions:
-            return self._show(reply)
-        self._open(reply)
         return None
 
     def next_turn(self) -> GenerationRequest:
@@ -421,14 +421,23 @@ class RunningEpisode:
         return replace(completion, raw_text=str(self.runner.chat.tokenizer.decode(completion.token_ids)))
 
     def _ids_of(self, shown: Observation, encode: Callable[[Sequence[Message]], tuple[int, ...]]) -> tuple[int, ...]:
-        """The observation's own token ids, or those that ``encode`` makes of its messages."""
+        """The observation's own token ids, or those that ``encode`` makes of its messages.
+
+        Raises:
+            DataError: the template refuses such messages, whatever they say.
+            WrongReplyError: it refuses what these say.
+        """
         if shown.ids is not None:
             return shown.ids
         assert shown.messages is not None, "an observation is messages or ids"
         try:
             return encode(shown.messages)
         except ChatError as error:
-            raise self._error(str(error), "Change what the environment says, or use another model") from error
+            try:
+                encode([{**message, "content": "x"} for message in shown.messages])
+            except ChatError:
+                raise self._error(str(error), "Change what the environment says, or use another model") from error
+            raise WrongReplyError(str(error)) from error
 
     @property
     def _location(self) -> str:

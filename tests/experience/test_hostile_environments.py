@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from rlmodule.core.episodes import STOP, Completion, Done, Observation
+from rlmodule.core.errors import DataError
 from rlmodule.core.types import Prompt, RewardResult
 from rlmodule.data.chat import ChatFormat
 from rlmodule.experience.episodes import EpisodeRequest, EpisodeRunner
@@ -13,7 +14,7 @@ from rlmodule.experience.failures import reward_counts
 from rlmodule.experience.gathering import gather_sample_info
 from rlmodule.experience.iteration_metrics import length_metrics, reward_metrics
 from rlmodule.experience.sources import with_rewards
-from rlmodule.models.byte_tokenizer import byte_tokenizer
+from rlmodule.models.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 from tests.helpers.tiny import single, tiny_policy
 
 CHAT = ChatFormat(byte_tokenizer())
@@ -53,13 +54,13 @@ class Played:
         return self.at_cut
 
 
-def numbers_beside(**strange):
+def numbers_beside(chat=CHAT, **strange):
     """(sample, result, every number of the iteration) with one strange episode among others."""
 
     def start(row):
         return Played(**strange) if row.row == 1 else Played()
 
-    runner = EpisodeRunner(start, CHAT, 50, 60)
+    runner = EpisodeRunner(start, chat, 50, 60)
     found = runner.run(Scripted(), [EpisodeRequest(row, row.row, row.row) for row in ROWS])
     scored = with_rewards(found, lambda samples: [RewardResult(0.5) for _ in samples])
     _, info = gather_sample_info(lambda: scored, COLLECTIVES)
@@ -88,6 +89,19 @@ STRANGE = {
     "no content": ({"first": Observation(messages=[{"role": "user"}])}, "content of a message is text"),
     "a number for content": ({"first": Observation(messages=[AGAIN | {"content": 3}])}, "content of a message is text"),
     "half a character": ({"first": Observation(messages=[AGAIN | {"content": "\ud83d"}])}, "half of a surrogate pair"),
+    "bytes for content": ({"first": Observation(messages=[AGAIN | {"content": b"x"}])}, "content of a message is text"),
+    "an image": (
+        {"first": Observation(messages=[AGAIN | {"content": [{"type": "image"}]}])},
+        "content of a message is",
+    ),
+    "half a character in a name": (
+        {"first": Observation(messages=[AGAIN | {"name": "\ud83d"}])},
+        "half of a surrogate",
+    ),
+    "half a character in a part": (
+        {"first": Observation(messages=[AGAIN | {"content": [{"type": "text", "text": "\ud83d"}]}])},
+        "half of a surrogate",
+    ),
     "the prompt is the end": ({"prompt": Done(RewardResult(1.0))}, "was due"),
     "the prompt is nothing": ({"prompt": None}, "was due"),
     "the prompt is empty": ({"prompt": Observation(ids=())}, "is empty"),
@@ -108,6 +122,23 @@ def test_a_wrong_value_costs_its_episode_and_is_told(name):
     assert (found.pop("reward/unscored"), whole.pop("reward/unscored")) == (1.0, 0.0)
     shared = found.keys() & whole.keys()
     assert {name: found[name] for name in shared} == {name: whole[name] for name in shared}
+
+
+def chat_that_refuses(wrong):
+    tokenizer = byte_tokenizer()
+    raises = "{%- if WRONG -%}{{- raise_exception('not this') -}}{%- endif -%}"
+    tokenizer.chat_template = raises.replace("WRONG", wrong) + CHAT_TEMPLATE
+    return ChatFormat(tokenizer)
+
+
+def test_what_the_template_refuses_in_one_message_costs_its_episode():
+    """A role that it refuses whatever is said ends the run with the row: no episode could go on."""
+    said = Observation(messages=[AGAIN])
+    _, result, found = numbers_beside(chat_that_refuses("messages[-1].content == 'again'"), first=said)
+    assert "not this" in result.failure
+    assert (result.value, found["reward/failed"], found["reward/unscored"]) == (None, 1.0, 1.0)
+    with pytest.raises(DataError, match=r"episode of row 2 of test: .*not this"):
+        numbers_beside(chat_that_refuses("messages | length > 1"), first=said)
 
 
 @pytest.mark.parametrize("number", [True, 1, torch.tensor(1.0)], ids=str)
