@@ -75,7 +75,7 @@ class OverlongBuffer:
 
 
 def overlong_penalty(response_len: Tensor, config: OverlongBuffer) -> Tensor:
-    """[B] response tokens -> [B] float64 penalty: 0 before the buffer, then linear up to ``penalty_factor``."""
+    """[B] tokens that each response drew -> [B] float64: 0 before the buffer, then linear up to ``penalty_factor``."""
     if not config.enable:
         return torch.zeros_like(response_len, dtype=torch.float64)
     inside = (response_len.double() - config.start) / config.width

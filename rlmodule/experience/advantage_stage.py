@@ -105,7 +105,8 @@ class AdvantageStage:
         config = self.objective.config
         reward = torch.from_numpy(sample_info.reward)
         if config.overlong_buffer.enable:
-            penalty = overlong_penalty(torch.from_numpy(sample_info.metas.response_len), config.overlong_buffer)
+            drawn = sample_info.metas.response_len - sample_info.num_shown
+            penalty = overlong_penalty(torch.from_numpy(drawn), config.overlong_buffer)
             metrics["reward/overlong_penalty"] = _mean_over(penalty, torch.isfinite(reward))
             reward = reward - penalty
         return reward

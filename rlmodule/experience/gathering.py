@@ -27,10 +27,12 @@ def gather_sample_info(
         TrainingError: on every rank, when collecting failed on any.
     """
     try:
-        scored, failure = [_masked(s, mask_truncated) for s in collect()], None
+        collected, failure = collect(), None
     except RLModuleError as error:
-        scored, failure = [], error
-    sample_info = [_info_of(s) for s in scored]
+        collected, failure = [], error
+    scored = [_masked(s, mask_truncated) for s in collected]
+    num_shown = [int((~s.sample.loss_mask).sum()) for s in collected]
+    sample_info = [_info_of(s, shown) for s, shown in zip(scored, num_shown, strict=True)]
     failed = [i for i, info in enumerate(sample_info) if info.failure is not None]
     for i in failed[1:]:  # one traceback of each rank is enough to send around
         sample_info[i] = replace(sample_info[i], failure="")
@@ -48,7 +50,7 @@ def gather_sample_info(
     return [s.sample for s in scored], SampleTable.gathered([part for part, _, _ in everyone])
 
 
-def _info_of(scored: ScoredSample) -> SampleInfo:
+def _info_of(scored: ScoredSample, num_shown: int) -> SampleInfo:
     sample, score = scored.sample, scored.score
     return SampleInfo(
         sample.meta,
@@ -63,6 +65,7 @@ def _info_of(scored: ScoredSample) -> SampleInfo:
         scored.is_replayed,
         scored.is_stale,
         sample.token_versions is not None,
+        num_shown,
     )
 
 

@@ -24,6 +24,7 @@ class SampleInfo:
         failure: what went wrong where the reward function failed, empty for all but a rank's first; None elsewhere.
         is_replayed, is_stale: as in ScoredSample.
         is_mixed: its tokens were drawn by more than one version.
+        num_shown: tokens of the response that an environment showed, and that nobody drew.
     """
 
     meta: SampleMeta
@@ -38,3 +39,4 @@ class SampleInfo:
     is_replayed: bool = False
     is_stale: bool = False
     is_mixed: bool = False
+    num_shown: int = 0

@@ -17,7 +17,7 @@ from rlmodule.experience.sample_info import SampleInfo
 Floats = NDArray[np.float64]
 
 # Fields of a SampleTable with a number, and with numbers by name, of each sample.
-COLUMNS = ("reward", "baseline", "truncated", "version", "failed", "is_replayed", "is_stale", "is_mixed")
+COLUMNS = ("reward", "baseline", "truncated", "version", "failed", "is_replayed", "is_stale", "is_mixed", "num_shown")
 NUMBERS = ("parts", "diagnostics", "counts")
 
 
@@ -45,6 +45,7 @@ class SampleTable(Sequence[SampleInfo]):
         version: [n] int32.
         failed: [n] bool, whether the reward function failed.
         is_replayed, is_stale, is_mixed: [n] bool, as in SampleInfo.
+        num_shown: [n] int32, likewise.
         parts, diagnostics, counts: numbers by name.
         failures: sample id -> what went wrong, for a rank's first; not of samples that were left out since.
     """
@@ -58,6 +59,7 @@ class SampleTable(Sequence[SampleInfo]):
     is_replayed: Bools
     is_stale: Bools
     is_mixed: Bools
+    num_shown: Counts
     parts: Mapping[str, Numbers]
     diagnostics: Mapping[str, Numbers]
     counts: Mapping[str, Numbers]
@@ -78,6 +80,7 @@ class SampleTable(Sequence[SampleInfo]):
             np.array([f.is_replayed for f in samples], bool),
             np.array([f.is_stale for f in samples], bool),
             np.array([f.is_mixed for f in samples], bool),
+            np.array([f.num_shown for f in samples], np.int32),
             _numbers([f.parts for f in samples]),
             _numbers([f.diagnostics for f in samples]),
             _numbers([f.counts for f in samples]),
@@ -188,6 +191,7 @@ class SampleTable(Sequence[SampleInfo]):
             bool(self.is_replayed[index]),
             bool(self.is_stale[index]),
             bool(self.is_mixed[index]),
+            int(self.num_shown[index]),
         )
 
 

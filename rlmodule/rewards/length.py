@@ -3,7 +3,7 @@
 From ``start`` tokens on it falls in a straight line to ``penalty`` at ``limit`` tokens and stays there: the soft
 overlong punishment of DAPO (arXiv:2503.14476, section 3.4: -1 at the limit, a buffer of 4,096 tokens before it). Below
 ``shortest`` tokens it is ``penalty`` too. ``algorithm.overlong_buffer`` does the same to any reward, but does not log
-it as a component. Leaves out lengths relative to the group.
+it as a component. What an environment showed is not counted. Leaves out lengths relative to the group.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Length:
     def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """One score per sample, in order."""
         return [
-            RewardResult(self.truncated if s.finish_reason == "length" else self.score(len(s.response_ids)))
+            RewardResult(self.truncated if s.finish_reason == "length" else self.score(int(s.loss_mask.sum())))
             for s in samples
         ]
 

@@ -15,13 +15,14 @@ from rlmodule.batching.collate import DynamicCollator
 from rlmodule.core.episodes import Completion
 from rlmodule.core.errors import TrainingError
 from rlmodule.core.layout import Layout
-from rlmodule.core.types import Prompt, RewardResult
+from rlmodule.core.types import Prompt, RewardResult, ScoredSample
 from rlmodule.data.chat import ChatFormat
 from rlmodule.data.stream import PromptStream
 from rlmodule.datamodule import RLDataModule
 from rlmodule.environments.parts.single_turn import SingleTurnEpisode
 from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.episodes import EpisodeRunner
+from rlmodule.experience.gathering import gather_sample_info
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.sources import RolloutSource, RowSampler
@@ -32,7 +33,7 @@ from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.ops.kl import kl_per_token
 from tests.experience.shaped import CENTRED, ROUNDS, drawn, iteration_of
 from tests.helpers.ranks import run_on_ranks
-from tests.helpers.tiny import single, tiny_policy
+from tests.helpers.tiny import sample, single, tiny_policy
 
 
 def iterate(rank, **config):
@@ -90,6 +91,21 @@ def test_long_answers_are_charged_in_the_advantage_only():
     told, _, metrics = iterate(0, overlong_buffer=buffer)
     assert [told[2], told[3]] == pytest.approx([0.25 + 0.5, -0.75])
     assert metrics["reward/overlong_penalty"] > 0
+
+
+def test_what_an_environment_showed_is_not_charged():
+    """OpenRLHF/OpenRLHF#1243: of 4 tokens drawn, 3 shown and 5 drawn 9 count, in answers that are masked too."""
+    shown = torch.tensor([True] * 4 + [False] * 3 + [True] * 5)
+    found = [
+        ScoredSample(replace(sample(i, 3, 12), loss_mask=shown, finish_reason=reason), RewardResult(1.0))
+        for i, reason in enumerate(("stop", "length"))
+    ]
+    collectives = single({"policy": tiny_policy()}).collectives
+    _, info = gather_sample_info(lambda: found, collectives, mask_truncated=True)
+    assert info.metas.loss_tokens.tolist() == [9, 0]
+    buffer = OverlongBuffer(enable=True, length=4, max_length=12)
+    stage = AdvantageStage(Objective(PPOClip(), AlgorithmConfig(overlong_buffer=buffer)), CENTRED, collectives)
+    assert stage._shaped_rewards(info, {}).tolist() == [0.75, 0.75]
 
 
 def test_truncated_answers_count_in_the_group_but_not_in_the_loss():

@@ -1,6 +1,9 @@
 """Lengths and penalties: DAPO's soft overlong punishment, arXiv:2503.14476, equation 13."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.rewards.length import Length
@@ -15,6 +18,13 @@ def test_the_penalty_of_dapo(tokens, score):
     """Of 20,480 tokens the last 4,096 are the buffer: ((L_max - L_cache) - |y|) / L_cache."""
     [result] = Length(start=16_384, limit=20_480)([sample("x", tokens=tokens)])
     assert result.value == score
+
+
+def test_what_an_environment_showed_is_not_counted():
+    """modelscope/ms-swift#10149: seven tokens drawn in two turns, of a limit of 8 with a buffer of 2."""
+    mask = torch.tensor([True] * 3 + [False] * 90 + [True] * 4)
+    [result] = Length(start=6, limit=8)([replace(sample("x", tokens=97), loss_mask=mask)])
+    assert result.value == -0.5
 
 
 def test_short_ones_and_a_bonus():
