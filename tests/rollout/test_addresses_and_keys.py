@@ -6,6 +6,7 @@ import socket
 import threading
 from contextlib import contextmanager, suppress
 from functools import partial
+from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from rlmodule.core.errors import ConfigError, TrainingError
 from rlmodule.rollout.parts import server_checks, server_engine
-from rlmodule.rollout.parts.http_client import HTTPClient, ServerRefusedError
+from rlmodule.rollout.parts.http_client import HTTPClient, ServerGoneError, ServerRefusedError
 from rlmodule.rollout.parts.own_server import OwnServer, free_port
 from rlmodule.rollout.parts.vllm_transfer import address_for
 from rlmodule.rollout.server import ServerRolloutConfig
@@ -127,6 +128,21 @@ def test_a_proxy_of_the_environment_is_not_asked(monkeypatch):
 
 
 # ---- waiting
+
+
+def test_a_request_that_is_broken_off_while_it_connects_is_not_waited_for(monkeypatch):
+    with answering(200, "{}") as (url, _):
+        client, connect = HTTPClient(url), HTTPConnection.connect
+
+        def broken_off(connection: HTTPConnection) -> None:
+            client.hang_up()
+            connect(connection)
+
+        monkeypatch.setattr(HTTPConnection, "connect", broken_off)
+        with pytest.raises(ServerGoneError, match="broken off"):
+            client.get("/health")
+        monkeypatch.undo()
+        assert client.get("/health") == {}, "a later one is asked"
 
 
 def engine_for(url: str, tmp_path: Path, **keys: Any) -> Any:

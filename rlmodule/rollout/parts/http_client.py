@@ -120,7 +120,7 @@ class HTTPClient:
         failures = 0
         while True:
             try:
-                status, wait, said = self._once(method, path, data, deadline)
+                status, wait, said = self._once(method, path, data, deadline, calls)
             except _ClosedWhileIdleError:
                 failures += 1
                 self._close_idle()  # as old as this one, or older
@@ -155,12 +155,16 @@ class HTTPClient:
             time.sleep(min(wait, POLL_SECONDS))
         return self._calls_broken_off == calls
 
-    def _once(self, method: str, path: str, data: bytes | None, deadline: float) -> tuple[int, float | None, bytes]:
+    def _once(
+        self, method: str, path: str, data: bytes | None, deadline: float, calls: int
+    ) -> tuple[int, float | None, bytes]:
         """(status, seconds until it wants to be asked again or None, body) of one answer."""
         connection = self._connection(max(deadline - time.monotonic(), POLL_SECONDS))
         was_open = connection.sock is not None
         try:
             connection.request(method, path, data, self._headers())
+            if self._calls_broken_off != calls:  # before there was a socket to shut
+                raise ConnectionAbortedError("broken off")
             answer = connection.getresponse()
             said = answer.status, _wait_of(answer), _read(answer, deadline)
             with self._lock:
