@@ -30,7 +30,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from rlmodule.commands.parts.arguments import with_command, with_open_mappings
+from rlmodule.commands.parts.arguments import with_command, with_home, with_open_mappings
 from rlmodule.commands.parts.sums import section_of_sum, sums_written_in
 from rlmodule.commands.parts.sweep import JobResult, read_jobs, show_jobs
 from rlmodule.core.config import how_to_refer
@@ -105,7 +105,8 @@ def _main() -> int:
 
         WarmStart(load_run(rest)[0]).fit()
         return 0
-    sys.argv[1:] = with_sums(with_open_mappings(with_command(sys.argv[1:], menu("command"), keys_of_command)))
+    words = with_command(with_home(sys.argv[1:]), menu("command"), keys_of_command)
+    sys.argv[1:] = with_sums(with_open_mappings(words))
     check_choices(sys.argv[1:])
     from_command_line()
     return end_of_sweep()
@@ -372,7 +373,7 @@ def to_config_error(error: Exception) -> ConfigError:
     if isinstance(error, OverrideParseException):
         key, _, value = error.override.partition("=")
         return ConfigError(
-            key=key,
+            key=key.removeprefix("++"),
             got=value,
             because=f"it cannot be read as KEY=VALUE ({first_line})",
             fix="Quote values that hold spaces, commas or brackets: 'key=\"value\"'",

@@ -110,6 +110,11 @@ class AlgorithmConfig:
         return {key: value for key, value in values.items() if value != "none"}
 
     @property
+    def learns_from_comparisons(self) -> dict[str, str]:
+        """Those of them that weigh or reject tokens, and do not only log."""
+        return {key: value for key, value in self._comparisons.items() if value != "observe"}
+
+    @property
     def uses_rollout_logprob(self) -> bool:
         """Whether log-probabilities of the rollout engine are used as those of the old policy."""
         return self.old_logprob in ("rollout", "available")

@@ -65,4 +65,4 @@ class Custom:
         return found
 
     def _error(self, because: str, fix: str) -> ConfigError:
-        return ConfigError(key="path", got=self.path, because=because, fix=fix)
+        return ConfigError(key="environment.path", got=self.path, because=because, fix=fix)

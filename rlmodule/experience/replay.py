@@ -11,6 +11,7 @@ from typing import Any
 
 from rlmodule.checkpoint.samples import PlainState, scored_samples_from, scored_samples_state
 from rlmodule.core.config import at_least
+from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
 from rlmodule.core.types import ScoredSample
 
@@ -30,10 +31,11 @@ class ReplayMemory:
 
     Args:
         staleness: iterations that a response is kept after the one that it was drawn in; 0 keeps nothing.
+        group_size: responses of a row, of which sample ids are made; None where rows differ.
     """
 
-    def __init__(self, staleness: int) -> None:
-        self.staleness = staleness
+    def __init__(self, staleness: int, group_size: int | None = None) -> None:
+        self.staleness, self.group_size = staleness, group_size
         self._kept: list[ScoredSample] = []
 
     def with_earlier(self, new: list[ScoredSample], iteration: int) -> list[ScoredSample]:
@@ -48,10 +50,23 @@ class ReplayMemory:
 
     def state(self) -> PlainState | None:
         """What this rank keeps, as plain values and tensors; None without replay."""
-        return scored_samples_state(self._kept) if self.staleness else None
+        return {**scored_samples_state(self._kept), "group_size": self.group_size} if self.staleness else None
 
     def load(self, states: Sequence[Mapping[str, Any]], layout: Layout) -> None:
-        """Take this rank's share of what all ranks of the saved run kept."""
+        """Take this rank's share of what all ranks of the saved run kept.
+
+        Raises:
+            ConfigError: new responses would have the ids of these.
+        """
+        for saved in {state.get("group_size") for state in states if self.staleness}:
+            if saved is not None and self.group_size is not None and saved > self.group_size:
+                raise ConfigError(
+                    key="rollout.n",
+                    got=self.group_size,
+                    because=f"the responses that rollout.staleness={self.staleness} trains on again were drawn with "
+                    f"{saved}, and new ones would have the ids of some of them",
+                    fix=f"Use rollout.n={saved}, or go on with rollout.staleness=0",
+                )
         everyone = [sample for state in states for sample in scored_samples_from(state)]
         everyone.sort(key=lambda scored: scored.sample.sample_id)
         self._kept = everyone[layout.dp_sp_rank :: layout.dp_sp_size]

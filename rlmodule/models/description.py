@@ -95,7 +95,7 @@ class ModelConfig:
                 key="path",
                 got=self.path,
                 because="a model comes either from a path or from an architecture, and exactly one must be given",
-                fix="Set model.path=FOLDER, or choose model=tiny",
+                fix="Choose model=local model.path=FOLDER, or model=tiny",
             )
 
     @property

@@ -7,7 +7,6 @@ policy can learn to please the server's model rather than to answer: keep a seco
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rlmodule.core.api_keys import check_key_name, key_in
 from rlmodule.core.config import at_least, more_than
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.types import RewardResult, Sample
@@ -75,7 +75,8 @@ class LLMJudge:
         more_than("timeout_seconds", self.timeout_seconds, 0)
         more_than("highest", self.highest, self.lowest)
         _check_pattern(self.pattern)
-        _check_key(self.api_key_env)
+        check_key_name(self.api_key_env)
+        key_in(self.api_key_env)
         assert self._template
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
@@ -160,17 +161,3 @@ def _check_pattern(pattern: str) -> None:
         why = "it has no group"
     if not groups:
         raise ConfigError(key="pattern", got=pattern, because=why, fix="Put the number in brackets: 'Score: ([0-9]+)'")
-
-
-def _check_key(variable: str) -> None:
-    if variable and not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", variable):
-        raise ConfigError(
-            key="api_key_env",
-            got="*****",
-            because="it takes the name of an environment variable, not the key itself",
-            fix="export OPENAI_API_KEY=..., and api_key_env=OPENAI_API_KEY",
-        )
-    if variable and not os.environ.get(variable):
-        raise ConfigError(
-            key="api_key_env", got=variable, because="no such environment variable is set", fix=f"export {variable}=..."
-        )

@@ -99,6 +99,7 @@ class VLLMRolloutConfig(ServerSettings):
 
     def check_here(self) -> None:
         """Refuse an interpreter that is not there, and one without vLLM."""
+        super().check_here()
         if self.urls:
             return
         key, program = ("command", self.command[0]) if self.command else ("python", self.python or sys.executable)
@@ -162,16 +163,16 @@ class VLLMRolloutConfig(ServerSettings):
     def _link(self, device: torch.device) -> Callable[[VLLMApi], Link]:
         if self.weight_transfer == IPC:
             return lambda api: IPCLink.join(api, device)
-        return lambda api: NCCLLink.join(api, address_for(api.url) if self.urls else self.host, device)
+        return lambda api: NCCLLink.join(api, address_for(api.url) if self.urls else self.host.strip("[]"), device)
 
     def _own(self, context: EngineContext, folder: WeightFolder) -> tuple[OwnServer, ...]:
-        log = context.run_dir / "rollout"
+        log, host = context.run_dir / "rollout", self.host.strip("[]")
         return tuple(
             OwnServer(
                 self.command or self.serve(folder, context.sampling.max_response_length, context.pause),
                 folder.model,
-                self.host,
-                free_port(self.host),
+                host,
+                free_port(host),
                 log / f"server_{number}.log",
                 folder.root,
                 self.environment(number),

@@ -84,5 +84,5 @@ def test_its_code_is_part_of_what_a_resumed_run_shares(file, tmp_path):
     ],
 )
 def test_what_is_no_environment_is_refused(file, tmp_path, path, arguments, because):
-    with pytest.raises(ConfigError, match=because):
+    with pytest.raises(ConfigError, match=rf"^environment\..*{because}"):
         _ = Custom(path.format(folder=tmp_path, file=file), arguments).environment

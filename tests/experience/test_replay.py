@@ -108,6 +108,15 @@ def test_it_goes_on_as_if_never_stopped(whole, tmp_path):
     assert steps[0] == steps[1]
 
 
+def test_another_number_of_responses_is_refused_while_earlier_ones_are_kept(tmp_path):
+    """Sample ids are made of it: new responses would have the ids of those that are trained on again."""
+    run_small(tmp_path / "cut", *STALE, "trainer.max_epochs=3")
+    on = ("trainer.max_epochs=4", "rollout.n=2", f"resume={tmp_path / 'cut'}")
+    with pytest.raises(ConfigError, match=r"^rollout\.n=2: .* were drawn with 4, .* Use rollout\.n=4"):
+        run_small(tmp_path / "cut", *STALE, *on)
+    run_small(tmp_path / "cut", *on)
+
+
 @pytest.mark.ranks
 def test_ranks_change_nothing(whole, tmp_path):
     run_on_ranks(2, partial(_fit, tmp_path / "shared"))

@@ -140,6 +140,22 @@ def test_the_key_is_sent_and_never_said(monkeypatch):
     assert "sk-123" not in f"{result}{reward}"
 
 
+@pytest.mark.parametrize("value", ["sk-123\nmore", "sk-123 more", "sk-123\u00e9"], ids=repr)
+def test_a_key_that_cannot_be_sent_is_refused_and_not_repeated(monkeypatch, value):
+    monkeypatch.setenv("GRADER_KEY", value)
+    with pytest.raises(ConfigError, match="no HTTP header can") as caught:
+        LLMJudge(url="http://h/v1", model="m", api_key_env="GRADER_KEY")
+    assert "sk-123" not in str(caught.value)
+
+
+def test_a_key_is_sent_without_the_line_break_behind_it(monkeypatch):
+    monkeypatch.setenv("GRADER_KEY", "sk-123\n")
+    with server("Score: 10") as (url, seen):
+        [result] = judged(url, api_key_env="GRADER_KEY", retries=0)
+    assert seen[0][1]["Authorization"] == "Bearer sk-123"
+    assert result.value == 1.0
+
+
 @pytest.mark.timeout(30)
 def test_a_server_that_does_not_reply_costs_its_time():
     def drip(handler):

@@ -138,6 +138,12 @@ REFUSED = [
     (["algorithm.rollout_correction.mode=mask"], {"logprobs": None}, "rows.jsonl:3: the row", "mode=none"),
     ([], {"sampling": {"temperature": 1.0, "top_k": 5, "top_p": 1.0}}, "rows.jsonl:3: it was drawn", "recompute"),
     (["rollout.temperature=0.5"], {}, "rows.jsonl:1: it was drawn with", "rollout.temperature=0.5"),
+    (
+        ["algorithm.rollout_correction.mode=truncate"],
+        {"sampling": {"temperature": 1.0, "top_k": 0, "top_p": 0.9}},
+        "rows.jsonl:3: it was drawn",
+        "algorithm.rollout_correction.mode=none",
+    ),
     (["advantage=remax"], {}, "data.rollouts=", "a greedy answer"),
     (["algorithm=sft"], {}, "data.rollouts=", "source=demonstrations"),
     (["batching.keep_groups=true"], {}, "data.rollouts=", "groups of one size"),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar
+
+from rlmodule.core.api_keys import authorization, key_in, without_key
 
 T = TypeVar("T")
 
@@ -113,14 +114,12 @@ class ChatClient:
         return content
 
     def _headers(self) -> dict[str, str]:
-        key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
-        return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        return {"Content-Type": "application/json"} | authorization(key_in(self.api_key_env))
 
     def _refused(self, error: urllib.error.HTTPError) -> ChatError:
-        key = os.environ.get(self.api_key_env) if self.api_key_env else None
         with error:
             said = error.read(4 * WORDS_OF_SERVER).decode(errors="replace")
-        said = (said.replace(key, "*****") if key else said)[:WORDS_OF_SERVER]
+        said = without_key(said, key_in(self.api_key_env))[:WORDS_OF_SERVER]
         kind = ChatError if error.code in BUSY else _FinalError
         return kind(f"{self.url} refused with {error.code}: {said}", wait=_seconds(error.headers.get("Retry-After")))
 

@@ -95,7 +95,7 @@ class CompletionsApi(HTTPApi):
         try:
             [choice] = said["choices"]
         except (KeyError, TypeError, ValueError):
-            raise self.unreadable("one choice") from None
+            raise self.unreadable("one choice", said) from None
         return choice  # type: ignore[no-any-return]
 
     def _body(self, draw: Draw) -> dict[str, Any]:

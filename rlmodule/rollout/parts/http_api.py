@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,10 +27,14 @@ class HTTPApi:
         """Its address."""
         return self.client.url
 
+    def knock(self) -> None:
+        """Ask whether it is ready."""
+        self.client.get("/health", timeout=QUICK)
+
     def is_ready(self) -> bool:
-        """Whether it answers."""
+        """Whether it answers that."""
         with suppress(ServerGoneError, ServerRefusedError):
-            self.client.get("/health", timeout=QUICK)
+            self.knock()
             return True
         return False
 
@@ -56,9 +61,10 @@ class HTTPApi:
         """Close its connections."""
         self.client.close()
 
-    def unreadable(self, what: str) -> ServerRefusedError:
-        """The error for an answer in which ``what`` is missing."""
-        return ServerRefusedError(f"{self.url} answered without {what}", 200)
+    def unreadable(self, what: str, said: object = None) -> ServerRefusedError:
+        """The error for an answer in which ``what`` is missing, with the begin of what it ``said`` instead."""
+        words = "" if said is None else f": {self.client.words(json.dumps(said).encode())}"
+        return ServerRefusedError(f"{self.url} answered without {what}{words}", 200)
 
 
 def token_ids(given: Iterable[Any]) -> tuple[int, ...]:

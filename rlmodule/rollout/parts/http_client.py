@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import socket
 import threading
 import time
@@ -18,6 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
+
+from rlmodule.core.api_keys import authorization, key_in, without_key
 
 WORDS_OF_SERVER = 500  # characters of an error message
 BUSY, ENDING = 429, 503
@@ -28,6 +29,7 @@ BROKEN = (
     504,
 )  # what a proxy says whose server has ended, and a server that is ending, or has no room
 FAILED = 500  # HTTP's status for a server that fails at an answer, and the least of its like
+FOR_WANT_OF_A_KEY = (401, 403)
 TRIES = 4  # at one request that a server fails at
 RETRY_SECONDS = 0.05  # before the second of them, and twice as long before each next one
 WAIT_SECONDS = 1.0  # for a busy server that does not say how long
@@ -118,7 +120,7 @@ class HTTPClient:
         failures = 0
         while True:
             try:
-                status, wait, said = self._once(method, path, data, deadline)
+                status, wait, said = self._once(method, path, data, deadline, calls)
             except _ClosedWhileIdleError:
                 failures += 1
                 self._close_idle()  # as old as this one, or older
@@ -136,9 +138,10 @@ class HTTPClient:
             if wait is None or not self._may_go_on(wait, deadline, calls):
                 break
         if status in BROKEN:
-            raise ServerGoneError(f"{self.url}{path}: {status} {_words(said)}")
+            raise ServerGoneError(f"{self.url}{path}: {status} {self.words(said)}")
         if status >= 300:
-            raise ServerRefusedError(f"{self.url}{path}: {status} {_words(said)}", status)
+            hint = ". rollout.api_key_env names the variable with its key" if status in FOR_WANT_OF_A_KEY else ""
+            raise ServerRefusedError(f"{self.url}{path}: {status} {self.words(said)}{hint}", status)
         with suppress(ValueError):
             return json.loads(said)
         return None
@@ -152,12 +155,16 @@ class HTTPClient:
             time.sleep(min(wait, POLL_SECONDS))
         return self._calls_broken_off == calls
 
-    def _once(self, method: str, path: str, data: bytes | None, deadline: float) -> tuple[int, float | None, bytes]:
+    def _once(
+        self, method: str, path: str, data: bytes | None, deadline: float, calls: int
+    ) -> tuple[int, float | None, bytes]:
         """(status, seconds until it wants to be asked again or None, body) of one answer."""
         connection = self._connection(max(deadline - time.monotonic(), POLL_SECONDS))
         was_open = connection.sock is not None
         try:
             connection.request(method, path, data, self._headers())
+            if self._calls_broken_off != calls:  # before there was a socket to shut
+                raise ConnectionAbortedError("broken off")
             answer = connection.getresponse()
             said = answer.status, _wait_of(answer), _read(answer, deadline)
             with self._lock:
@@ -188,9 +195,17 @@ class HTTPClient:
         self._busy.add(found)
         return found
 
+    def words(self, said: bytes) -> str:
+        """The begin of what a server said, for a message; a key that it repeats is left out."""
+        text = without_key(said[: 4 * WORDS_OF_SERVER].decode(errors="replace"), self._key)
+        return " ".join(text.split())[:WORDS_OF_SERVER]
+
+    @property
+    def _key(self) -> str:
+        return key_in(self.api_key_env, section="rollout.")
+
     def _headers(self) -> dict[str, str]:
-        key = os.environ.get(self.api_key_env, "") if self.api_key_env else ""
-        return {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        return {"Content-Type": "application/json"} | authorization(self._key)
 
 
 def _read(answer: http.client.HTTPResponse, deadline: float) -> bytes:
@@ -217,7 +232,3 @@ def _wait_of(answer: http.client.HTTPResponse) -> float | None:
     if answer.status != BUSY and not (answer.status == ENDING and said is not None):
         return None
     return float(said) if said is not None and said.strip().isdecimal() else WAIT_SECONDS
-
-
-def _words(said: bytes) -> str:
-    return " ".join(said[: 4 * WORDS_OF_SERVER].decode(errors="replace").split())[:WORDS_OF_SERVER]

@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlmodule.core.errors import ConfigError
+
 KEEPER = Path(__file__).with_name("server_keeper.py")
 PATIENCE_SECONDS = 40.0  # for the keeper, which gives the server half of them
 LAST_LINES = 12  # of a log, in a message
@@ -25,10 +27,27 @@ WATCH_SECONDS = 0.2  # between two looks at a process
 
 
 def free_port(host: str) -> int:
-    """A port that nothing listens on at this moment."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing listens on at this moment.
+
+    Raises:
+        ConfigError: nothing can listen there.
+    """
+    try:
+        with socket.socket(family_of(host)) as probe:
+            probe.bind((host, 0))
+            return int(probe.getsockname()[1])
+    except (OSError, UnicodeError) as error:  # the latter for a name that no host can have
+        raise ConfigError(
+            key="rollout.host",
+            got=host,
+            because=f"no server can listen at that address here ({error})",
+            fix="Use an address of this machine, such as 127.0.0.1 or ::1",
+        ) from None
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """IPv6 for an address of that kind, written without brackets."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 @dataclass(eq=False)
@@ -56,7 +75,7 @@ class OwnServer:
     @property
     def url(self) -> str:
         """Its address."""
-        return f"http://{self.host}:{self.port}"
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
     @property
     def is_running(self) -> bool:

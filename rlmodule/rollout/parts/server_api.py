@@ -87,6 +87,9 @@ class ServerApi(Protocol):
     def lacks(self) -> tuple[str, ...]:
         """What it cannot do, each in a few words."""
 
+    def knock(self) -> None:
+        """Ask whether it is ready, which it refuses where it still loads."""
+
     def is_ready(self) -> bool:
         """Whether it answers; False where there is no server, or it still loads."""
 

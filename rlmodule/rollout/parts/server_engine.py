@@ -23,7 +23,13 @@ from rlmodule.core.contract import Responder
 from rlmodule.core.episodes import Completion, GenerationRequest, Probe
 from rlmodule.core.errors import ConfigError, RLModuleError, TrainingError
 from rlmodule.rollout.parts.engine import EngineContext
-from rlmodule.rollout.parts.http_client import FAILED, HTTPClient, ServerGoneError, ServerRefusedError
+from rlmodule.rollout.parts.http_client import (
+    FAILED,
+    FOR_WANT_OF_A_KEY,
+    HTTPClient,
+    ServerGoneError,
+    ServerRefusedError,
+)
 from rlmodule.rollout.parts.own_server import OwnServers
 from rlmodule.rollout.parts.ranks import RankGroup
 from rlmodule.rollout.parts.routing import ATTEMPTS, Place, Router, none_left
@@ -39,6 +45,7 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # until a running server that was lost must answer again
+SILENT_SECONDS = 5.0  # of waiting for a running server, before it is said
 
 
 @dataclass(eq=False)
@@ -195,15 +202,35 @@ class ServerEngine:
 
         Raises:
             ServerGoneError: it did not answer in time.
+            ServerRefusedError: it wants another key.
         """
-        deadline = time.monotonic() + seconds
-        while not self._api(url).is_ready():
-            own = self.own.at(url)
+        began, own, was_said = time.monotonic(), self.own.at(url), False
+        while why := self._not_ready(url):
+            waited = time.monotonic() - began
             if own is not None and self.own.has_ended(url):
                 raise ServerGoneError(f"{url} has ended. The end of {own.log}:\n{own.last_words()}")
-            if time.monotonic() > deadline or (given_up is not None and given_up.is_set()):
-                raise ServerGoneError(f"{url} did not answer within {seconds:g} seconds")
+            if waited > seconds or (given_up is not None and given_up.is_set()):
+                raise ServerGoneError(f"{url} did not answer within {seconds:g} seconds: {why}")
+            if own is None and waited > SILENT_SECONDS and not was_said:
+                self._say(f"waiting for the rollout server, {seconds:g} seconds at most: {why}")
+                was_said = True
             time.sleep(POLL_SECONDS)
+
+    def _not_ready(self, url: str) -> str:
+        """Why a server does not answer yet; empty where it does.
+
+        Raises:
+            ServerRefusedError: it wants another key.
+        """
+        try:
+            self._api(url).knock()
+        except ServerGoneError as error:
+            return str(error)
+        except ServerRefusedError as error:
+            if error.status in FOR_WANT_OF_A_KEY:
+                raise
+            return str(error)
+        return ""
 
     # ---- servers that are lost
 

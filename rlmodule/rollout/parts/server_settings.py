@@ -8,11 +8,13 @@ from urllib.parse import urlsplit
 
 import torch
 
+from rlmodule.core.api_keys import check_key_name, key_in
 from rlmodule.core.config import at_least, more_than, one_of
 from rlmodule.core.episodes import WAIT
 from rlmodule.core.errors import ConfigError
 
 AUTO = "auto"
+NO_ADDRESS = "it is no address of a server"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -34,7 +36,11 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         for address in self.urls:
-            self._check_address(address)
+            _check_address(address)
+        if twice := next((address for address in self.urls if self.urls.count(address) > 1), None):
+            because = f"{twice} stands in it twice"
+            raise ConfigError(key="url", got=self.url, because=because, fix="Give each server once")
+        check_key_name(self.api_key_env)
         at_least("num_requests", self.num_requests, 1)
         at_least("max_prompt_length", self.max_prompt_length, 1)
         more_than("start_seconds", self.start_seconds, 0)
@@ -52,7 +58,8 @@ class ServerSettings:
         return None
 
     def check_here(self) -> None:
-        """Nothing is started."""
+        """Refuse a key that is not there, or cannot be sent."""
+        key_in(self.api_key_env, section="rollout.")
 
     @property
     def pauses(self) -> tuple[str, ...]:
@@ -68,9 +75,23 @@ class ServerSettings:
         """What servers compute in; ``trainer`` is its compute type, None for that of float32 weights."""
         return DTYPES[self.dtype] if self.dtype != AUTO else trainer or torch.float32
 
-    def _check_address(self, address: str) -> None:
+
+def _check_address(address: str) -> None:
+    """Refuse what cannot be asked, and what would be asked without a part of it.
+
+    Raises:
+        ConfigError: a password in it is not repeated.
+    """
+    try:
         parts = urlsplit(address)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path:
-            raise ConfigError(
-                key="url", got=address, because="it is no address of a server", fix="Use url=http://HOST:PORT"
-            )
+        host, _ = (parts.hostname or "").encode("idna"), parts.port
+        beside = parts.path or parts.query or parts.fragment or " " in address
+        why = "" if parts.scheme in ("http", "https") and host and not beside else NO_ADDRESS
+        has_name = "@" in parts.netloc
+    except ValueError as error:  # of a port, brackets, or a name that no host can have
+        why, has_name = f"{NO_ADDRESS}: {error}", "@" in address
+    if has_name:
+        why, address = "it holds a name or a password, which would not be sent", f"...@{address.rpartition('@')[2]}"
+    if why:
+        fix = "Use url=http://HOST:PORT, and api_key_env=NAME where the server wants a key"
+        raise ConfigError(key="url", got=address, because=why, fix=fix)

@@ -127,4 +127,7 @@ class SGLangApi(HTTPApi):
             "frequency_penalty": 0.0,
         }
         body = {"input_ids": list(draw.prompt_ids), "sampling_params": params, "return_logprob": True}
-        return self.client.post("/generate", {**body, **wanted})
+        said = self.client.post("/generate", {**body, **wanted})
+        if not isinstance(said, Mapping) or "meta_info" not in said:
+            raise self.unreadable("meta_info", said)
+        return said

@@ -97,7 +97,7 @@ class VLLMApi(CompletionsApi):
             hint = "rollout.pause=keep needs it started with --enable-scale-out"
             raise ServerRefusedError(f"{self.url} has no {GENERATE}: {hint}", NOT_FOUND) from None
         except (KeyError, TypeError, ValueError):
-            raise self.unreadable("one choice") from None
+            raise self.unreadable("one choice", said) from None
         return choice  # type: ignore[no-any-return]
 
     def load(self, folder: Path, version: int) -> None:

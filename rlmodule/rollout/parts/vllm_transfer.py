@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from rlmodule.rollout.parts.http_client import ServerGoneError, ServerRefusedError
-from rlmodule.rollout.parts.own_server import free_port
+from rlmodule.rollout.parts.own_server import family_of, free_port
 from rlmodule.rollout.parts.vllm_api import VLLMApi
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -268,6 +268,7 @@ class IPCLink:
 def address_for(url: str) -> str:
     """The address of this machine from which a server is reached, and at which its workers reach the trainer."""
     parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # connecting sends nothing
+    assert parts.hostname is not None, "addresses are checked before they are used"
+    with socket.socket(family_of(parts.hostname), socket.SOCK_DGRAM) as probe:  # connecting sends nothing
         probe.connect((parts.hostname, parts.port or 80))
         return str(probe.getsockname()[0])

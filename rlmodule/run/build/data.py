@@ -101,7 +101,7 @@ def build_datamodule(
         ),
         evaluators=build_evaluators(s, dataset, objective, strategy, engine),
         kl_controller=controller,
-        replay=ReplayMemory(s.replayed),
+        replay=ReplayMemory(s.replayed, dataset.group_size),
         ledger=Ledger(dataset.group_size),
         in_flight=in_flight,
         engine=engine,

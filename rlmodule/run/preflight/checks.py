@@ -15,9 +15,9 @@ from rlmodule.run.preflight.groups import check_groups, check_pairs
 from rlmodule.run.preflight.lengths import check_budget, check_positions
 from rlmodule.run.preflight.responses import (
     check_ahead,
-    check_old_logprob,
     check_reward,
     check_rollout_weight,
+    check_sampler_logprob,
     check_staleness,
     check_temperature,
 )
@@ -39,7 +39,7 @@ OF_SETTINGS: tuple[Callable[[RunConfig], None], ...] = (
     check_reward_model,
     check_value,
     check_critic,
-    check_old_logprob,
+    check_sampler_logprob,
     check_rollout_weight,
     check_stored,
     check_staleness,

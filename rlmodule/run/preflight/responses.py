@@ -33,16 +33,24 @@ def check_reward(config: RunConfig) -> None:
         )
 
 
-def check_old_logprob(config: RunConfig) -> None:
-    """A sampler's log-probabilities stand for the policy's only where it draws from the whole of it."""
-    if config.algorithm.uses_rollout_logprob and not config.sampling.draws_from_policy:
-        sampling = config.sampling
+def check_sampler_logprob(config: RunConfig) -> None:
+    """A sampler's log-probabilities stand for the policy's, or beside them, only where it draws from the whole of it.
+
+    The ratio of the two would be the share of the policy that may be drawn, a little less than 1 at every token, and
+    next to nothing over a long response.
+    """
+    sampling, algorithm = config.sampling, config.algorithm
+    if sampling.draws_from_policy:
+        return
+    readers = {"old_logprob": algorithm.old_logprob} if algorithm.uses_rollout_logprob else {}
+    for key, got in (readers | algorithm.learns_from_comparisons).items():
+        instead = {"old_logprob": "recompute", "rollout_correction.mode": "observe"}.get(key, "none")
         raise ConfigError(
-            key="algorithm.old_logprob",
-            got=config.algorithm.old_logprob,
+            key=f"algorithm.{key}",
+            got=got,
             because=f"with rollout.top_k={sampling.top_k} and rollout.top_p={sampling.top_p} the sampler draws from a "
             "part of the policy's distribution, so its log-probabilities are not the policy's",
-            fix="Use algorithm.old_logprob=recompute, or rollout.top_k=0 rollout.top_p=1",
+            fix=f"Use algorithm.{key}={instead}, or rollout.top_k=0 rollout.top_p=1",
         )
 
 

@@ -80,13 +80,16 @@ def _check_logprobs(table: RolloutTable, config: RunConfig) -> None:
             because=f"the row has no teacher_logprobs, which {type(config.loss).__name__} learns from",
             fix="Use algorithm.teacher=FOLDER",
         )
-    if not algorithm.uses_rollout_logprob:
-        return
+    is_old, weighs = algorithm.uses_rollout_logprob, algorithm.learns_from_comparisons
     for sampling, row in table.samplings.items():
-        if sampling is not None and not sampling.is_policy_at(config.sampling.temperature):
+        if sampling is None or not (is_old or weighs):
+            continue
+        # Only compared with the policy's, they may be of another temperature: a whole policy's they have to be.
+        temperature = config.sampling.temperature if is_old else sampling.temperature
+        if not sampling.is_policy_at(temperature):
             raise DataError(
                 location=table.location(row),
                 because=f"it was drawn with {sampling}, so its log-probabilities are not those of a whole policy at "
-                f"rollout.temperature={config.sampling.temperature}",
-                fix="Use algorithm.old_logprob=recompute",
+                f"rollout.temperature={temperature}",
+                fix=f"Use algorithm.{'old_logprob=recompute' if is_old else f'{next(iter(weighs))}=none'}",
             )

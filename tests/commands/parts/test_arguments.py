@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import pytest
+from omegaconf import OmegaConf
 
-from rlmodule.commands.parts.arguments import with_command, with_open_mappings
+from rlmodule.cli import CONF
+from rlmodule.commands.parts.arguments import OPEN_MAPPINGS, with_command, with_home, with_open_mappings
 from rlmodule.core.errors import ConfigError
 
 LONG = f"{{text:{'a' * 300}}}"  # a setting longer than any name of a file
@@ -33,7 +35,12 @@ COMMANDS = {"parity": {"name", "steps"}, "train": {"name"}, "compare": {"name", 
             ["command=chat", "model=local", "data=files", "environment=none", "model.path=m", "data.train_files=[p]"],
         ),
         (["chat", "a", "model.path=m"], ["command=chat", "model.path=m", 'command.run="a"']),
-        (["train", "model.path=m"], ["command=train", "model.path=m"]),
+        (["train", "model.path=m"], ["command=train", "model=local", "model.path=m"]),
+        (["seed=1", "model.path=m"], ["model=local", "seed=1", "model.path=m"]),
+        (["-m", "model.path=m,n"], ["-m", "model=local", "model.path=m,n"]),
+        (["--cfg", "job", "model.path=m"], ["--cfg", "job", "model=local", "model.path=m"]),
+        (["model=qwen7b", "model.path=m"], ["model=qwen7b", "model.path=m"]),
+        (["experiment=mine", "model.path=m"], ["experiment=mine", "model.path=m"]),
         (["train", f"reward.arguments={LONG}"], ["command=train", f"reward.arguments={LONG}"]),
     ],
 )
@@ -59,6 +66,8 @@ def test_a_word_that_is_no_command_is_answered_with_the_nearest() -> None:
         ("data.chat_template_args={enable_thinking:false}", "++data.chat_template_args={enable_thinking:false}"),
         ("model.architecture.rope_theta=1e6", "++model.architecture.rope_theta=1e6"),
         ("+reward.arguments.x=1", "+reward.arguments.x=1"),
+        ("environment.arguments={size: 512}", "++environment.arguments={size: 512}"),
+        ("environment.settings.min_terms=2", "++environment.settings.min_terms=2"),
         ("~model.architecture.head_dim", "~model.architecture.head_dim"),
         ("data.shuffle=false", "data.shuffle=false"),
         ("model.architecture=5", "model.architecture=5"),
@@ -66,3 +75,32 @@ def test_a_word_that_is_no_command_is_answered_with_the_nearest() -> None:
 )
 def test_t2b_29_keys_of_open_mappings_are_set_like_any_other(word: str, read: str) -> None:
     assert with_open_mappings([word]) == [read]
+
+
+@pytest.mark.parametrize(
+    ("word", "read"),
+    [
+        ("run_dir=~/runs/a", "run_dir=/home/me/runs/a"),
+        ("++model.path=~/m", "++model.path=/home/me/m"),
+        ("command.out=~/a.jsonl", "command.out=/home/me/a.jsonl"),
+        ("data.train_files=[~/a.jsonl]", "data.train_files=[~/a.jsonl]"),  # read so by itself
+        ("data.system_prompt=~/x", "data.system_prompt=~/x"),
+        ("~logger.csv", "~logger.csv"),
+        ("run_dir=a~/b", "run_dir=a~/b"),
+    ],
+)
+def test_a_home_stands_for_the_home_in_a_path(monkeypatch: pytest.MonkeyPatch, word: str, read: str) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert with_home([word]) == [read]
+
+
+def test_every_mapping_that_is_empty_by_default_is_open() -> None:
+    """Hydra takes no key that a file does not have; sections of loggers have keys, or none."""
+    empty = {
+        f"{path.parent.name}.{key}"
+        for path in CONF.glob("*/*.yaml")
+        for key, value in OmegaConf.to_container(OmegaConf.load(path)).items()
+        if value == {} and path.parent.name != "logger"
+    }
+    assert {"environment.arguments", "data.turn_marks"} <= empty
+    assert empty - set(OPEN_MAPPINGS) == {"reward.weights"}, "a sum has a weight for each of its parts"
