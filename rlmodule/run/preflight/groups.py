@@ -53,6 +53,14 @@ def check_pairs(config: RunConfig) -> None:
             because=f"{name} compares the two samples of a pair, and {config.group_size} samples come of one row",
             fix="Use algorithm.source=preferences, or rollouts with rollout.n=2",
         )
+    if config.algorithm.mask_truncated:
+        raise ConfigError(
+            key="algorithm.mask_truncated",
+            got=True,
+            because=f"{name} compares the two samples of a pair, and the other one of a sample that was cut would be "
+            "compared with nothing",
+            fix="Use false",
+        )
     if not config.batching.keep_groups:
         raise ConfigError(
             key="batching.keep_groups",
