@@ -377,6 +377,8 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["algorithm=dpo", "algorithm.source=demonstrations"], "algorithm.source", "demonstrations", "Use algorithm.source=preferences"),
         (["algorithm=dpo", "algorithm.source=rollouts"], "algorithm.source", "rollouts", "rollout.n=2"),
         (["algorithm=dpo", "batching=dynamic"], "batching.keep_groups", False, "Use true"),
+        (["algorithm=gdpo", "algorithm.overlong_buffer.enable=true"], "algorithm.overlong_buffer.enable", True, "length"),
+        (["algorithm=gdpo", "algorithm.use_kl_in_reward=true"], "algorithm.use_kl_in_reward", True, "use_kl_loss=true"),
         (["algorithm=dpo", "algorithm.mask_truncated=true"], "algorithm.mask_truncated", True, "Use false"),
         (["algorithm=dpo", "advantage=remax"], "advantage", "ReMax", "Use advantage=grpo"),
         (["algorithm=ipo", "algorithm.use_kl_loss=true"], "algorithm.use_kl_loss", True, "Use false"),
