@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlmodule.batching import joint, karmarkar_karp
+from rlmodule.batching.full_budgets import fullest_first
+from rlmodule.batching.initial_packings import Problem
 from rlmodule.batching.joint import MANY_CELLS, plan_joint
 from rlmodule.batching.packing import fewest_cells
 from rlmodule.batching.plan import PLANNERS, MiniBatchPlan, plan_batch
@@ -202,6 +204,16 @@ def first_fit(lengths, budget):
         at = next((i for i, held in enumerate(cells) if held + length <= budget), len(cells))
         cells[at : at + 1] = [length + (cells[at] if at < len(cells) else 0)]
     return len(cells)
+
+
+@pytest.mark.parametrize(("scale", "is_tried"), [(1, True), (10_000_000, False)])
+def test_full_budgets_are_searched_while_the_sums_fit_in_memory(scale, is_tried):
+    """30 samples of a third of 10 budgets of 99, and the same of budgets of 990 million tokens: 3.5 GB of sums."""
+    length = np.array([33] * 30) * scale
+    found = fullest_first(Problem(length.astype(float), length, 1, 99 * scale), 10)
+    assert (found is not None) == is_tried
+    if found is not None:
+        assert Counter(found.tolist()) == dict.fromkeys(range(10), 3)
 
 
 def test_a_budget_may_be_larger_than_any_number_of_tokens():
