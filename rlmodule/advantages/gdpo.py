@@ -27,7 +27,7 @@ class GDPO:
     get 0.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"group"})
+    needs: ClassVar[frozenset[str]] = frozenset({"group", "parts"})
     per_token: ClassVar[bool] = False
 
     weights: dict[str, float] = field(default_factory=dict)  # component -> weight; empty for all components, 1 each

@@ -45,6 +45,18 @@ class RolloutCorrection:
                 because=f"no weight lies between lower={self.lower} and it",
                 fix="Use rollout_correction.upper=2.0",
             )
+        for name, is_wrong, usual in (
+            ("lower", self.lower > 1, 0.5),
+            ("upper", self.upper < 1, 2.0),
+            ("veto", self.veto >= 1, 1e-4),
+        ):
+            if is_wrong:
+                raise ConfigError(
+                    key=f"rollout_correction.{name}",
+                    got=getattr(self, name),
+                    because="ratios of trainer to rollout engine are 1 where the two agree, which is out of this bound",
+                    fix=f"Use rollout_correction.{name}={usual}",
+                )
 
     @property
     def is_on(self) -> bool:

@@ -6,6 +6,7 @@ callers are in ``experience/``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,10 @@ from rlmodule.core.config import at_least, more_than, one_of
 from rlmodule.core.errors import ConfigError
 from rlmodule.ops.kl import ESTIMATORS
 from rlmodule.ops.masked import group_statistics
+
+# Of the KL coefficient from one iteration to the next. With more than 5 horizons of responses the formula gives 0, from
+# which nothing comes back, or less, which would reward KL.
+LEAST_FACTOR = 0.1
 
 
 @dataclass(frozen=True)
@@ -113,12 +118,13 @@ class KLController:
     def update(self, kl: float, num_responses: int) -> None:
         """Adjust the coefficient after ``num_responses`` responses of mean KL ``kl``.
 
-        Its relative change is at most ``0.2 * num_responses / horizon``, so a single unusual batch has little effect.
+        Its relative change is at most ``0.2 * num_responses / horizon``, so a single unusual batch has little effect,
+        and one whose KL is not finite has none.
         """
-        if self.config.controller == "fixed" or num_responses == 0:
+        if self.config.controller == "fixed" or num_responses == 0 or not math.isfinite(kl):
             return
         error = min(max(kl / self.config.target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * num_responses / self.config.horizon
+        self.coef *= max(1 + error * num_responses / self.config.horizon, LEAST_FACTOR)
 
     def state_dict(self) -> dict[str, Any]:
         """The coefficient of the next iteration."""

@@ -12,6 +12,8 @@ from rlmodule.batching.partition import Ints
 
 # Samples times cells up to which it is tried: each pair is one operation on as many bits as a budget has tokens.
 MOST_WORK = 100_000
+# Bits of the sets that are held at once, one of the budget for each sample: 256 MiB.
+MOST_BITS = 2**31
 
 
 def fullest_first(problem: Problem, num_cells: int) -> Ints | None:
@@ -23,7 +25,8 @@ def fullest_first(problem: Problem, num_cells: int) -> Ints | None:
     Returns:
         [n] cell of each sample, or None when they do not fit, or there are too many.
     """
-    if len(problem.length) * num_cells > MOST_WORK or problem.length.sum() > num_cells * problem.token_budget:
+    count, budget = len(problem.length), problem.token_budget
+    if count * num_cells > MOST_WORK or count * budget > MOST_BITS or problem.length.sum() > num_cells * budget:
         return None
     left = np.argsort(-problem.length, kind="stable").tolist()
     lengths = problem.length.tolist()
@@ -32,7 +35,7 @@ def fullest_first(problem: Problem, num_cells: int) -> Ints | None:
         if not left:
             break
         first, rest = left[0], left[1:]
-        chosen = {first, *_fullest(rest, lengths, problem.token_budget - lengths[first])}
+        chosen = {first, *_fullest(rest, lengths, budget - lengths[first])}
         cell[list(chosen)] = number
         left = [sample for sample in rest if sample not in chosen]
     return None if left else cell

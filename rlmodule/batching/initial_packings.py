@@ -16,6 +16,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from rlmodule.batching.packing import fewest_cells
 from rlmodule.batching.partition import Ints
 from rlmodule.batching.workload import Floats
 
@@ -40,8 +41,8 @@ class Problem:
     token_budget: int
 
     def fewest_steps(self) -> int:
-        """Lower bound on the micro-steps, from the number of tokens."""
-        return max(1, -(-int(self.length.sum()) // (self.dp_size * self.token_budget)))
+        """Lower bound on the micro-steps, from the number of tokens and from the long samples."""
+        return -(-fewest_cells(self.length, self.token_budget) // self.dp_size)
 
     def fullness(self, num_steps: int) -> float:
         """Tokens over the capacity of all cells, 0 to 1."""

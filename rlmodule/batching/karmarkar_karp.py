@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rlmodule.batching.packing import Packing, least_steps, packing_of
+from rlmodule.batching.packing import Packing, fewest_cells, least_steps, packing_of
 from rlmodule.batching.partition import Ints, balanced_counts, karmarkar_karp
 from rlmodule.batching.workload import Floats
 
@@ -26,7 +26,7 @@ def plan_karmarkar_karp(
     """
     shares = [np.array(share, np.int64) for share in balanced_counts(cost, dp_size)]
     num_steps = max(
-        least_steps(min_steps, len(cost), dp_size), *(-(-int(length[share].sum()) // token_budget) for share in shares)
+        least_steps(min_steps, len(cost), dp_size), *(fewest_cells(length[share], token_budget) for share in shares)
     )
     num_steps += -num_steps % multiple_of
     # Terminates: with as many micro-batches as samples every sample has one of its own.

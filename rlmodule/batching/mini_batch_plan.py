@@ -36,7 +36,8 @@ class MiniBatchPlan:
         widths: [ranks, micro-steps] int64 ranks that share the micro-batch, a power of two; None where none is shared.
             Each of them names its samples and computes one slice: that of its place (``place_of``).
         exchange_cost: part of ``cost`` that is paid for sharing, over all ranks.
-        rank_tokens: [rank] tokens of each rank in this plan, without padding samples and dummy micro-batches.
+        rank_tokens: [rank] tokens of each rank in this plan, without padding samples and dummy micro-batches; of a
+            micro-batch that ranks share its part, which need not be whole.
         rank_tokens_unplanned: [rank] tokens of each rank if the mini-batch were split into equal consecutive slices.
         padding_tokens: tokens of padding samples and dummy micro-batches.
         num_skipped: samples that count in the totals but are not computed.
@@ -50,7 +51,7 @@ class MiniBatchPlan:
     sizes: Ints
     totals: StepTotals
     cost: Floats
-    rank_tokens: tuple[int, ...]
+    rank_tokens: tuple[float, ...]
     rank_tokens_unplanned: tuple[int, ...]
     padding_tokens: int
     num_skipped: int = 0

@@ -154,6 +154,17 @@ def least_steps(wanted: int, num_samples: int, dp_size: int) -> int:
     return max(1, min(wanted, -(-num_samples // dp_size)))
 
 
+def fewest_cells(length: Ints, token_budget: int) -> int:
+    """Lower bound on the micro-batches that hold samples of [n] tokens, each within the budget; at least 1.
+
+    One bound is all their tokens over the budget. Another one is that of the long samples: of the i + 1 longest, a
+    micro-batch holds no more than it would of samples that are all as long as the shortest of these.
+    """
+    longest_first = np.sort(length)[::-1].astype(np.int64)  # a budget need not be an int32
+    by_count = -(-np.arange(1, len(length) + 1) // (token_budget // longest_first))
+    return max(1, -(-int(longest_first.sum()) // token_budget), int(by_count.max(initial=0)))
+
+
 def packing_of(cells: list[list[list[int]]]) -> Packing:
     """Packing from lists [step][rank] of samples; every micro-step has one (possibly empty) list per rank."""
     dp_size = len(cells[0])

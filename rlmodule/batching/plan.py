@@ -231,7 +231,7 @@ def _assemble(
         sizes=sizes,
         totals=totals_of(everyone, packing.dp_size, sp_size),
         cost=np.ascontiguousarray(heights.T),
-        rank_tokens=tuple(round(t) for t in (packing.sums(tokens) / packing.width).sum(axis=0).tolist()),
+        rank_tokens=tuple((packing.sums(tokens) / packing.width).sum(axis=0).tolist()),
         rank_tokens_unplanned=_sums_of_slices(tokens, packing.dp_size),
         padding_tokens=int(members.length[members.is_padding].sum()) + DUMMY_TOKENS * num_dummies,
         num_skipped=len(block) - len(computed),

@@ -203,4 +203,7 @@ def array_mean(values: NDArray[Any]) -> float:
 
 def array_std(values: Floats) -> float:
     """Population standard deviation of [n] (divides by the count); NaN of nothing."""
-    return math.sqrt(array_mean((values - array_mean(values)) ** 2)) if len(values) else math.nan
+    if not len(values):
+        return math.nan
+    values = values - values[0]  # equal numbers have a deviation of exactly 0
+    return math.sqrt(array_mean((values - array_mean(values)) ** 2))

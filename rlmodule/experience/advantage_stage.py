@@ -67,7 +67,7 @@ class AdvantageStage:
         reward, kl_coef = self._shaped_rewards(sample_info, metrics), 0.0
         if self.kl_controller is not None:
             kl_coef = self.kl_controller.coef
-            kl = self._kl_per_response(len(sample_info), rows, metrics, torch.isfinite(reward))
+            kl = self._kl_per_response(len(sample_info), rows, metrics, torch.isfinite(reward) & (loss_tokens > 0))
             if "tokens" not in self.advantage.needs:  # which is charged token by token
                 reward = reward - kl_coef * kl
         tokens = None
@@ -112,20 +112,21 @@ class AdvantageStage:
         return reward
 
     def _kl_per_response(
-        self, count: int, rows: Mapping[int, TrainingSample], metrics: dict[str, float], is_scored: Tensor
+        self, count: int, rows: Mapping[int, TrainingSample], metrics: dict[str, float], counts: Tensor
     ) -> Tensor:
         """[B] float64: sum over the loss tokens of each response; one exchange of one number per response.
 
-        Logs it with its price, which the controller then sets anew for the next iteration.
+        Logs its mean over the responses that count, [B] bool, with its price, which the controller then sets anew for
+        the next iteration.
         """
         assert self.kl_controller is not None, "KL has a price"
         mine = {position: float(self._kl(row).sum()) for position, row in rows.items()}
         kl = torch.zeros(count, dtype=torch.float64)
         for position, value in all_gather_dict(mine, self.collectives).items():
             kl[position] = value
-        metrics["reward/kl"] = _mean_over(kl, is_scored)
+        metrics["reward/kl"] = _mean_over(kl, counts)
         metrics["reward/kl_coef"] = self.kl_controller.coef
-        self.kl_controller.update(_mean_over(kl, is_scored), int(is_scored.sum()))
+        self.kl_controller.update(metrics["reward/kl"], int(counts.sum()))
         return kl
 
     def _kl(self, row: TrainingSample) -> Tensor:
@@ -202,11 +203,10 @@ class PerResponse:
 
     @property
     def means(self) -> Tensor:
-        """[B] float64, the mean over the numbers of each response; 0 for one without any."""
+        """[B] float64, the mean over the numbers of each response; NaN for one without any."""
         if self.sizes is None:
             return self.values
-        parts = self.values.split(self.sizes.tolist())
-        return torch.stack([part.mean() if len(part) else part.new_zeros(()) for part in parts])
+        return torch.stack([part.mean() for part in self.values.split(self.sizes.tolist())])
 
 
 def with_advantages(rows: dict[int, TrainingSample], per_response: PerResponse | None) -> dict[int, TrainingSample]:

@@ -157,11 +157,12 @@ def advantage_metrics(iteration: Iteration) -> dict[str, float]:
 
 
 def scored_advantages(iteration: Iteration) -> Floats:
-    """[n] advantage of every scored response, by sample id; empty where the loss needs none."""
+    """[n] advantage of every scored response that has one, by sample id; empty where the loss needs none."""
     if iteration.advantages is None:
         return np.zeros(0)
-    info = SampleTable.of(iteration.sample_info)
-    scored: Floats = iteration.advantages.numpy()[info.is_scored & ~info.metas.is_padding]
+    info, advantage = SampleTable.of(iteration.sample_info), iteration.advantages.numpy()
+    has_none = np.isnan(advantage) & (info.metas.loss_tokens == 0)  # a mean over the tokens of none
+    scored: Floats = advantage[info.is_scored & ~info.metas.is_padding & ~has_none]
     return scored
 
 

@@ -97,7 +97,9 @@ class ExperienceMaker:
         return self.scorer.value_model is not None or self.advantage_stage.needs_scores or self._rejects
 
     def _recounted(self, info: SampleTable, rows: Mapping[int, TrainingSample]) -> dict[int, SampleMeta]:
-        return recounted(info, rows, needs_advantage=self.scorer.objective.no_gradient_at_zero_advantage)
+        # A value function learns from a sample whatever its advantage.
+        by_advantage = self.scorer.value_model is None and self.scorer.objective.no_gradient_at_zero_advantage
+        return recounted(info, rows, needs_advantage=by_advantage)
 
     def _recount(self, sampler: BalancedSampler, sample_info: SampleTable, metas: Mapping[int, SampleMeta]) -> None:
         """Take the totals of every mini-batch from the loss tokens that are left."""

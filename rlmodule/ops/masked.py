@@ -56,8 +56,11 @@ def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     valid = select(x, mask).double()
     if valid.numel() < 2:
         return x
+    # Counted from one of the entries, so that equal ones are exact zeros and not rounding noise times 1 / sqrt(eps).
+    valid = valid - valid[0]
     scale = (valid.var(unbiased=True) + eps).rsqrt()
-    return torch.where(mask, ((x.double() - valid.mean()) * scale).to(x.dtype), x)
+    whitened = torch.zeros_like(x).masked_scatter_(mask, ((valid - valid.mean()) * scale).to(x.dtype))
+    return torch.where(mask, whitened, x)
 
 
 def whiten_by_tokens(x: Tensor, tokens: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
@@ -77,6 +80,7 @@ def whiten_by_tokens(x: Tensor, tokens: Tensor, mask: Tensor, eps: float = 1e-8)
     count = weight.sum()
     if count < 2:
         return value
+    value = value - value[weight > 0][0]  # as in ``whiten``: equal values become exact zeros
     centred = value - (value * weight).sum() / count
     scale = ((centred.square() * weight).sum() / (count - 1) + eps).rsqrt()
     return torch.where(mask, centred * scale, 0.0)

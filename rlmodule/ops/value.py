@@ -7,6 +7,10 @@ from torch import Tensor
 
 from rlmodule.core.types import TokenLoss
 
+# Spread of returns, over the largest number they were made of, that is taken for rounding: a return is the sum of a
+# value and of an advantage that goes back over thousands of tokens.
+ROUNDING = 1e-9
+
 
 def lambda_advantages(
     reward: Tensor, value: Tensor, next_value: Tensor, loss_tokens: Tensor, *, gamma: float, lam: float
@@ -64,8 +68,11 @@ def value_loss(value: Tensor, returns: Tensor, old_value: Tensor, clip_range: fl
 def explained_variance(value: Tensor, returns: Tensor) -> float:
     """1 - Var(returns - value) / Var(returns) over [N] tokens: 1 is perfect, 0 no better than a constant.
 
-    NaN if all returns are equal.
+    NaN if all returns are equal, but for rounding.
     """
-    if len(returns) < 2 or bool((returns == returns[0]).all()):
+    if len(returns) < 2:
+        return float("nan")
+    largest = torch.maximum(value.abs().max(), returns.abs().max())
+    if bool(returns.max() - returns.min() <= ROUNDING * largest):
         return float("nan")
     return 1.0 - float((returns - value).double().var() / returns.double().var())

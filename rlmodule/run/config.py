@@ -19,7 +19,7 @@ from rlmodule.algorithm.objective import Objective
 from rlmodule.batching.sampler import BatchingConfig
 from rlmodule.callbacks import CALLBACKS
 from rlmodule.core.config import at_least, at_most, convert, convert_parts
-from rlmodule.core.contract import Advantage, Environment, EnvironmentSource, Loss, Reward
+from rlmodule.core.contract import Advantage, Environment, EnvironmentSource, Loss, Reward, ValueAdvantage
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.registry import Registry, name_of
 from rlmodule.core.renamed import instead_of
@@ -291,6 +291,11 @@ class RunConfig:
     def longest_sample(self) -> int:
         """Tokens that a prompt and its response can have together."""
         return self.data.max_prompt_length + self.sampling.max_response_length
+
+    @property
+    def reads_behind_the_end(self) -> bool:
+        """Whether the value behind a response that was cut is read, at one position more than its tokens have."""
+        return isinstance(self.advantage, ValueAdvantage) and self.advantage.bootstrap_truncated
 
     def advantage_reads(self, name: str) -> bool:
         """Whether there is an estimator that reads the field ``name`` of AdvantageInputs."""

@@ -31,6 +31,15 @@ def test_adv_01_a_group_with_identical_rewards_gets_exact_zeros(estimator, group
     assert advantages.tolist() == [0.0] * len(advantages)
 
 
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline"])
+@pytest.mark.parametrize("reward", [0.1, 0.7, -1.3])
+def test_adv_01_an_iteration_of_identical_rewards_is_whitened_to_exact_zeros(name, reward):
+    """So that its mini-batches are no optimizer steps, in which moments and weight decay would move the weights."""
+    for count in range(2, 9):
+        advantages = ADVANTAGES.get(name)()(scored([reward] * count, range(count)))
+        assert advantages.tolist() == [0.0] * len(advantages)
+
+
 @pytest.mark.parametrize("estimator", [MEAN_CENTRED, *COMPARING])
 def test_adv_03_a_group_of_one_gets_zero_from_every_estimator(estimator):
     """ADV-03: 0 is one of the two allowed values; refusing a configured group size of 1 is the preflight's part."""

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rlmodule.algorithm.rollout_correction import RolloutCorrection, correction_weights
+from rlmodule.core.errors import ConfigError
 
 
 def weights(ratio, **config):
@@ -45,3 +46,14 @@ def test_a_wild_ratio_stays_finite():
     old, sampler = torch.tensor([0.0]), torch.tensor([-1e4])
     assert correction_weights(old, sampler, RolloutCorrection(mode="mask")).tolist() == [0]
     assert correction_weights(old, sampler, RolloutCorrection(mode="truncate")).tolist() == [2]
+
+
+@pytest.mark.parametrize(("name", "value"), [("lower", 1.5), ("upper", 0.9), ("veto", 1.0), ("upper", 0.0)])
+def test_bounds_under_which_no_token_on_policy_would_be_left_are_refused(name, value):
+    with pytest.raises(ConfigError) as caught:
+        RolloutCorrection(mode="mask", **{name: value})
+    assert caught.value.key == f"rollout_correction.{name}"
+
+
+def test_a_weight_of_one_may_be_the_bound():
+    assert weights([1.0, 1.0], mode="mask", lower=1.0) == weights([1.0, 1.0], mode="mask", upper=1.0) == [1, 1]

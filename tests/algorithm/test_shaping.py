@@ -53,6 +53,19 @@ def test_an_adaptive_coefficient_follows_the_target():
     before = controller.coef
     controller.update(float("nan"), 0)
     assert controller.coef == before, "an iteration without a scored response says nothing"
+    for kl in (float("nan"), float("inf")):
+        controller.update(kl, 50)
+        assert controller.coef == before, "one number that is none would stay in the coefficient for ever"
+
+
+@pytest.mark.parametrize("responses", [500, 600, 100_000])
+def test_the_coefficient_of_many_responses_stays_above_zero(responses):
+    """Five horizons at the largest error give 1 - 0.2 x 5 = 0, six give a reward for KL."""
+    controller = KLController(KLInReward(coef=1.0, controller="adaptive", target=2.0, horizon=100.0))
+    controller.update(0.0, responses)
+    assert controller.coef == pytest.approx(0.1)
+    controller.update(10.0, 100)
+    assert controller.coef == pytest.approx(0.12)
 
 
 def test_the_coefficient_survives_a_checkpoint():

@@ -6,6 +6,7 @@ That fresh processes make the same plan is shared case BAT-08, in ``tests/cases`
 import json
 from collections import Counter
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rlmodule.batching import joint, karmarkar_karp
+from rlmodule.batching.full_budgets import fullest_first
+from rlmodule.batching.initial_packings import Problem
 from rlmodule.batching.joint import MANY_CELLS, plan_joint
+from rlmodule.batching.packing import fewest_cells
 from rlmodule.batching.plan import PLANNERS, MiniBatchPlan, plan_batch
 from rlmodule.batching.workload import AttentionShape, ModelShape, Workload
 from rlmodule.core.errors import ConfigError
@@ -166,6 +171,57 @@ def test_one_more_micro_step_has_to_be_worth_its_cost():
     free, costly = (plan_batch(metas, **choices, cost=Workload(step_cost=coefficient))[0] for coefficient in (0.0, 1e9))
     assert (free.num_micro_steps, costly.num_micro_steps) == (2, 1)
     assert free.lockstep_cost < costly.lockstep_cost < free.lockstep_cost + 1e9
+
+
+@pytest.mark.parametrize("planner", ["joint", "karmarkar_karp"])
+@pytest.mark.parametrize(("length", "budget", "per_cell"), [(7, 8, 1), (51, 100, 1), (34, 100, 2), (50, 100, 2)])
+def test_samples_that_share_no_budget_are_planned_at_once(planner, length, budget, per_cell, monkeypatch):
+    """Half a budget and a bit: tokens alone would let them have half as many micro-batches, tried one by one.
+
+    Eight samples of 7 tokens and a budget of 8 are verl-project/verl#7553.
+    """
+    tried = []
+    for module, name in ((joint, "_best_packing"), (karmarkar_karp, "_partition_each_rank")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, original=original: tried.append(a) or original(*a))
+    plan = plan_batch(metas_of([length] * 96), mini_batch_size=96, dp_size=3, token_budget=budget, planner=planner)[0]
+    assert plan.num_micro_steps == 96 // 3 // per_cell
+    assert len(tried) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=9), st.integers(12, 30))
+def test_the_fewest_micro_batches_are_never_more_than_are_needed(lengths, budget):
+    """Against first fit in every order of a few: some order packs as well as can be."""
+    needed = min(first_fit(order, budget) for order in permutations(sorted(lengths, reverse=True)[:6]))
+    assert fewest_cells(np.array(sorted(lengths, reverse=True)[:6]), budget) <= needed
+
+
+def first_fit(lengths, budget):
+    """Micro-batches that hold the lengths, each in the first that has room."""
+    cells = []
+    for length in lengths:
+        at = next((i for i, held in enumerate(cells) if held + length <= budget), len(cells))
+        cells[at : at + 1] = [length + (cells[at] if at < len(cells) else 0)]
+    return len(cells)
+
+
+@pytest.mark.parametrize(("scale", "is_tried"), [(1, True), (10_000_000, False)])
+def test_full_budgets_are_searched_while_the_sums_fit_in_memory(scale, is_tried):
+    """30 samples of a third of 10 budgets of 99, and the same of budgets of 990 million tokens: 3.5 GB of sums."""
+    length = np.array([33] * 30) * scale
+    found = fullest_first(Problem(length.astype(float), length, 1, 99 * scale), 10)
+    assert (found is not None) == is_tried
+    if found is not None:
+        assert Counter(found.tolist()) == dict.fromkeys(range(10), 3)
+
+
+def test_a_budget_may_be_larger_than_any_number_of_tokens():
+    plans = [
+        plan_batch(metas_of([9] * 4), mini_batch_size=4, dp_size=2, token_budget=10**12, planner=planner)
+        for planner in PLANNERS
+    ]
+    assert [plan.num_micro_steps for (plan,) in plans] == [1, 1, 1]
 
 
 def test_classic_planner_gives_every_rank_as_many_samples():

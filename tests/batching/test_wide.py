@@ -150,6 +150,13 @@ def test_a_shared_row_worked_by_hand():
     assert plan.metrics["balance/peak_tokens"] == 20
 
 
+def test_tokens_of_a_shared_row_add_up_to_those_of_the_mini_batch():
+    """Two ranks share 7 tokens: three and a half each, which rounded would be 8."""
+    plan = plan_batch(metas_of([7]), mini_batch_size=1, dp_size=2, token_budget=4, widest=2)[0]
+    assert plan.rank_tokens == (3.5, 3.5)
+    assert plan.metrics["global_seqlen/mean"] == plan.metrics["global_seqlen/balanced_max"] == 3.5
+
+
 def test_an_exchange_that_costs_too_much_is_not_made():
     lengths = [40, 40, 40, 40, 60, 60]
     sizes = {"mini_batch_size": 6, "dp_size": 4, "token_budget": 60, "widest": 4}

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from rlmodule.core.metrics import (
     Metric,
     ReduceType,
+    array_std,
     from_rows,
     maximum_of,
     mean_of,
@@ -134,3 +136,9 @@ def test_ranks_that_disagree_on_how_to_merge_are_refused_with_the_name():
     rows = torch.tensor([[[1.0, 1.0, ReduceType.MEAN]], [[1.0, 1.0, ReduceType.MAX]]], dtype=torch.float64)
     with pytest.raises(ValueError, match="metric x is merged as MEAN and as MAX"):
         merge_rows(["x"], rows)
+
+
+@pytest.mark.parametrize("number", [0.1, 0.7, 1e9 + 0.1])
+def test_equal_numbers_have_no_deviation_at_all(number):
+    assert [array_std(np.full(count, number)) for count in range(1, 20)] == [0.0] * 19
+    assert array_std(np.array([number, number + 2])) == pytest.approx(1)

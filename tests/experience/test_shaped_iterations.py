@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from rlmodule.environments.parts.single_turn import SingleTurnEpisode
 from rlmodule.experience.advantage_stage import AdvantageStage
 from rlmodule.experience.episodes import EpisodeRunner
 from rlmodule.experience.gathering import gather_sample_info
+from rlmodule.experience.iteration_metrics import scored_advantages
 from rlmodule.experience.maker import ExperienceMaker
 from rlmodule.experience.scoring import Scorer
 from rlmodule.experience.sources import RolloutSource, RowSampler
@@ -148,6 +150,28 @@ def test_kl_is_charged_at_the_price_of_the_controller():
     assert [told[2], told[3]] == pytest.approx([(shaped[0] - shaped[1]) / 2, (shaped[1] - shaped[0]) / 2])
     error = min(max(metrics["reward/kl"] / 1e-3 - 1, -0.2), 0.2)
     assert controller.coef == pytest.approx(0.1 * (1 + error))
+
+
+def test_answers_without_loss_tokens_have_no_say_in_the_kl_nor_in_its_price():
+    """Samples 2 and 5 were cut and are masked: nobody knows their KL, which is not 0."""
+    controller = KLController(KLInReward(coef=0.1, controller="adaptive", target=1e-3, horizon=8.0))
+    _, rows, metrics = iterate(
+        0, controller=controller, use_kl_in_reward=True, kl_in_reward=controller.config, mask_truncated=True
+    )
+    assert sorted(rows) == [0, 1, 3, 4]
+    kl = [float((row.old_logprob - row.ref_logprob).double().sum()) for row in rows.values()]
+    assert metrics["reward/kl"] == pytest.approx(sum(kl) / 4)
+    error = min(max(metrics["reward/kl"] / 1e-3 - 1, -0.2), 0.2)
+    assert controller.coef == pytest.approx(0.1 * (1 + error * 4 / 8))
+
+
+@pytest.mark.parametrize(("advantage", "count"), [(ReinforcePP(), 4), (CENTRED, 6)])
+def test_answers_without_an_advantage_are_not_logged_as_zeros(advantage, count):
+    """One advantage per token is none where there are no tokens; that of a group is there all the same."""
+    _, iteration = iteration_of(0, advantage=advantage, mask_truncated=True)
+    logged = scored_advantages(iteration)
+    assert len(logged) == count
+    assert not np.isnan(logged).any()
 
 
 def test_the_mismatch_with_the_sampler_becomes_a_weight():

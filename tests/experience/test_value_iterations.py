@@ -15,6 +15,7 @@ import torch
 from rlmodule.advantages.gae import GAE
 from rlmodule.algorithm.config import AlgorithmConfig
 from rlmodule.algorithm.objective import Objective
+from rlmodule.algorithm.rollout_rejection import RolloutRejection
 from rlmodule.algorithm.shaping import KLController, KLInReward
 from rlmodule.batching.collate import DynamicCollator, pack_rows
 from rlmodule.batching.sampler import BalancedSampler, BatchingConfig
@@ -143,6 +144,29 @@ def test_rows_hold_what_plain_python_makes_of_them(kind, bootstrap, kl):
     spread = [a for _, advantage in told.values() for a in advantage]
     returns = [v + a for value, advantage in told.values() for v, a in zip(value, advantage, strict=True)]
     assert metrics["critic/explained_variance"] == pytest.approx(1 - stdev(spread) ** 2 / stdev(returns) ** 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["critic", "policy"])
+def test_a_value_function_takes_its_step_where_every_advantage_is_zero(kind):
+    """Values of 0 and rewards of 1: whitened advantages are 0, and the value function has everything to learn."""
+    of = models(kind)
+    torch.nn.init.zeros_(of["critic"].lm.score.weight if kind == "critic" else of["policy"].value_head.weight)
+    strategy = wrap_here(of)
+    rejection = RolloutRejection(token_estimator="k3", token_upper=1e6)  # which counts anew what is left: all
+    objective = Objective(PPOClip(), AlgorithmConfig(rollout_rejection=rejection))
+    maker = ExperienceMaker(
+        Scorer(strategy, objective, DynamicCollator(), torch.device("cpu"), value_model=kind),
+        AdvantageStage(objective, GAE(lam=1.0), strategy.collectives),
+        lambda metas: BalancedSampler(metas, BUDGET, strategy.layout, seed=0, iteration=0),
+    )
+    drawn = [
+        replace(one.sample, rollout_logprob=torch.full(one.sample.loss_mask.shape, -4.0)) for one in scored_samples()
+    ]
+    iteration = maker(lambda: [ScoredSample(item, RewardResult(1.0)) for item in drawn], Timer())
+    rows = iteration.experience.rows.values()
+    assert not any(row.advantage.any() for row in rows)
+    assert all(row.returns[row.sample.loss_mask].allclose(torch.ones(1)) for row in rows)
+    assert [plan.has_gradient for plan in iteration.sampler.plans] == [True, True]
 
 
 def test_the_value_after_the_end_is_read_at_the_last_token():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -318,7 +319,9 @@ def check_advantage_follows_its_response(advantage: Advantage) -> None:
 def check_advantage_reads_only_what_it_names(advantage: Advantage) -> None:
     """What it does not name may be missing, and groups that it does not name may be any."""
     x = scored(REWARDS, REWARD_GROUPS)
-    unread: dict[str, Tensor | None] = {
+    x = replace(x, parts={"first": x.reward, "second": x.reward.flip(0)})
+    unread: dict[str, Any] = {
+        "parts": {},
         "baseline": None,
         "tokens": None,
         "energy": None,

@@ -7,7 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmodule.ops.masked import group_statistics, masked_mean, masked_sum, place_at_end, select, whiten
+from rlmodule.ops.masked import (
+    group_statistics,
+    masked_mean,
+    masked_sum,
+    place_at_end,
+    select,
+    whiten,
+    whiten_by_tokens,
+)
 
 MASK = torch.tensor([[True, False, True], [False, True, False]])
 DIRTY = torch.tensor([[1.0, torch.nan, 3.0], [torch.inf, 5.0, -torch.inf]])
@@ -56,9 +64,12 @@ def test_whiten_leaves_fewer_than_two_values_alone():
     assert whiten(torch.tensor([3.0, 8.0]), ~one & one).tolist() == [3.0, 8.0]
 
 
-def test_whiten_makes_equal_values_zero():
-    out = whiten(torch.full((4,), 0.1), torch.ones(4, dtype=torch.bool))
-    torch.testing.assert_close(out, torch.zeros(4), rtol=0, atol=1e-3)
+@pytest.mark.parametrize("count", range(2, 12))
+def test_whiten_makes_equal_values_exact_zeros(count):
+    """The mean of tenths is a tenth and some rounding, which 1 / sqrt(eps) would make ten thousand times as large."""
+    tenths, everyone = torch.full((count,), 0.1, dtype=torch.float64), torch.ones(count, dtype=torch.bool)
+    assert whiten(tenths, everyone).tolist() == [0.0] * count
+    assert whiten_by_tokens(tenths, torch.arange(1, count + 1), everyone).tolist() == [0.0] * count
 
 
 @settings(max_examples=50, deadline=None)

@@ -84,3 +84,15 @@ def test_explained_variance():
     assert explained_variance(2 * returns, returns) == pytest.approx(0)
     assert math.isnan(explained_variance(returns, torch.ones_like(returns)))
     assert math.isnan(explained_variance(doubles(1), doubles(1)))
+
+
+@pytest.mark.parametrize("reward", [0.1, -0.3])
+def test_returns_that_differ_by_rounding_explain_nothing(reward):
+    """With gamma = lambda = 1 every token of every response returns the reward, but for rounding."""
+    value = torch.rand(4000, generator=torch.Generator().manual_seed(0)).double()
+    lengths, ends = torch.tensor([1, 2999, 1000]), torch.tensor([0, 2999, 3999])
+    earned = torch.zeros_like(value).index_fill(0, ends, reward)
+    after = torch.zeros(3, dtype=torch.float64)
+    returns = value + lambda_advantages(earned, value, after, lengths, gamma=1.0, lam=1.0)
+    assert len(set(returns.tolist())) > 1, "as equal as sums of floats can be"
+    assert math.isnan(explained_variance(value, returns))

@@ -159,6 +159,18 @@ def test_what_cannot_work_is_refused_before_a_model_is_loaded(earlier, tmp_path,
     assert fix in str(caught.value)
 
 
+def test_the_value_behind_a_cut_response_needs_a_position_of_its_own(earlier, tmp_path):
+    """The model has 256: they hold the third row, and not what is read behind it."""
+
+    def as_long_as_can_be(number, row):
+        return {**LONG, "response_ids": [1] * (256 - len(row["prompt_ids"]))} if number == 2 else {}
+
+    ppo = (f"data.rollouts={rewritten(earlier, tmp_path, as_long_as_can_be)}", "algorithm=ppo")
+    small_run(tmp_path / "run", *ppo)
+    with pytest.raises(RLModuleError, match=r"have 256 tokens, advantage\.bootstrap_truncated=true reads the value"):
+        small_run(tmp_path / "run", *ppo, "advantage.bootstrap_truncated=true")
+
+
 def test_groups_of_one_are_refused_where_responses_are_compared(earlier, tmp_path):
     path = rewritten(earlier, tmp_path, lambda number, row: {"group_id": None})
     with pytest.raises(RLModuleError, match="every group has one response, and GRPO compares"):

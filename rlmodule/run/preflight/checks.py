@@ -11,7 +11,7 @@ from rlmodule.core.layout import Layout
 from rlmodule.run.config import RunConfig
 from rlmodule.run.preflight.adapters import check_lora
 from rlmodule.run.preflight.batches import check_equal_counts, check_kept_groups
-from rlmodule.run.preflight.groups import check_groups, check_pairs
+from rlmodule.run.preflight.groups import check_components, check_groups, check_pairs
 from rlmodule.run.preflight.lengths import check_budget, check_positions
 from rlmodule.run.preflight.responses import (
     check_ahead,
@@ -33,6 +33,7 @@ OF_SETTINGS: tuple[Callable[[RunConfig], None], ...] = (
     check_order,
     check_lora,
     check_groups,
+    check_components,
     check_reward,
     check_kept_groups,
     check_pairs,

@@ -34,6 +34,24 @@ def check_groups(config: RunConfig) -> None:
         )
 
 
+def check_components(config: RunConfig) -> None:
+    """What is taken off the reward reaches an estimator that reads its components one by one."""
+    algorithm = config.algorithm
+    taken_off = {
+        "overlong_buffer.enable": (algorithm.overlong_buffer.enable, "reward=[...,length]"),
+        "use_kl_in_reward": (algorithm.use_kl_in_reward, "algorithm.use_kl_loss=true"),
+    }
+    for key, (is_on, instead) in taken_off.items() if config.advantage_reads("parts") else ():
+        if is_on:
+            raise ConfigError(
+                key=f"algorithm.{key}",
+                got=True,
+                because=f"{type(config.advantage).__name__} reads the components of the reward one by one, and this is "
+                "taken off their sum, which it does not read",
+                fix=f"Use false, with {instead} in its place, or another advantage",
+            )
+
+
 def check_pairs(config: RunConfig) -> None:
     """A loss that compares the two samples of a group must find both in its micro-batch."""
     if "group" not in config.loss.needs:
@@ -52,6 +70,14 @@ def check_pairs(config: RunConfig) -> None:
             got=config.algorithm.source,
             because=f"{name} compares the two samples of a pair, and {config.group_size} samples come of one row",
             fix="Use algorithm.source=preferences, or rollouts with rollout.n=2",
+        )
+    if config.algorithm.mask_truncated:
+        raise ConfigError(
+            key="algorithm.mask_truncated",
+            got=True,
+            because=f"{name} compares the two samples of a pair, and the other one of a sample that was cut would be "
+            "compared with nothing",
+            fix="Use false",
         )
     if not config.batching.keep_groups:
         raise ConfigError(

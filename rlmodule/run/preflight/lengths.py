@@ -71,11 +71,13 @@ def check_positions(config: RunConfig, hf_config: PreTrainedConfig) -> None:
     Without a reward function nothing is sampled, and the rows are checked one by one, see ``check_measured``.
     """
     limit = None if config.reward is None else positions_of(hf_config)
-    if limit is not None and config.longest_sample > limit:
+    behind = int(config.reads_behind_the_end)
+    in_words = ", advantage.bootstrap_truncated=true reads the value behind them at one position more" * behind
+    if limit is not None and config.longest_sample + behind > limit:
         raise ConfigError(
             key="rollout.max_response_length",
             got=config.sampling.max_response_length,
             because=f"with data.max_prompt_length={config.data.max_prompt_length} a sample can have "
-            f"{config.longest_sample} tokens, and the model has {positions_in_words(hf_config)}",
-            fix=f"Lower one of the two so that they add up to {limit} at most",
+            f"{config.longest_sample} tokens{in_words}, and the model has {positions_in_words(hf_config)}",
+            fix=f"Lower one of the two so that they add up to {limit - behind} at most",
         )

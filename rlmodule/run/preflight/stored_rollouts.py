@@ -37,17 +37,18 @@ def check_rollouts(table: RolloutTable, config: RunConfig, hf_config: PreTrained
         RLModuleError: names the first row.
     """
     check_lengths(((table.location(row), (length,)) for row, length in enumerate(table.lengths)), config, layout)
-    _check_positions(table, positions_of(hf_config))
+    _check_positions(table, positions_of(hf_config), behind=int(config.reads_behind_the_end))
     _check_groups(table, config)
     _check_logprobs(table, config)
 
 
-def _check_positions(table: RolloutTable, limit: int | None) -> None:
+def _check_positions(table: RolloutTable, limit: int | None, *, behind: int) -> None:
+    in_words = ", advantage.bootstrap_truncated=true reads the value behind them at one position more" * behind
     for row, length in enumerate(table.lengths):
-        if limit is not None and length > limit:
+        if limit is not None and length + behind > limit:
             raise DataError(
                 location=table.location(row),
-                because=f"prompt and response have {length} tokens, and the model has {limit} positions",
+                because=f"prompt and response have {length} tokens{in_words}, and the model has {limit} positions",
                 fix="Delete the row",
             )
 
