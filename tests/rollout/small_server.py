@@ -215,8 +215,9 @@ class Server:
 
     def draw(self, ask: dict[str, Any]) -> dict[str, Any]:
         assert not self.is_asleep, "it has no weights now"
-        self.in_flight += 1
-        self.most = max(self.most, self.in_flight)
+        with self.change:
+            self.in_flight += 1
+            self.most = max(self.most, self.in_flight)
         try:
             cuts = self.num_pauses
             time.sleep(self.seconds)
@@ -226,7 +227,8 @@ class Server:
             self.num_cut_off += found["finish"] == "abort"
             return found
         finally:
-            self.in_flight -= 1
+            with self.change:
+                self.in_flight -= 1
 
     def may_go_on(self, ask: dict[str, Any], drawn: int, cuts: int) -> bool:
         self.before_token(ask, drawn)
