@@ -40,8 +40,9 @@ class GDPO:
         """[B] rewards of the whole iteration -> [B] float64 advantages."""
         is_scored = torch.isfinite(x.reward)
         parts = x.parts or {"reward": x.reward}
-        unknown = sorted(set(self.weights) - set(parts))
-        if unknown and len(x.reward):
+        # One that is weighed and absent may come in another iteration; beside one that nobody weighs it is misspelt.
+        unknown, unweighed = sorted(set(self.weights) - set(parts)), set(parts) - set(self.weights)
+        if unknown and unweighed and len(x.reward):
             raise ConfigError(
                 key="advantage.weights",
                 got=unknown[0],
@@ -49,7 +50,7 @@ class GDPO:
                 fix=did_you_mean(unknown[0], parts),
             )
         total = torch.zeros_like(x.reward, dtype=torch.float64)
-        for name in sorted(self.weights or parts):
+        for name in sorted(set(self.weights or parts) & set(parts)):
             has = is_scored & torch.isfinite(parts[name])
             group = group_statistics(parts[name], x.group, has)
             relative = (parts[name].double() - group.mean) / (group.std + self.eps)

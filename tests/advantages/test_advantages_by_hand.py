@@ -74,6 +74,12 @@ def test_gdpo_names_a_component_that_is_not_there():
         GDPO(weights={"formt": 1})(replace(scored([1, 0], [0, 0]), parts={"format": torch.tensor([1.0, 0.0])}))
 
 
+def test_gdpo_waits_for_a_component_that_only_other_iterations_have():
+    """``reward=by_source``, and rows of one source were drawn."""
+    x = replace(scored([1, 0], [0, 0]), parts={"format": torch.tensor([1.0, 0.0])})
+    assert GDPO(weights={"format": 1, "math": 1})(x).tolist() == GDPO()(x).tolist()
+
+
 def test_gae_on_two_tokens():
     """Reward 1 at the end; values 1/2 and 1/4, lambda 1/2, a penalty of 1/8 on the first token.
 
