@@ -147,7 +147,7 @@ def test_what_children_could_not_import_or_nobody_describes_is_refused():
         (len, "cannot be described"),
         (3, "cannot be described"),
     ],
-    ids=str,
+    ids=lambda part: getattr(part, "__qualname__", str(part)),
 )
 def test_what_no_call_could_reach_is_refused_at_the_start(function, because):
     with pytest.raises(ConfigError, match=f"cannot be described: .*{because}|{because}"):
