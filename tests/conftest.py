@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,6 +14,7 @@ import torch
 torch.set_num_threads(1)
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,15 @@ from tests.helpers.backends import is_installed
 # The same examples every time, and no limit on time: the machines are shared.
 settings.register_profile("rlmodule", derandomize=True, deadline=None)
 settings.load_profile("rlmodule")
+
+
+@pytest.fixture(scope="module")
+def quick_collections() -> Iterator[None]:
+    """``gc.collect()`` looks at what is made from here on: among all that was imported it takes a second."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 SLOW = [line for line in Path(__file__).with_name("slow.txt").read_text().splitlines() if line[:1] not in ("", "#")]

@@ -28,6 +28,7 @@ ROWS = mixed_rows(LENGTHS)
 WHOLE = BatchingConfig(mini_batch_size=8, max_token_len_per_gpu=1000)  # one micro-batch per step
 TWO = BatchingConfig(mini_batch_size=8, max_token_len_per_gpu=40)
 ALGORITHM = AlgorithmConfig(entropy_coeff=0.02)
+pytestmark = pytest.mark.usefixtures("quick_collections")  # a row that does not fit is followed by one
 MOMENTS = ("at the start", "in the last layer", "amid the gradients")
 
 

@@ -62,7 +62,7 @@ class Number:
 
 
 @pytest.fixture(autouse=True)
-def no_child_is_left():
+def no_child_is_left(quick_collections):
     """Every test ends with no more processes than it began with."""
     gc.collect()  # pools of other tests may hang on tracebacks
     before = set(children())
