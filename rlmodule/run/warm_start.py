@@ -35,10 +35,15 @@ class WarmStart:
 
     @property
     def is_due(self) -> bool:
-        """Whether the run needs starting weights that were not made yet for this model, data, environment and seed."""
+        """Whether the run needs starting weights that were not made yet for this model, data, environment and seed.
+
+        A run that is resumed keeps those that it began with, which its reference is, whatever has changed since.
+        """
         if not self.run.config.needs_warm_start:
             return False
-        return not (self._stamp.exists() and self._stamp.read_text() == self._digest)
+        if not self._stamp.exists():
+            return True
+        return self.run.config.general.resume is None and self._stamp.read_text() != self._digest
 
     def fit(self) -> None:
         """Imitate demonstrations with the random model, on one process whatever the layout of the run."""

@@ -1,5 +1,6 @@
 """Rows that an environment shows, and weights that have imitated them: made once for each of what they depend on."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,15 @@ def test_a_file_that_was_changed_is_imitated_anew(tmp_path):
         file.write_text(ROW.format(answer) * 8)
         places.append(weights_of(tmp_path, *words))
     assert places[0] != places[1]
+
+
+def test_a_resumed_run_keeps_the_weights_that_it_began_with(tmp_path):
+    words = ("warm_start.steps=2", "environment.train_size=16")
+    start = WarmStart(small_run(tmp_path, *words))
+    start.directory.root.mkdir(parents=True)
+    (start.directory.root / "made_from.sha256").write_text(start._digest)
+    changed = (*words, "environment.seed=1")
+    assert WarmStart(small_run(tmp_path, *changed)).is_due
+    run = small_run(tmp_path, *changed)
+    resumed = replace(run, config=replace(run.config, general=replace(run.config.general, resume=str(tmp_path))))
+    assert not WarmStart(resumed).is_due
