@@ -16,9 +16,9 @@ from rlmodule.records.metrics_log import read_records
 from rlmodule.rollout.parts import server_checks
 from rlmodule.rollout.parts.server_requests import seed_of
 from tests.helpers.kills import Moment, killed_run
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.ranks import AWAY, run_on_ranks
 from tests.helpers.runs import MADE_OF_THE_LAYOUT, MADE_OF_TIME, numbers, rollouts, run_small, small_run
-from tests.rollout.served import start_weights
+from tests.rollout.served import FEW_DRAWS, start_weights
 from tests.rollout.small_server import Server
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -41,7 +41,7 @@ KEYS = (
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(server_checks, "DRAWS", 8)
+    monkeypatch.setattr(server_checks, "DRAWS", FEW_DRAWS)
 
 
 @pytest.fixture(scope="module")
@@ -61,17 +61,23 @@ def unhindered(server):
     server.resume()
 
 
+def after_all(self, state=InFlight.state):
+    for flight in self.flights:
+        flight.join(60)
+    return state(self)
+
+
 @pytest.fixture
 def all_end(monkeypatch):
     """Responses under way end before a checkpoint is written: the order of events is given."""
-    state = InFlight.state
-
-    def after_all(self):
-        for flight in self.flights:
-            flight.join(60)
-        return state(self)
-
     monkeypatch.setattr(InFlight, "state", after_all)
+
+
+def prepare(*, is_ordered):
+    """What ``quick`` and ``all_end`` do, in a process that is not forked from this one."""
+    server_checks.DRAWS = FEW_DRAWS
+    if is_ordered:
+        InFlight.state = after_all
 
 
 def iterations_of(records):
@@ -103,15 +109,6 @@ def sum_of(metrics):
     return sum(metrics[f"samples/{fate}"] for fate in FATES)
 
 
-def killed_run_beside(server, folder, moment, *keys):
-    """A fork must not come while the server's threads multiply: it would wait for a lock that nobody has there."""
-    deadline = time.monotonic() + 60
-    while server.in_flight:
-        assert time.monotonic() < deadline, "responses of a run that is gone are still drawn"
-        time.sleep(0.01)
-    return killed_run(folder, 1, moment, *keys)
-
-
 def test_every_sample_is_trained_on_once_and_at_most_one_iteration_late(server, tmp_path, all_end):
     """Validation, which draws at the same time and changes weights earlier, is on; and a second run repeats the first."""
     keys = (*KEYS, f"rollout.url={server.url}", "callbacks.validation.every_n_iterations=2")
@@ -130,8 +127,9 @@ def test_every_sample_is_trained_on_once_and_at_most_one_iteration_late(server, 
 def test_kill_9_and_resume_gives_the_run_that_was_never_stopped(server, tmp_path, all_end):
     """Killed in the second iteration, with the third one's responses drawn by weights that are gone."""
     keys = (*KEYS, f"rollout.url={server.url}")
-    assert killed_run_beside(server, tmp_path, Moment("step", 3), *keys)
-    assert not killed_run_beside(server, tmp_path, None, *keys)
+    killed = partial(killed_run, tmp_path, 1, start=AWAY, before=partial(prepare, is_ordered=True))
+    assert killed(Moment("step", 3), *keys)
+    assert not killed(None, *keys)
     whole = run_small(tmp_path / "whole", *keys)
     assert rollouts(tmp_path / "run") == rollouts(tmp_path / "whole")
     assert numbers(read_records(tmp_path / "run" / "metrics.jsonl")) == numbers(whole)
@@ -142,9 +140,10 @@ def test_responses_in_flight_at_a_kill_are_asked_for_again_under_their_ids(serve
     keys = (*KEYS, f"rollout.url={server.url}", "rollout.pause=abort")
     late = range(SAMPLES, 2 * SAMPLES, 2)
     hold_back(server, late, (tmp_path / "run" / "checkpoints" / "iteration_000001").exists)
-    assert killed_run_beside(server, tmp_path, Moment("step", 3), *keys)
+    killed = partial(killed_run, tmp_path, 1, start=AWAY, before=partial(prepare, is_ordered=False))
+    assert killed(Moment("step", 3), *keys)
     before, seeds = len(server.requests), seeds_of(range(3 * SAMPLES))
-    assert not killed_run_beside(server, tmp_path, None, *keys)
+    assert not killed(None, *keys)
     asked = [seeds[ask["seed"]] for ask in server.requests[before:] if ask["seed"] in seeds]
     assert sorted(set(asked)) == sorted({*late, *range(2 * SAMPLES, 3 * SAMPLES)})
     assert ids_of(tmp_path / "run") == list(range(3 * SAMPLES))
@@ -171,7 +170,7 @@ def test_what_is_too_old_is_dropped_and_counted(server, tmp_path, monkeypatch):
     assert sum_of(found[1]) == 2 * SAMPLES
     assert found[1]["reward/unscored"] == SAMPLES / 2, "it votes in no statistic"
     monkeypatch.undo()
-    monkeypatch.setattr(server_checks, "DRAWS", 8)
+    monkeypatch.setattr(server_checks, "DRAWS", FEW_DRAWS)
     server.before_token = lambda ask, drawn: None
 
 
@@ -190,13 +189,14 @@ def test_groups_that_are_filtered_are_replaced_by_rows_already_under_way(server,
 
 
 def _fit(run_dir, url, rank):
+    prepare(is_ordered=True)
     small_run(run_dir, *KEYS, f"rollout.url={url}", "trainer.devices=2", "strategy=ddp").fit()
 
 
 @pytest.mark.ranks
 def test_ranks_change_nothing(server, tmp_path, all_end):
     whole = run_small(tmp_path / "whole", *KEYS, f"rollout.url={server.url}")
-    run_on_ranks(2, partial(_fit, tmp_path / "shared", server.url))
+    run_on_ranks(2, partial(_fit, tmp_path / "shared", server.url), start=AWAY)
     without = (*MADE_OF_TIME, *MADE_OF_THE_LAYOUT)
     got = numbers(read_records(tmp_path / "shared" / "metrics.jsonl"), without=without)
     for one, other in zip(got, numbers(whole, without=without), strict=True):

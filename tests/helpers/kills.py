@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import random
 import signal
@@ -12,6 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.context import ForkContext, ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from rlmodule.experience.sources import RolloutSource
 from rlmodule.module import RLModule
 from rlmodule.records.metrics_log import RecordFile
 from strategies.parts import snapshot
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.ranks import HERE, run_on_ranks, tell_before
 from tests.helpers.runs import run_small
 
 PATIENCE = 120  # seconds
@@ -71,13 +71,22 @@ def drawn(seed: int, count: int, *, ranks: int = 1) -> list[Moment]:
     return made
 
 
-def killed_run(folder: Path, world_size: int, moment: Moment | None, *overrides: str) -> bool:
-    """One start of a small run on ``world_size`` ranks; whether it was killed before it came to its end."""
+def killed_run(
+    folder: Path,
+    world_size: int,
+    moment: Moment | None,
+    *overrides: str,
+    start: ForkContext | ForkServerContext = HERE,
+    before: Callable[[], None] | None = None,
+) -> bool:
+    """One start of a small run on ``world_size`` ranks; whether it was killed before it came to its end.
+
+    ``before`` is called in the process that leads it.
+    """
     saved, _ = newest_whole(folder / "run" / "checkpoints")
     if saved is not None:
         overrides = (*overrides, f"resume={folder / 'run'}")
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=_lead, args=(folder, world_size, moment, overrides))
+    process = start.Process(target=_lead, args=(folder, world_size, moment, overrides, before))
     process.start()
     assert process.pid is not None
     if moment is not None and moment.seconds is not None:
@@ -92,11 +101,20 @@ def killed_run(folder: Path, world_size: int, moment: Moment | None, *overrides:
     return process.exitcode != 0
 
 
-def _lead(folder: Path, world_size: int, moment: Moment | None, overrides: tuple[str, ...]) -> None:
+def _lead(
+    folder: Path,
+    world_size: int,
+    moment: Moment | None,
+    overrides: tuple[str, ...],
+    before: Callable[[], None] | None,
+) -> None:
     os.setpgrp()  # whoever kills the group kills all ranks at once
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
     tempfile.tempdir = str(scratch)
+    tell_before(PATIENCE)
+    if before is not None:
+        before()
     run_ranks = partial(_run, folder=folder, world_size=world_size, moment=moment, overrides=overrides)
     if world_size == 1:
         run_ranks(0)

@@ -25,6 +25,7 @@ from tests.rollout.engines import END, LIMIT, TinyTokenizer
 from tests.rollout.small_server import Server
 
 MAX_PROMPT = 16
+FEW_DRAWS = 8  # with which a server is proven, less than a run has
 PATIENCE = 30.0  # seconds until a thread is taken for hanging
 FILE_BYTES = 20_000  # of weights: the tiny model has several files
 

@@ -22,7 +22,7 @@ from rlmodule.rollout.server import ServerRolloutConfig
 from rlmodule.rollout.vllm import VLLMRolloutConfig
 from tests.helpers.tiny import tiny_policy
 from tests.rollout.engines import generate
-from tests.rollout.served import served
+from tests.rollout.served import FEW_DRAWS, served
 from tests.rollout.test_vllm import requests_of
 
 KEY = "sk-5ecret"
@@ -30,7 +30,7 @@ KEY = "sk-5ecret"
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(server_checks, "DRAWS", 8)
+    monkeypatch.setattr(server_checks, "DRAWS", FEW_DRAWS)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from rlmodule.core.types import POLICY
 from rlmodule.rollout.parts import server_checks, server_engine, server_requests
 from rlmodule.rollout.server import ServerRolloutConfig
 from rlmodule.rollout.vllm import VLLMRolloutConfig
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.ranks import AWAY, run_on_ranks
 from tests.helpers.tiny import ddp, tiny_policy
 from tests.rollout.engines import LIMIT, generate
-from tests.rollout.served import MAX_PROMPT, PATIENCE, InThread, Served, logprobs_of, served, start_weights
+from tests.rollout.served import FEW_DRAWS, MAX_PROMPT, PATIENCE, InThread, Served, logprobs_of, served, start_weights
 from tests.rollout.small_server import Server
 from tests.rollout.test_vllm import requests_of, tokens_of
 
@@ -32,7 +32,7 @@ DRAWN = 2  # tokens of a response that stand when weights change
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(server_checks, "DRAWS", 8)
+    monkeypatch.setattr(server_checks, "DRAWS", FEW_DRAWS)
     monkeypatch.setattr(server_engine, "GRACE_SECONDS", 0.3)
 
 
@@ -90,8 +90,9 @@ def test_weights_change_while_responses_are_under_way(tmp_path, pause, config):
         before = copy.deepcopy(policy)
         begins = (lambda: not engine._change.gate.is_open) if pause == WAIT else (lambda: server.paused == pause)
         stopped = stop_before_token(server, DRAWN, lambda: begins() or engine.version == 1)
+        earlier = len(server.requests)
         reader = InThread(engine.beside(), requests)
-        wait_for(lambda: len(stopped) >= 3)
+        wait_for(lambda: len(stopped) >= 3 and len(server.requests) == earlier + len(requests))
         run.train()
         run.engine()
         found = reader.join()
@@ -165,6 +166,7 @@ def test_no_more_are_in_flight_than_asked_for(tmp_path):
 
 def changed_on(rank, url, folder, pause, tp_size):
     """What a rank is given while both ranks change weights; with ``tp_size`` 2 the first one asks for both."""
+    server_checks.DRAWS = FEW_DRAWS
     torch.set_num_threads(1)
     policy = tiny_policy()
     strategy = ddp({POLICY: policy})
@@ -186,7 +188,9 @@ def changed_on(rank, url, folder, pause, tp_size):
 def test_ranks_change_weights_as_one(tmp_path, pause, tp_size):
     server = Server(start_weights(tiny_policy(), tmp_path / "start"))
     server.before_token = lambda ask, drawn: time.sleep(0.003)
-    parts = run_on_ranks(2, partial(changed_on, url=server.url, folder=tmp_path, pause=pause, tp_size=tp_size))
+    parts = run_on_ranks(
+        2, partial(changed_on, url=server.url, folder=tmp_path, pause=pause, tp_size=tp_size), start=AWAY
+    )
     assert server.model.version == "2"
     assert not server.paused
     server.close()

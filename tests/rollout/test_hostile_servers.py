@@ -25,13 +25,13 @@ from tests.helpers.runs import run_small
 from tests.helpers.tiny import tiny_policy
 from tests.rollout.engines import generate
 from tests.rollout.parts.test_server_engine import KEYS, server_for
-from tests.rollout.served import served
+from tests.rollout.served import FEW_DRAWS, served
 from tests.rollout.test_vllm import requests_of, tokens_of
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(server_checks, "DRAWS", 8)
+    monkeypatch.setattr(server_checks, "DRAWS", FEW_DRAWS)
     monkeypatch.setattr(server_engine, "GRACE_SECONDS", 5.0)
 
 

@@ -18,12 +18,12 @@ from rlmodule.rollout.parts import server_checks, server_engine
 from rlmodule.rollout.parts.http_client import HTTPClient
 from rlmodule.rollout.parts.server_requests import ServerRequests
 from rlmodule.rollout.vllm import VLLMRolloutConfig
-from tests.helpers.ranks import run_on_ranks
+from tests.helpers.ranks import AWAY, run_on_ranks
 from tests.helpers.runs import numbers, rollouts, run_small, small_run
 from tests.helpers.tiny import ddp, tiny_policy
 from tests.rollout import small_server
 from tests.rollout.engines import generate
-from tests.rollout.served import MAX_PROMPT, Served, start_weights
+from tests.rollout.served import FEW_DRAWS, MAX_PROMPT, Served, start_weights
 from tests.rollout.small_server import Server
 from tests.rollout.test_vllm import requests_of
 
@@ -41,7 +41,7 @@ KEYS = (
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(server_checks, "DRAWS", 8)
+    monkeypatch.setattr(server_checks, "DRAWS", FEW_DRAWS)
     monkeypatch.setattr(server_engine, "GRACE_SECONDS", 0.3)
 
 
@@ -107,6 +107,7 @@ def test_when_every_server_is_dead_the_run_leaves_a_checkpoint_and_goes_on_from_
 
 def sampled_on(rank, url, folder, tp_size):
     """This rank's completions; with ``tp_size`` 2 both ranks have the same tokens."""
+    server_checks.DRAWS = FEW_DRAWS
     torch.set_num_threads(1)
     policy = tiny_policy()
     strategy = ddp({POLICY: policy})
@@ -123,9 +124,9 @@ def sampled_on(rank, url, folder, tp_size):
 @pytest.mark.ranks
 def test_each_rank_sends_its_own_requests_and_one_speaks_for_those_that_repeat_its_tokens(tmp_path):
     server = Server(start_weights(tiny_policy(), tmp_path / "start"))
-    shared = run_on_ranks(2, partial(sampled_on, url=server.url, folder=tmp_path, tp_size=1))
+    shared = run_on_ranks(2, partial(sampled_on, url=server.url, folder=tmp_path, tp_size=1), start=AWAY)
     before = server.served
-    repeated = run_on_ranks(2, partial(sampled_on, url=server.url, folder=tmp_path, tp_size=2))
+    repeated = run_on_ranks(2, partial(sampled_on, url=server.url, folder=tmp_path, tp_size=2), start=AWAY)
     checks = server.served - before - 4
     server.close()
     assert sorted(shared[0] + shared[1]) == sorted(repeated[0]) == sorted(repeated[1])
