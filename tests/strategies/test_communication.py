@@ -16,6 +16,7 @@ from rlmodule.models.size import size_of
 from rlmodule.run.planning.work import traffic
 from strategies.fsdp2 import FSDP2Config, FSDP2Strategy
 from strategies.parts.mesh import current_layout
+from tests.helpers.collectives import collectives
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import mixed_rows
 from tests.helpers.trainer import fit
@@ -24,12 +25,6 @@ from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun
 LENGTHS = ((3, 4), (5, 1), (2, 9), (4, 3), (1, 6), (6, 2), (3, 11), (2, 2), (4, 4), (2, 7), (1, 1), (5, 5))
 ROWS = mixed_rows(LENGTHS)
 MEGABYTE = 2**20
-
-
-def collectives(recorded):
-    """How often torch was asked for each of its collectives."""
-    counts = Counter(e.key for e in recorded.key_averages() for _ in range(e.count))
-    return {name: n for name, n in counts.items() if name.startswith("c10d::")}
 
 
 class CountCollectives(L.Callback):

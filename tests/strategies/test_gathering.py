@@ -14,9 +14,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.profiler import ProfilerActivity, profile
 
 from strategies.parts.gathering import Part, from_bytes, gathered, in_buckets, to_bytes
+from tests.helpers.collectives import collectives
 from tests.helpers.ranks import run_on_ranks
 from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun
-from tests.strategies.test_communication import collectives
 
 # ---- any shards
 
