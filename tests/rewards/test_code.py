@@ -89,7 +89,7 @@ def test_a_program_is_right_when_every_test_passes(reward, text, tests, score):
 def test_time_and_memory_have_limits(reward, lines, says):
     before = time.monotonic()
     [result] = reward([sample(block(*lines), ASSERTS)])
-    assert time.monotonic() - before < 8
+    assert time.monotonic() - before < 30
     assert result.value == 0
     assert result.counts["timed_out"] == float(says == "timed_out")
 

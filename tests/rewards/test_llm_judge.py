@@ -213,7 +213,7 @@ def test_requests_run_at_a_time_and_scores_keep_their_places():
     with server(slow) as (url, seen):
         cut = sample("x", finish_reason="length")
         results = judged(url, *[sample(str(i)) for i in range(16)], cut)
-    assert time.monotonic() - before < 3
+    assert time.monotonic() - before < 4.5
     assert [result.value for result in results] == [0.5] * 16 + [0.0]
     assert len(seen) == 16, "a response that was cut is not asked about"
 

@@ -46,7 +46,7 @@ def test_rew_01_a_function_that_never_returns_costs_one_score_ten_times_in_a_row
     for _ in range(10):
         before = time.monotonic()
         scores = reward(batch)
-        assert time.monotonic() - before < 3
+        assert time.monotonic() - before < 20
         assert [score.value for score in scores] == [1.0, 2.0, None, 3.0]
         assert [score.counts["timed_out"] for score in scores] == [0, 0, 1, 0]
         assert sum(score.counts["failed"] for score in scores) == 1
