@@ -12,6 +12,8 @@ from rlmodule.core.types import ScoredSample
 from rlmodule.records.metrics_log import atomic_write
 
 Row = Mapping[str, Any]
+# Line ends of Unicode, which JSON leaves as they are within texts and many a reader takes for the end of a row.
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
 class Decoder(Protocol):
@@ -24,9 +26,15 @@ class Decoder(Protocol):
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Write one JSON object per line; a reader sees the whole file or none."""
+    with atomic_write(path) as aside, aside.open("wb") as file:
+        file.writelines(json_line(row) for row in rows)
+
+
+def json_line(row: Row, default: Callable[[Any], Any] | None = None) -> bytes:
+    """A row as one line, whatever a reader takes for the end of a line; ``default`` is that of ``json.dumps``."""
+    text = json.dumps(row, ensure_ascii=False, default=default).translate(_LINE_ENDS)
     # A lone surrogate has no UTF-8 form; its backslash escape is what JSON writes for it.
-    with atomic_write(path) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return text.encode("utf-8", errors="backslashreplace") + b"\n"
 
 
 def evenly_spaced(rows: Sequence[Row], count: int) -> list[Row]:

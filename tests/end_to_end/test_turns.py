@@ -47,7 +47,8 @@ def test_two_ranks_with_small_batches_sample_the_same_episodes(undisturbed: Path
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of the command line."""
     folder = tmp_path_factory.mktemp("finished")
-    words = (*TURNS, "debug=fast", "trainer.num_threads=1", "run_dir=run")
+    sizes = ("environment.train_size=32", "environment.test_size=4")
+    words = (*TURNS, *sizes, "debug=fast", "trainer.num_threads=1", "run_dir=run")
     done = forked("train", *words, cwd=folder)
     assert done.code == 0, done.text
     return folder

@@ -112,11 +112,11 @@ def _lead(
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
     tempfile.tempdir = str(scratch)
-    tell_before(PATIENCE)
     if before is not None:
         before()
     run_ranks = partial(_run, folder=folder, world_size=world_size, moment=moment, overrides=overrides)
     if world_size == 1:
+        tell_before(PATIENCE)
         run_ranks(0)
     else:
         run_on_ranks(world_size, run_ranks)

@@ -28,7 +28,10 @@ AWAY.set_forkserver_preload(["tests.helpers.kills"])
 
 
 def tell_before(seconds: float) -> None:
-    """Say where every thread of this process is, shortly before it is ended for having taken ``seconds``."""
+    """Say where every thread of this process is, shortly before it is ended for having taken ``seconds``.
+
+    Not in one that will fork others that ask for it too: they would wait for a thread of faulthandler's that they lack.
+    """
     faulthandler.dump_traceback_later(seconds - 10)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from rlmodule.core.errors import ConfigError, TrainingError
 from rlmodule.records.metrics_log import atomic_write
+from rlmodule.records.rows import json_line
 
 KEY = "command.out"
 ID = "sample_id"  # names a line
@@ -60,10 +61,8 @@ class RowFile:
         Raises:
             TrainingError: it cannot be written.
         """
-        line = json.dumps(row, ensure_ascii=False, default=str) + "\n"
+        rest = memoryview(json_line(row, default=str))
         try:
-            # A lone surrogate has no UTF-8 form; its backslash escape is what JSON writes for it.
-            rest = memoryview(line.encode("utf-8", errors="backslashreplace"))
             while rest:  # a disk that fills up takes a part
                 rest = rest[os.write(self._file, rest) :]
         except OSError as error:
