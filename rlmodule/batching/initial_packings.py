@@ -11,6 +11,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 
 import numpy as np
@@ -87,7 +88,7 @@ def water_filled(problem: Problem, num_steps: int, tilt: float = 0.0) -> Targets
     """
     opening = problem.cost[:: problem.dp_size][:num_steps]
     largest = np.concatenate([opening, np.zeros(num_steps - len(opening))])
-    slope = 1.0 + tilt * np.linspace(1.0, -1.0, num_steps)
+    slope = _slope(num_steps, tilt)
     work = float(problem.cost.sum()) / problem.dp_size
     fixed, level = np.zeros(num_steps, bool), 0.0
     while not fixed.all():
@@ -97,6 +98,12 @@ def water_filled(problem: Problem, num_steps: int, tilt: float = 0.0) -> Targets
             break
         fixed |= short
     return Targets(np.where(fixed, largest, level * slope), fixed)
+
+
+@cache
+def _slope(num_steps: int, tilt: float) -> Floats:
+    """[M] targets over their mean."""
+    return 1.0 + tilt * np.linspace(1.0, -1.0, num_steps)
 
 
 def worst_fit(problem: Problem, targets: Targets) -> Ints | None:
