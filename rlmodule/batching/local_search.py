@@ -223,7 +223,7 @@ def refine(cells: Cells, attempts: int, good_enough: float) -> float:
         # [P] excess, after the swap, of whichever of the two cells then exceeds its limit more
         larger_excess = swaps.residual + (excess[most_expensive] + excess[pairs[1]]) / 2
         chosen = larger_excess.argmin(keepdims=True)
-        if _cost_after(cells, swaps, chosen) < best * (1 - LEAST_GAIN):
+        if cost_after(cells, swaps, chosen) < best * (1 - LEAST_GAIN):
             swaps.apply(cells, chosen)
             best, no_gain = cells.lockstep_cost, 0
         else:
@@ -231,7 +231,7 @@ def refine(cells: Cells, attempts: int, good_enough: float) -> float:
     return best
 
 
-def _cost_after(cells: Cells, swaps: Swaps, which: Ints) -> float:
+def cost_after(cells: Cells, swaps: Swaps, which: Ints) -> float:
     """Lock-step cost after the swap of one pair."""
     leaving = cells.values[0, swaps.moved[:, which]].sum(axis=2)  # [2, 1]
     work = cells.work.copy()
