@@ -11,6 +11,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 
 import numpy as np
@@ -59,6 +60,22 @@ class Problem:
         pigeonhole = (cumulative[last + 1] - cumulative[last - np.arange(len(last))]).max(initial=0.0)
         return max(float(cumulative[-1]) / self.dp_size, float(big), float(pigeonhole))
 
+    def least_cost_of_pairs(self) -> float:
+        """Lower bound on the cost of a single micro-step, C cells, that is met where few ranks have two long samples.
+
+        Of the C + p most expensive samples three share a cell, or p cells hold two of them. The cheapest way to pair 2p
+        of them takes the cheapest 2p, and the most expensive of these with the cheapest, and so on inwards.
+        """
+        cells = self.dp_size
+        most = min(cells, len(self.cost) - cells)  # p is 1 to this
+        if most < 1:
+            return 0.0
+        pairs = self.cost[cells - most : cells][::-1] + self.cost[cells : cells + most]  # from the innermost outwards
+        if cells == 1:
+            return float(pairs[0])
+        triples = np.convolve(self.cost[cells - 2 : cells + most], np.ones(3), "valid")
+        return float(np.minimum(np.maximum.accumulate(pairs), triples).max())
+
 
 @dataclass(frozen=True, eq=False)
 class Targets:
@@ -87,7 +104,7 @@ def water_filled(problem: Problem, num_steps: int, tilt: float = 0.0) -> Targets
     """
     opening = problem.cost[:: problem.dp_size][:num_steps]
     largest = np.concatenate([opening, np.zeros(num_steps - len(opening))])
-    slope = 1.0 + tilt * np.linspace(1.0, -1.0, num_steps)
+    slope = _slope(num_steps, tilt)
     work = float(problem.cost.sum()) / problem.dp_size
     fixed, level = np.zeros(num_steps, bool), 0.0
     while not fixed.all():
@@ -97,6 +114,12 @@ def water_filled(problem: Problem, num_steps: int, tilt: float = 0.0) -> Targets
             break
         fixed |= short
     return Targets(np.where(fixed, largest, level * slope), fixed)
+
+
+@cache
+def _slope(num_steps: int, tilt: float) -> Floats:
+    """[M] targets over their mean."""
+    return 1.0 + tilt * np.linspace(1.0, -1.0, num_steps)
 
 
 def worst_fit(problem: Problem, targets: Targets) -> Ints | None:

@@ -32,6 +32,8 @@ from rlmodule.batching.workload import Floats
 GOOD_ENOUGH, NEAR = 7e-4, 3e-3
 # Over the number of samples this is enough as well: combinations of a few samples that come nearer are rare.
 FEW_SAMPLES = 0.14
+# A cost that is above a lower bound by no more than this share is the least there is.
+ROUNDING = 1e-12
 # Initial packings in the order they are tried, with the tilt of their targets.
 HEURISTICS = (
     (worst_fit, 0.0),
@@ -103,6 +105,8 @@ def _best_packing(problem: Problem, num_steps: int) -> Cells | None:
     least = problem.least_cost(num_steps)
     is_level = least * problem.dp_size <= float(problem.cost.sum()) * (1 + NEAR)  # no sample sets the bound
     goal = least * (1 + max(GOOD_ENOUGH, FEW_SAMPLES / len(problem.cost) if is_level else 0.0))
+    if num_steps == 1:
+        goal = max(goal, problem.least_cost_of_pairs() * (1 + ROUNDING))
     tried: list[tuple[float, int, Cells, Targets]] = []
     for targets, cell in _initial_packings(problem, num_steps):
         cells = Cells(problem, cell, num_steps)

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from rlmodule.batching.initial_packings import Problem, Targets
 from rlmodule.batching.partition import Ints
 from rlmodule.batching.workload import Floats
+
+Members = NDArray[np.int32]
 
 # Swaps of a round for which every cell still offers more than the fewest candidates.
 SWAPS_AT_ONCE = 10_000
@@ -30,127 +32,127 @@ class Cells:
     """A mutable packing: the samples of each cell, with their sums.
 
     Attributes:
-        cost, tokens: [n + 1] float64 of each sample, by falling cost; entry n stands for no sample and is 0.
-        members: [C, W] int32 samples of each cell, ascending, filled up with n.
+        values: [2, n + 1] float64 cost and tokens of each sample, by falling cost; entry n stands for no sample, is 0.
+        members: [C, W + 1] int32 samples of each cell, ascending, filled up with n, which ends every row.
         work, used: [C] float64 cost and tokens of each cell.
     """
 
     def __init__(self, problem: Problem, cell: Ints, num_steps: int) -> None:
         self.num_steps, self.dp_size, self.token_budget = num_steps, problem.dp_size, problem.token_budget
-        self.cost = np.append(problem.cost, 0.0)
-        self.tokens = np.append(problem.length, 0).astype(np.float64)
+        self.none = len(cell)
+        self.values = np.zeros((2, len(cell) + 1))
+        self.values[0, :-1], self.values[1, :-1] = problem.cost, problem.length
         size = np.bincount(cell, minlength=num_steps * problem.dp_size)  # [C]
-        by_cell = np.argsort(cell, kind="stable")
-        column = np.arange(len(cell)) - np.repeat(np.cumsum(size) - size, size)
-        self.members = np.full((len(size), max(1, int(size.max()))), len(cell), np.int32)
+        by_cell = cell.argsort(kind="stable")
+        column = np.arange(len(cell)) - (size.cumsum() - size).repeat(size)
+        self.members = np.full((len(size), int(size.max()) + 1), self.none, np.int32)
         self.members[cell[by_cell], column] = by_cell
         self.update_sums()
 
     @property
     def lockstep_cost(self) -> float:
         """Sum over micro-steps of the most expensive cell, with cells assigned to micro-steps by falling cost."""
-        return float(np.sort(self.work)[:: -self.dp_size].sum())
+        return lockstep_cost(self.work, self.dp_size)
 
     def cell_of_sample(self) -> Ints:
         """[n] cell of each sample; cells are renumbered by falling cost."""
         most_expensive_first = self.members[np.argsort(-self.work, kind="stable")]
-        cell = np.empty(len(self.cost), np.int64)
+        cell = np.empty(self.none + 1, np.int64)
         cell[most_expensive_first] = np.arange(len(most_expensive_first))[:, None]
         return cell[:-1]
 
-    def replace_members(self, rows: Ints, members: Ints) -> None:
-        """Set the members of P cells, [P, any] in any order, filled up with n."""
-        members = np.sort(members, axis=1)
-        width = max(self.members.shape[1], int((members < len(self.cost) - 1).sum(axis=1).max()))
-        grown = width - self.members.shape[1]
-        if grown:
-            room = np.full((len(self.members), grown), len(self.cost) - 1, np.int32)
+    def replace_members(self, rows: Ints, members: Members) -> None:
+        """Set the members of P cells, [P, more than W] in any order, filled up with n."""
+        members.sort(axis=1)
+        width = self.members.shape[1]
+        if (members[:, width - 1] < self.none).any():
+            grown = int((members < self.none).sum(axis=1).max()) + 1 - width
+            room = np.full((len(self.members), grown), self.none, np.int32)
             self.members = np.concatenate([self.members, room], axis=1)
-        self.members[rows] = members[:, :width]
-        self.update_sums(rows)
+        members = members[:, : self.members.shape[1]]
+        self.members[rows] = members
+        self.work[rows], self.used[rows] = np.add.reduce(self.values[:, members], axis=2)
 
-    def update_sums(self, rows: Ints | None = None) -> None:
-        """Recompute ``work`` and ``used`` of the given cells, or of all of them."""
-        if rows is None:
-            self.work, self.used = self.cost[self.members].sum(axis=1), self.tokens[self.members].sum(axis=1)
-        else:
-            members = self.members[rows]
-            self.work[rows], self.used[rows] = self.cost[members].sum(axis=1), self.tokens[members].sum(axis=1)
+    def update_sums(self) -> None:
+        """Recompute ``work`` and ``used``."""
+        self.work, self.used = np.add.reduce(self.values[:, self.members], axis=2)
 
 
-@dataclass(frozen=True, eq=False)
-class Swaps:
+def lockstep_cost(work: Floats, dp_size: int) -> float:
+    """[C] cost of each cell -> sum over micro-steps of the most expensive one, assigned to them by falling cost."""
+    return float(np.add.reduce(np.sort(work)[::-dp_size]))
+
+
+class Swaps(NamedTuple):
     """One swap for each of P pairs of cells.
 
     Args:
-        first, second: [P] cells.
-        given, taken: [P, w] samples that move from first to second and from second to first, filled up with n.
+        pairs: [2, P] cells.
+        moved: [2, P, 2] samples that leave the first and the second cell of each pair for the other one; n for none.
         residual: [P] absolute difference between the cost that moves and the cost that should move.
     """
 
-    first: Ints
-    second: Ints
-    given: Ints
-    taken: Ints
+    pairs: Ints
+    moved: Members
     residual: Floats
 
-    def select(self, which: Ints | NDArray[np.bool_]) -> Swaps:
-        """The swaps of the given pairs."""
-        return Swaps(self.first[which], self.second[which], self.given[which], self.taken[which], self.residual[which])
-
-    def apply(self, cells: Cells) -> None:
-        """Perform the swaps in ``cells``; a cell must not be in two pairs."""
-        if len(self.first) == 0:
+    def apply(self, cells: Cells, which: Ints) -> None:
+        """Perform the swaps of some pairs in ``cells``; a cell must not be in two of them."""
+        if len(which) == 0:
             return
-        none = len(cells.cost) - 1
-        rows = np.concatenate([self.first, self.second])
-        removed = np.concatenate([self.given, self.taken])
-        added = np.concatenate([self.taken, self.given])
-        members = cells.members[rows]
-        is_removed = (members[:, :, None] == removed[:, None, :]).any(axis=2)
-        cells.replace_members(rows, np.concatenate([np.where(is_removed, none, members), added], axis=1))
+        rows, moved = self.pairs[:, which], self.moved[:, which]
+        members = cells.members[rows]  # [2, p, W + 1]
+        members[(members == moved[:, :, :1]) | (members == moved[:, :, 1:])] = cells.none
+        members = np.concatenate([members, moved[::-1]], axis=2)
+        cells.replace_members(rows.ravel(), members.reshape(-1, members.shape[2]))
 
 
-def best_swaps(cells: Cells, first: Ints, second: Ints, transfer: Floats, turn: int) -> Swaps:
+def best_swaps(cells: Cells, pairs: Ints, transfer: Floats, turn: int) -> Swaps:
     """Find for each pair of cells the swap that moves nearest to the wanted cost, with at most two samples each way.
 
     Args:
         cells: the packing.
-        first, second: [P] cells of each pair.
-        transfer: [P] net cost to move from first to second.
+        pairs: [2, P] cells.
+        transfer: [P] net cost to move from the first to the second.
         turn: number of the round; it rotates the candidates of cells that have more than are considered.
     """
-    num_candidates = _num_candidates(len(first))
+    num_pairs = len(transfer)
+    num_candidates = _num_candidates(num_pairs)
     at_once = max(1, SWAPS_IN_CACHE // len(_subsets(num_candidates)[0]) ** 2)
-    parts = [slice(start, start + at_once) for start in range(0, len(first), at_once)] or [slice(0, 0)]
-    found = [_best_swaps(cells, first[part], second[part], transfer[part], num_candidates, turn) for part in parts]
-    given, taken, residual = (np.concatenate(columns) for columns in zip(*found, strict=True))
-    return Swaps(first, second, given, taken, residual)
+    if num_pairs <= at_once:
+        return _best_swaps(cells, pairs, transfer, num_candidates, turn)
+    parts = [slice(start, start + at_once) for start in range(0, num_pairs, at_once)]
+    found = [_best_swaps(cells, pairs[:, part], transfer[part], num_candidates, turn) for part in parts]
+    moved = np.concatenate([swaps.moved for swaps in found], axis=1)
+    return Swaps(pairs, moved, np.concatenate([swaps.residual for swaps in found]))
 
 
-def _best_swaps(
-    cells: Cells, first: Ints, second: Ints, transfer: Floats, num_candidates: int, turn: int
-) -> tuple[Ints, Ints, Floats]:
-    """``given``, ``taken`` and ``residual`` of the best swap of each pair, all swaps held at once."""
-    pairs = len(first)
-    candidates = _candidates(cells, np.concatenate([first, second]), num_candidates, turn)  # [2P, w]
-    subsets, as_columns = _subsets(candidates.shape[1])  # [K, w], [w, K]
+def _best_swaps(cells: Cells, pairs: Ints, transfer: Floats, num_candidates: int, turn: int) -> Swaps:
+    """The best swap of each pair, all swaps held at once."""
+    num_pairs = len(transfer)
+    candidates = _candidates(cells, pairs.ravel(), num_candidates, turn)  # [2P, w + 1]
+    subsets, as_columns = _subsets(candidates.shape[1] - 1)  # [K, 2], [w + 1, K]
     # A column has at most two ones, so a product is a sum of two costs: the same bits on every machine.
-    sums = cells.cost[candidates] @ as_columns  # [2P, K]
+    costs, tokens = cells.values[:, candidates] @ as_columns  # [2P, K] each
     # [P, K, K]: distance of the net cost that moves from ``transfer``, for every subset of first and of second
-    residual = (sums[:pairs] - transfer[:, None])[:, :, None] - sums[pairs:, None, :]
+    residual = (costs[:num_pairs] - transfer[:, None])[:, :, None] - costs[num_pairs:, None, :]
     np.abs(residual, out=residual)
-    tokens = cells.tokens[candidates] @ as_columns
-    least = cells.used[first] - cells.token_budget  # net tokens that must leave first for it to stay within the budget
-    most = cells.token_budget - cells.used[second]  # net tokens that second can take
-    if (tokens[:pairs].max(axis=1) > most).any() or (-tokens[pairs:].max(axis=1) < least).any():
-        net = tokens[:pairs, :, None] - tokens[pairs:, None, :]
-        residual[(net > most[:, None, None]) | (net < least[:, None, None])] = np.inf
-    flat = residual.reshape(pairs, len(subsets) ** 2)
-    best = flat.argmin(axis=1)
-    sets = subsets[np.concatenate(np.divmod(best, len(subsets)))]  # [2P, w]
-    moved = np.where(sets, candidates, len(cells.cost) - 1)
-    return moved[:pairs], moved[pairs:], flat[np.arange(pairs), best]
+    best = residual.reshape(num_pairs, -1).argmin(axis=1)
+    given, taken = np.divmod(best, len(subsets))
+    pair = np.arange(num_pairs)
+    # Net tokens that must leave the first cell for it to stay within the budget, and that the second one can take.
+    least, most = cells.used[pairs[0]] - cells.token_budget, cells.token_budget - cells.used[pairs[1]]
+    net = tokens[pair, given] - tokens[pair + num_pairs, taken]
+    exceeds = (net > most) | (net < least)
+    if exceeds.any():  # elsewhere the best of all swaps is the best of those within the budget
+        wrong = np.flatnonzero(exceeds)
+        net = tokens[wrong, :, None] - tokens[wrong + num_pairs, None, :]
+        exceeds = (net > most[wrong, None, None]) | (net < least[wrong, None, None])
+        best[wrong] = np.where(exceeds, np.inf, residual[wrong]).reshape(len(wrong), -1).argmin(axis=1)
+        given, taken = np.divmod(best, len(subsets))
+    chosen = subsets[np.concatenate([given, taken])]  # [2P, 2] columns of candidates
+    moved = candidates[np.arange(2 * num_pairs)[:, None], chosen].reshape(2, num_pairs, 2)
+    return Swaps(pairs, moved, residual[pair, given, taken])
 
 
 def improve(cells: Cells, targets: Targets, rounds: int, good_enough: float) -> float:
@@ -168,27 +170,31 @@ def improve(cells: Cells, targets: Targets, rounds: int, good_enough: float) -> 
     Returns:
         Lock-step cost.
     """
-    target = np.repeat(targets.target, cells.dp_size)
-    movable = np.repeat(~targets.from_sample, cells.dp_size)
-    best, best_members, no_gain = cells.lockstep_cost, cells.members.copy(), 0
-    num_pairs = len(target) // 2
+    best = cells.lockstep_cost
+    num_pairs = len(cells.work) // 2
+    if best <= good_enough or num_pairs == 0:
+        return best
+    target = targets.target.repeat(cells.dp_size)
+    movable = np.flatnonzero((~targets.from_sample).repeat(cells.dp_size))
+    best_members, no_gain = cells.members.copy(), 0
     for turn in range(rounds):
-        if best <= good_enough or no_gain > PATIENCE or num_pairs == 0:
-            break
         excess = cells.work - target
-        if movable.any():
-            excess[movable] -= excess[movable].mean()
-        falling = np.argsort(-excess, kind="stable")
+        if len(movable):
+            excess[movable] -= np.add.reduce(excess[movable]) / len(movable)
+        falling = (-excess).argsort(kind="stable")
         # After a round without gain every cell is paired with another one.
-        shift = no_gain * max(1, num_pairs // (PATIENCE + 1))
-        first, second = falling[:num_pairs], falling[-1 - (np.arange(num_pairs) + shift) % num_pairs]
-        transfer = (excess[first] - excess[second]) / 2
-        swaps = best_swaps(cells, first, second, transfer, turn)
-        swaps.select(swaps.residual < transfer * (1 - 1e-9)).apply(cells)
+        shift = no_gain * max(1, num_pairs // (PATIENCE + 1)) % num_pairs
+        lowest = falling[: -num_pairs - 1 : -1]
+        pairs = np.array([falling[:num_pairs], np.concatenate([lowest[shift:], lowest[:shift]])])
+        transfer = (excess[pairs[0]] - excess[pairs[1]]) / 2
+        swaps = best_swaps(cells, pairs, transfer, turn)
+        swaps.apply(cells, np.flatnonzero(swaps.residual < transfer * (1 - 1e-9)))
         cost = cells.lockstep_cost
         no_gain = 0 if cost < best * (1 - LEAST_GAIN) else no_gain + 1
         if cost < best:
             best, best_members = cost, cells.members.copy()
+        if best <= good_enough or no_gain > PATIENCE:
+            break
     cells.members = best_members
     cells.update_sums()
     return best
@@ -206,24 +212,31 @@ def refine(cells: Cells, attempts: int, good_enough: float) -> float:
         Lock-step cost.
     """
     best, no_gain = cells.lockstep_cost, 0  # ``no_gain`` is also the micro-step: one without gain is left for the next
+    others = np.arange(len(cells.work) - 1)
     for turn in range(attempts):
-        if best <= good_enough or no_gain >= cells.num_steps or len(cells.work) < 2:
+        if best <= good_enough or no_gain >= cells.num_steps or len(others) == 0:
             break
         most_expensive, excess = _excess_over_others(cells, no_gain)
-        others = np.delete(np.arange(len(excess)), most_expensive)
-        transfer = (excess[most_expensive] - excess[others]) / 2
-        swaps = best_swaps(cells, np.full(len(others), most_expensive), others, transfer, turn)
+        pairs = np.array([np.full_like(others, most_expensive), others + (others >= most_expensive)])
+        transfer = (excess[most_expensive] - excess[pairs[1]]) / 2
+        swaps = best_swaps(cells, pairs, transfer, turn)
         # [P] excess, after the swap, of whichever of the two cells then exceeds its limit more
-        larger_excess = swaps.residual + (excess[most_expensive] + excess[others]) / 2
-        before = cells.members.copy()
-        swaps.select(larger_excess.argmin(keepdims=True)).apply(cells)
-        cost = cells.lockstep_cost
-        if cost < best * (1 - LEAST_GAIN):
-            best, no_gain = cost, 0
+        larger_excess = swaps.residual + (excess[most_expensive] + excess[pairs[1]]) / 2
+        chosen = larger_excess.argmin(keepdims=True)
+        if cost_after(cells, swaps, chosen) < best * (1 - LEAST_GAIN):
+            swaps.apply(cells, chosen)
+            best, no_gain = cells.lockstep_cost, 0
         else:
-            cells.members, no_gain = before, no_gain + 1
-            cells.update_sums()
+            no_gain += 1
     return best
+
+
+def cost_after(cells: Cells, swaps: Swaps, which: Ints) -> float:
+    """Lock-step cost after the swap of one pair."""
+    leaving = cells.values[0, swaps.moved[:, which]].sum(axis=2)  # [2, 1]
+    work = cells.work.copy()
+    work[swaps.pairs[:, which]] += leaving[::-1] - leaving
+    return lockstep_cost(work, cells.dp_size)
 
 
 def _excess_over_others(cells: Cells, step: int) -> tuple[int, Floats]:
@@ -246,22 +259,23 @@ def _num_candidates(num_pairs: int) -> int:
     return next((w for w in range(most, fewest, -1) if num_pairs * len(_subsets(w)[0]) ** 2 <= SWAPS_AT_ONCE), fewest)
 
 
-def _candidates(cells: Cells, rows: Ints, num_candidates: int, turn: int) -> NDArray[np.int32]:
-    """[P] cells -> [P, w] samples evenly spaced in each, different ones every turn; n where a cell has fewer."""
+def _candidates(cells: Cells, rows: Ints, num_candidates: int, turn: int) -> Members:
+    """[P] cells -> [P, w + 1] samples evenly spaced in each, different ones every turn; n where a cell has fewer."""
     members = cells.members[rows]
-    if members.shape[1] <= num_candidates:
+    if members.shape[1] <= num_candidates + 1:
         return members
-    size = np.maximum((members < len(cells.cost) - 1).sum(axis=1), num_candidates)[:, None]
+    size = np.maximum((members < cells.none).sum(axis=1), num_candidates)[:, None]
     column = (np.arange(num_candidates) * size // num_candidates + turn) % size
-    candidates: NDArray[np.int32] = members[np.arange(len(rows))[:, None], column]
+    column = np.concatenate([column, np.full_like(size, -1)], axis=1)
+    candidates: Members = members[np.arange(len(rows))[:, None], column]
     return candidates
 
 
 @cache
-def _subsets(width: int) -> tuple[NDArray[np.bool_], Floats]:
-    """All subsets of at most two of ``width`` items: [K, width] bool, and the transpose as float64."""
+def _subsets(width: int) -> tuple[Ints, Floats]:
+    """All subsets of at most two of ``width`` items: [K, 2] items, ``width`` for none; [width + 1, K] 1.0 for each."""
     choices = [chosen for size in range(3) for chosen in combinations(range(width), size)]
-    table = np.zeros((len(choices), width), bool)
-    for row, chosen in enumerate(choices):
-        table[row, list(chosen)] = True
-    return table, np.ascontiguousarray(table.T, np.float64)
+    table = np.zeros((width + 1, len(choices)))
+    for column, chosen in enumerate(choices):
+        table[list(chosen), column] = 1.0
+    return np.array([(*chosen, width, width)[:2] for chosen in choices]), table

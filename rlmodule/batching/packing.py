@@ -85,8 +85,14 @@ class Packing:
         """
         work = np.zeros(self.dp_size)
         rank_of = np.empty((self.num_steps, self.dp_size), np.int64)  # [step, first rank] -> new first rank
+        if self.widths is None:
+            for sums, new_rank in zip(self.sums(cost), rank_of, strict=True):
+                most_expensive_first, least_work_first = (-sums).argsort(kind="stable"), work.argsort(kind="stable")
+                new_rank[most_expensive_first] = least_work_first
+                work[least_work_first] += sums[most_expensive_first]
+            return replace(self, cell=self.cell // self.dp_size * self.dp_size + rank_of.ravel()[self.cell])
         widths = np.empty_like(rank_of)
-        for step, (sums, width_of) in enumerate(zip(self.sums(cost), self.width, strict=True)):
+        for step, (sums, width_of) in enumerate(zip(self.sums(cost), self.widths, strict=True)):
             widths[step] = 0
             for width in np.unique(width_of)[::-1].tolist():
                 cells = np.flatnonzero((width_of == width) & (np.arange(self.dp_size) % width == 0))
@@ -100,7 +106,7 @@ class Packing:
                 work[_ranks(chosen, width)] += sums[most_expensive_first, None] / width
         step_of, place = np.divmod(self.cell, self.dp_size)
         cell = step_of * self.dp_size + rank_of[step_of, place]
-        return replace(self, cell=cell, widths=None if self.widths is None else widths)
+        return replace(self, cell=cell, widths=widths)
 
     def with_steps_multiple_of(self, multiple: int) -> Packing:
         """Add empty micro-steps at the end."""

@@ -220,10 +220,11 @@ def _assemble(
         exchange: what sharing a micro-batch costs.
     """
     computed = units.computed(block)
-    members, everyone = metas.take(computed), metas.take(block)
+    everyone = metas.take(block)
+    members = everyone if computed is block else metas.take(computed)
     tokens = np.where(members.is_padding, 0, members.length).astype(np.float64)  # [n]
     place, sizes = packing.by_rank()
-    num_dummies = int((packing.is_first.T & (sizes == 0)).sum())
+    is_dummy = sizes == 0 if packing.widths is None else packing.is_first.T & (sizes == 0)
     length = packing.sums(units.length[computed]) / packing.width
     heights = packing.heights(units.cost[computed], exchange)
     return MiniBatchPlan(
@@ -233,7 +234,7 @@ def _assemble(
         cost=np.ascontiguousarray(heights.T),
         rank_tokens=tuple((packing.sums(tokens) / packing.width).sum(axis=0).tolist()),
         rank_tokens_unplanned=_sums_of_slices(tokens, packing.dp_size),
-        padding_tokens=int(members.length[members.is_padding].sum()) + DUMMY_TOKENS * num_dummies,
+        padding_tokens=int(members.length[members.is_padding].sum()) + DUMMY_TOKENS * int(is_dummy.sum()),
         num_skipped=len(block) - len(computed),
         shared_prompt_tokens=repeated_prompt_tokens(members, packing.cell) if share_prompts else 0,
         has_gradient=has_gradient(everyone),

@@ -6,7 +6,7 @@ That fresh processes make the same plan is shared case BAT-08, in ``tests/cases`
 import json
 from collections import Counter
 from dataclasses import replace
-from itertools import permutations
+from itertools import permutations, product
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,7 @@ from rlmodule.core.types import SampleMeta, StepTotals
 
 ROOT = Path(__file__).parents[2]
 CASES = json.loads((ROOT / "benchmarks" / "planner_cases.json").read_text())["cases"]
+RECORD = json.loads((ROOT / "benchmarks" / "results" / "planner.json").read_text())["cases"]
 
 
 def metas_of(lengths, group_size=4):
@@ -132,7 +133,7 @@ def test_free_membership_keeps_outliers_together():
 
 @pytest.mark.parametrize("mode", ["joint", "joint_free"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
-def test_lockstep_time_is_that_of_the_reference_or_better(case, mode):
+def test_lockstep_time_is_that_of_the_reference_or_better_and_of_the_record(case, mode):
     plans = plan_batch(
         metas_of(case["lengths"]),
         mini_batch_size=case["mini_batch_size"],
@@ -143,6 +144,8 @@ def test_lockstep_time_is_that_of_the_reference_or_better(case, mode):
     work = sum(24576 * n + n * n for n in case["lengths"])
     step = sum(plan.lockstep_cost for plan in plans) * case["dp_size"] / work
     assert step <= case[mode]["step"] + 0.003
+    [recorded] = [row["step"][mode] for row in RECORD if row["name"] == case["name"]]
+    assert step <= recorded * (1 + 1e-9)
     assert step >= 1.0 - 1e-12
 
 
@@ -195,6 +198,31 @@ def test_the_fewest_micro_batches_are_never_more_than_are_needed(lengths, budget
     """Against first fit in every order of a few: some order packs as well as can be."""
     needed = min(first_fit(order, budget) for order in permutations(sorted(lengths, reverse=True)[:6]))
     assert fewest_cells(np.array(sorted(lengths, reverse=True)[:6]), budget) <= needed
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 4))
+def test_the_bound_of_pairs_is_one(lengths, dp_size):
+    """Against every way to deal the samples to the ranks."""
+    cost = np.array(sorted(lengths, reverse=True), float)
+    ranks = np.array(list(product(range(dp_size), repeat=len(cost))))  # [ways, n]
+    work = np.stack([np.where(ranks == rank, cost, 0.0).sum(axis=1) for rank in range(dp_size)])
+    assert Problem(cost, cost.astype(int), dp_size, 1000).least_cost_of_pairs() <= work.max(axis=0).min()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_some_ranks_have_two_long_samples_no_plan_is_better(seed, monkeypatch):
+    """82 long samples on 64 ranks: the plan meets the bound, and the search ends there."""
+    draw = np.random.default_rng(seed)
+    length = np.concatenate([draw.integers(4000, 8200, 82), draw.integers(300, 1000, 174)])
+    cost = 24576.0 * length + length**2.0
+    monkeypatch.setattr(joint, "refine", lambda *_: pytest.fail("searched beyond the bound"))
+    packing = plan_joint(cost, length, 64, 16384)
+    falling = np.argsort(-cost)
+    bound = Problem(cost[falling], length[falling], 64, 16384).least_cost_of_pairs()
+    assert packing.num_steps == 1
+    assert bound > 1.02 * cost.sum() / 64
+    assert packing.sums(cost).max() == pytest.approx(bound, rel=1e-12)
 
 
 def first_fit(lengths, budget):
