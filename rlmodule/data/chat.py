@@ -99,8 +99,10 @@ class ChatFormat:
         """
         if not self.template:
             return [(*self._raw_prefix, *ids) for ids in encode(self.tokenizer, [_raw_text(p) for p in prompts])]
-        of_prompt = tools or [None] * len(prompts)
-        return encode(self.tokenizer, [self._prompt_text(p, t) for p, t in zip(prompts, of_prompt, strict=True)])
+        if any(tools):
+            each = [self._prompt_texts([p], t) for p, t in zip(prompts, tools, strict=True)]
+            return encode(self.tokenizer, [text for [text] in each])
+        return encode(self.tokenizer, self._prompt_texts(prompts, None))
 
     def encode_conversation(
         self, messages: Sequence[Message], *, num_context: int = 0, tools: Tools | None = None
@@ -175,11 +177,12 @@ class ChatFormat:
     def _control(self) -> ControlTokens:
         return ControlTokens(self.tokenizer)
 
-    def _prompt_text(self, prompt: Turns, tools: Tools | None) -> str:
-        messages = self._settled(self._turns(prompt), tools)
-        text = self._render(messages, True, tools)
-        check_all_said(messages, text)
-        return text
+    def _prompt_texts(self, prompts: Sequence[Turns], tools: Tools | None) -> list[str]:
+        settled = [self._settled(self._turns(prompt), tools) for prompt in prompts]
+        texts = self._render_all(settled, True, tools)
+        for messages, text in zip(settled, texts, strict=True):
+            check_all_said(messages, text)
+        return texts
 
     def encode_observation(self, messages: Sequence[Message], after: int) -> tuple[int, ...]:
         """Token ids that follow an assistant turn, up to where the assistant speaks again; ``messages`` lie between.
@@ -294,9 +297,16 @@ class ChatFormat:
         raise errors[-1]
 
     def _render(self, messages: Sequence[Message], asks_for_answer: bool = False, tools: Tools | None = None) -> str:
+        [text] = self._render_all([messages], asks_for_answer, tools)
+        return text
+
+    def _render_all(
+        self, conversations: Sequence[Sequence[Message]], asks_for_answer: bool, tools: Tools | None = None
+    ) -> list[str]:
+        """What the template writes of each conversation, all with the same tools; one call costs less than many."""
         try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(self._control.cut_in(message)) for message in messages],
+            texts: Any = self.tokenizer.apply_chat_template(
+                [[dict(self._control.cut_in(message)) for message in messages] for messages in conversations],
                 tools=None if tools is None else [dict(self._control.cut_in_description(tool)) for tool in tools],
                 tokenize=False,
                 add_generation_prompt=asks_for_answer,
@@ -304,8 +314,8 @@ class ChatFormat:
             )
         except (TemplateError, TypeError) as error:  # templates add strings, and fail on values of other types
             raise ChatError(f"the chat template refuses it: {error}") from error
-        assert isinstance(text, str)
-        return text
+        assert isinstance(texts, list)
+        return texts
 
 
 # What a generation prompt ends with where thinking is off; turns that others follow are written without it.

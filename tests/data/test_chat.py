@@ -67,6 +67,13 @@ def test_segments_are_the_whole_conversation_and_agree_with_the_templates_own_ma
     assert (ids, [int(sampled) for sampled in mask]) == (whole["input_ids"], whole["assistant_masks"])
 
 
+@given(st.lists(turns, min_size=1, max_size=4))
+def test_prompts_together_are_the_template_s_own_ids_of_each(several):
+    prompts = [[turn("user", "q"), *(turn(role, text) for role, text in pairs), turn("user", "r")] for pairs in several]
+    own = [TOKENIZER.apply_chat_template(p, return_dict=False, add_generation_prompt=True) for p in prompts]
+    assert CHAT.encode_prompts(prompts) == [tuple(ids) for ids in own]
+
+
 def test_turns_of_which_the_template_drops_words_are_context():
     """The text is the template's own of the whole conversation; no turn is trained without its reasoning (T2B-44)."""
     tokenizer = with_template(REASONING_TEMPLATE)
