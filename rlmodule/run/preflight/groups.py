@@ -54,7 +54,7 @@ def check_components(config: RunConfig) -> None:
 
 def check_pairs(config: RunConfig) -> None:
     """A loss that compares the two samples of a group must find both in its micro-batch."""
-    if "group" not in config.loss.needs:
+    if not config.compares_pairs:
         return
     name = type(config.loss).__name__
     if config.dataset == STORED:
