@@ -31,6 +31,7 @@ class Train(Command):
             on_rank_zero(run.config.rollout.check_here)
             run.save_config(invocation.settled_config(run), invocation.provenance)
             make_starting_weights(run, invocation)
+            on_rank_zero(WarmStart(run).note)
             if run.needs_launcher:
                 return invocation.start_ranks(run.run_dir.root, run.machine.num_processes)
             fit(run)
