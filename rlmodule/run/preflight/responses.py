@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rlmodule.algorithm.config import ROLLOUTS
+from rlmodule.core.contract import ServedReward
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.registry import name_of
 from rlmodule.run.config import RunConfig
@@ -31,6 +32,12 @@ def check_reward(config: RunConfig) -> None:
             because=f"many responses to the prompts of environment={name} are right, and this reward takes one only",
             fix=f"Leave reward= out: environment={name} chooses its own",
         )
+
+
+def check_judge(config: RunConfig) -> None:
+    """Whoever scores responses here has what a server asks for; commands that score none do without."""
+    if isinstance(config.reward, ServedReward):
+        config.reward.check_here("reward")
 
 
 def check_sampler_logprob(config: RunConfig) -> None:
