@@ -15,7 +15,7 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.records.run_directory import RunDirectory
 from rlmodule.rewards.llm_judge import LLMJudge
 from rlmodule.run.evaluation_run import EvaluationRun
-from rlmodule.run.preflight.responses import check_judge
+from rlmodule.run.preflight.responses import check_reward_server
 from rlmodule.run.run import Run
 from rlmodule.run.saved.policy_source import Place
 from strategies.registry import STRATEGIES
@@ -270,7 +270,7 @@ def test_a_key_is_wanted_where_responses_are_scored_and_nowhere_else(tmp_path, r
     run = Run.read(compose(*cli.with_sums(words)), RunDirectory(tmp_path), STRATEGIES)
     run.check()
     scoring = (
-        lambda: check_judge(run.config),
+        lambda: check_reward_server(run.config),
         lambda: EvaluationRun(run, run.run_dir).check(),
         lambda: fit(run),
         lambda: Generate(out="out.jsonl", score=True)._checked(Place(run, None, None)),

@@ -34,7 +34,7 @@ def check_reward(config: RunConfig) -> None:
         )
 
 
-def check_judge(config: RunConfig) -> None:
+def check_reward_server(config: RunConfig) -> None:
     """Whoever scores responses here has what a server asks for; commands that score none do without."""
     if isinstance(config.reward, ServedReward):
         config.reward.check_here("reward")
