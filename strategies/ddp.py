@@ -11,11 +11,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rlmodule.core.config import at_least
+from rlmodule.core.errors import TrainingError
 from rlmodule.core.layout import Layout
 from rlmodule.core.sharding import Sharding
 from strategies.parts.distributed import DistributedStrategy, OffloadParallelConfig
 from strategies.parts.gradients import fill_missing, sum_over
 from strategies.registry import MODEL_TYPES, STRATEGIES
+
+SHOWN = 5  # names of weights in an error
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ class DDPStrategy(DistributedStrategy):
             forward_sync_buffers=False,
             bucket_cap_mb=self.config.bucket_cap_mb,
             gradient_as_bucket_view=self.config.gradient_as_bucket_view,
+            # Looks for them in the graph of every step, which other models need not pay for.
+            find_unused_parameters=bool(model.lacks_gradients),
         )
 
     def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:
@@ -79,6 +84,25 @@ class DDPStrategy(DistributedStrategy):
     def exchanges_within_rows(self) -> bool:
         """Only where rows are cut over ranks; gradients are averaged during the last micro-batch, or afterwards."""
         return bool(self.sequences)
+
+    def reduce_gradients(self, name: str) -> None:
+        """Refuse a weight that got no gradient: the buckets of its neighbours were not exchanged either.
+
+        Raises:
+            TrainingError: names the weights.
+        """
+        wrapper = self._wrapped[name]
+        assert isinstance(wrapper, DistributedDataParallel), f"{name} does not train"
+        if self._averages_afterwards or wrapper.find_unused_parameters:
+            return
+        lacking = [key for key, weight in self.named_parameters(name) if weight.requires_grad and weight.grad is None]
+        if lacking:
+            more = f" and {len(lacking) - SHOWN} more" * (len(lacking) > SHOWN)
+            raise TrainingError(
+                f"the loss gave no gradient to {', '.join(lacking[:SHOWN])}{more} of model {name}, and strategy=ddp "
+                "exchanges those of all weights that train. Freeze them (requires_grad_(False)), say "
+                "lacks_gradients = True on the model, or use strategy=fsdp2"
+            )
 
     @contextmanager
     def averaged_afterwards(self, name: str) -> Iterator[None]:

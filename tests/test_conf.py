@@ -320,6 +320,7 @@ def refusal_of(tmp_path, *overrides):
 SHARED = ("algorithm=ppo", "model.value=shared")
 SMALL_VOCABULARY = ("+critic.architecture.model_type=llama", "+critic.architecture.vocab_size=9")
 EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
+ONLINE_PAIRS = ("algorithm=dpo", "algorithm.source=rollouts", "rollout.n=2")
 
 
 @pytest.mark.parametrize(
@@ -380,6 +381,13 @@ EQUAL = ("batching.equal_counts=true", "trainer.devices=2")
         (["algorithm=gdpo", "algorithm.overlong_buffer.enable=true"], "algorithm.overlong_buffer.enable", True, "length"),
         (["algorithm=gdpo", "algorithm.use_kl_in_reward=true"], "algorithm.use_kl_in_reward", True, "use_kl_loss=true"),
         (["algorithm=dpo", "algorithm.mask_truncated=true"], "algorithm.mask_truncated", True, "Use false"),
+        ([*ONLINE_PAIRS, "rollout_correction=tis"], "algorithm.rollout_correction.mode", "truncate", "mode=observe"),
+        ([*ONLINE_PAIRS, "rollout_correction=icepop"], "algorithm.rollout_correction.mode", "mask", "whichever policy drew"),
+        ([*ONLINE_PAIRS, "rollout_correction=geo_rs"], "algorithm.rollout_rejection.sequence_estimator", "k1", "=none"),
+        (["algorithm=dpo", "advantage=maxrl"], "advantage", "maxrl", "Use advantage=grpo"),
+        (["algorithm=dpo", "advantage=grpo_passk"], "advantage", "grpo_passk", "a negative number"),
+        ([*ONLINE_PAIRS, "advantage=optimal_token_baseline"], "advantage", "optimal_token_baseline", "in its sign"),
+        ([*ONLINE_PAIRS, "advantage=reinforce_pp_baseline"], "advantage", "reinforce_pp_baseline", "in its sign"),
         (["algorithm=dpo", "advantage=remax"], "advantage", "ReMax", "Use advantage=grpo"),
         (["algorithm=ipo", "algorithm.use_kl_loss=true"], "algorithm.use_kl_loss", True, "Use false"),
         (["algorithm=dpo", "algorithm.old_logprob=rollout"], "algorithm.old_logprob", "rollout", "preferences were not sampled"),

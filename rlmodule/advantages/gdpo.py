@@ -12,7 +12,7 @@ from rlmodule.advantages import ADVANTAGES
 from rlmodule.core.config import at_least
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.types import AdvantageInputs
-from rlmodule.ops.masked import group_statistics
+from rlmodule.ops.masked import ROUNDING, group_statistics
 
 
 @ADVANTAGES.register
@@ -50,10 +50,13 @@ class GDPO:
                 fix=did_you_mean(unknown[0], parts),
             )
         total = torch.zeros_like(x.reward, dtype=torch.float64)
+        size = torch.zeros_like(total)  # of the largest part
         for name in sorted(set(self.weights or parts) & set(parts)):
             has = is_scored & torch.isfinite(parts[name])
             group = group_statistics(parts[name], x.group, has)
             relative = (parts[name].double() - group.mean) / (group.std + self.eps)
-            total = total + self.weights.get(name, 1.0) * torch.where(has & ~group.has_zero_std, relative, 0.0)
+            part = self.weights.get(name, 1.0) * torch.where(has & ~group.has_zero_std, relative, 0.0)
+            total, size = total + part, torch.maximum(size, part.abs())
+        total = torch.where(total.abs() > ROUNDING * size, total, 0.0)  # parts that cancel leave rounding
         whole = group_statistics(total, torch.zeros_like(x.group), is_scored)
         return torch.where(is_scored & (total != 0), total / (whole.std + self.eps), 0.0)

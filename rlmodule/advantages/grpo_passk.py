@@ -11,7 +11,7 @@ from torch import Tensor
 from rlmodule.advantages import ADVANTAGES
 from rlmodule.core.config import at_least
 from rlmodule.core.types import AdvantageInputs
-from rlmodule.ops.masked import group_statistics
+from rlmodule.ops.masked import are_equal, group_statistics
 
 
 @ADVANTAGES.register
@@ -20,8 +20,8 @@ class GRPOPassK:
     """Leave-one-out advantage of pass@k (arXiv:2503.19595).
 
     The advantage is what a response adds to the best reward of its group: best minus second best for the best one, 0
-    for all others, optionally over the group's sample standard deviation. Groups with two equal best rewards and groups
-    of one get exactly 0; unscored responses are left out of the comparison and get 0.
+    for all others, optionally over the group's sample standard deviation. Groups whose two best rewards are equal but
+    for rounding and groups of one get exactly 0; unscored responses are left out of the comparison and get 0.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"group"})
@@ -42,10 +42,11 @@ class GRPOPassK:
         is_best = is_scored & (reward == best[index])
         second = _largest(torch.where(is_best, -torch.inf, reward), index)
         num_best = torch.zeros_like(best).index_add(0, index, is_best.double())
-        gain = torch.where((num_best == 1) & second.isfinite(), best - second, 0.0)[index]
+        has_gain = (num_best == 1) & second.isfinite() & ~are_equal(second, best)  # [G]
+        gain = torch.where(has_gain, best - second, 0.0)[index]
         if self.normalize_by_std:
             gain = gain / (group_statistics(x.reward, x.group, is_scored).std + self.eps)
-        return torch.where(is_best & (num_best == 1)[index] & second.isfinite()[index], gain, 0.0)
+        return torch.where(is_best & has_gain[index], gain, 0.0)
 
 
 def _largest(value: Tensor, group: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class FilterGroups:
 
 
 def has_reward_variance(reward: Tensor, group: Tensor) -> Tensor:
-    """[B] bool, whether the group of a response has two different rewards; ``reward`` [B] is NaN where unscored."""
+    """[B] bool, whether rewards of a response's group differ by more than rounding; ``reward`` [B], NaN if unscored."""
     return ~group_statistics(reward, group, torch.isfinite(reward)).has_zero_std
 
 

@@ -16,6 +16,7 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.run.config import RunConfig
 from rlmodule.run.datasets import Prompts
 from rlmodule.run.digests import digests
+from rlmodule.run.preflight.responses import check_reward_server
 from rlmodule.run.run import Run
 from rlmodule.run.saved.answering import Answering
 from rlmodule.run.saved.policy_source import EXPORTED, NEWEST, Place, PolicySource
@@ -99,6 +100,7 @@ class Generate(PolicySource, Command):
                 fix="Leave it out, or give no command.run and choose reward=NAME",
             )
         changed = replace(config, reward=config.reward if self.score else None)
+        check_reward_server(changed)
         return replace(place, run=replace(place.run, config=changed))
 
     def _settings(self, run: Run, place: Place) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rlmodule.commands import COMMANDS, Command, Invocation
 from rlmodule.run.build.distributed import on_rank_zero
 from rlmodule.run.launchers.parts.place import launched_from_outside
+from rlmodule.run.preflight.responses import check_reward_server
 from rlmodule.run.run import Run
 from rlmodule.run.warm_start import WarmStart
 
@@ -29,8 +30,10 @@ class Train(Command):
             on_rank_zero(lambda: held.enter_context(run.locked()))
             run.check()
             on_rank_zero(run.config.rollout.check_here)
+            on_rank_zero(lambda: check_reward_server(run.config))
             run.save_config(invocation.settled_config(run), invocation.provenance)
             make_starting_weights(run, invocation)
+            on_rank_zero(WarmStart(run).note)
             if run.needs_launcher:
                 return invocation.start_ranks(run.run_dir.root, run.machine.num_processes)
             fit(run)
@@ -56,4 +59,5 @@ def make_starting_weights(run: Run, invocation: Invocation) -> None:
 
 def fit(run: Run) -> None:
     """Train one rank's part of a run whose starting weights are there."""
+    check_reward_server(run.config)
     WarmStart(run).started().fit()

@@ -39,6 +39,13 @@ class Collected:
     metrics: dict[str, float]
     left_out: SampleTable = field(default_factory=partial(SampleTable.of, ()))
 
+    def __post_init__(self) -> None:
+        # Samples find their place, their rank and their fate by id; fresh and replayed ones share the numbers.
+        ids = np.concatenate([self.sample_info.metas.sample_id, self.left_out.metas.sample_id])
+        if not (ids[1:] > ids[:-1]).all():  # sorted ids, the usual case, need no sorting
+            found, times = np.unique(ids, return_counts=True)
+            assert len(found) == len(ids), f"two samples of an iteration have the id {found[times > 1][0]}"
+
 
 def collect_groups(
     collect: Callable[[], list[ScoredSample]], objective: Objective, collectives: Collectives

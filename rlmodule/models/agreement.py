@@ -70,6 +70,8 @@ class Agreement:
         worst: largest difference by what was compared: nats, or shares of the largest gradient.
         failures: what could not be run -> why.
         unreached: modules and parameters that no text reaches (a vision tower), by their names.
+        lacks_gradients: whether other weights that train had none: parts of blocks (attention to an encoder's states, a
+            selection of keys), or what longer text may reach.
         plain_blocks: whether decoding by ``plain_blocks.py`` agrees as well.
         bypassed: adapted modules whose weight the model reads itself, past the adapter, so that this one never trains;
             by their names, * for the number of a layer.
@@ -82,6 +84,7 @@ class Agreement:
     failures: dict[str, str] = field(default_factory=dict)
     unreached: tuple[str, ...] = ()
     bypassed: tuple[str, ...] = ()
+    lacks_gradients: bool = False
     plain_blocks: bool = False
 
     @property
@@ -225,6 +228,7 @@ def compare_in(
         found.states = state_classes(stock)
         _compare_pair(found, reading, stock, ours, samples)
         found.unreached = tuple(_unreached(stock))
+        found.lacks_gradients = _lacks_gradients(stock, found.unreached)
         reached = {name for name, p in stock.named_parameters() if p.grad is not None}
         if found.problem is not None or models.adapt is None or not _adapt(models.adapt, stock, ours):
             return found
@@ -436,6 +440,15 @@ def _bypassed(
 def _largest(x: Tensor) -> float:
     """Largest absolute value; NaN counts as infinite, and of nothing it is 0."""
     return float(x.abs().nan_to_num(nan=torch.inf).max()) if x.numel() else 0.0
+
+
+def _lacks_gradients(model: nn.Module, unreached: Collection[str]) -> bool:
+    """Whether a weight that trains has no gradient and is in none of the parts that are frozen for it."""
+    frozen = tuple(f"{name}." for name in unreached)
+    return any(
+        parameter.requires_grad and parameter.grad is None and not f"{name}.".startswith(frozen)
+        for name, parameter in model.named_parameters()
+    )
 
 
 def _unreached(model: nn.Module, prefix: str = "") -> Iterator[str]:

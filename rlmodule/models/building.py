@@ -124,7 +124,7 @@ def _policy_around(
         compiled=config.compile,
         rows=found.rows,
     )
-    policy.plain_blocks = found.plain_blocks
+    policy.plain_blocks, policy.lacks_gradients = found.plain_blocks, found.lacks_gradients
     policy.loading = joined([*notes, frozen, found.note])
     return policy
 

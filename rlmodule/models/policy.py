@@ -85,6 +85,7 @@ class PolicyModel(nn.Module):
         head_in_fp32: whether the family wants its logits computed in float32.
         plain_blocks: whether its blocks are of the plain kind, as a comparison has shown; sampling on CPUs runs them
             laid out anew (``plain_blocks.py``).
+        lacks_gradients: whether some weights that train may get no gradient in a step, as a comparison has shown.
         likeliest: which tokens ``top_ids`` and ``top_logprob`` are about; set on a teacher that is asked for them.
     """
 
@@ -96,6 +97,7 @@ class PolicyModel(nn.Module):
     likeliest: Likeliest | None = None
     hands_on: bool = False
     plain_blocks: bool = False
+    lacks_gradients: bool = False
 
     def __init__(
         self,

@@ -80,6 +80,7 @@ class ValueModel(nn.Module):
         stored: files that parameters on the meta device are read from, None where there are none.
         loading: how the weights come from disk and which parts are frozen, in words for a run's plan.
         state_classes: as a policy's.
+        lacks_gradients: as a policy's.
     """
 
     lm: PreTrainedModel
@@ -87,6 +88,7 @@ class ValueModel(nn.Module):
     stored: StoredWeights | None = None
     loading: str = ""
     hands_on: bool = False
+    lacks_gradients: bool = False
 
     def __init__(
         self, lm: PreTrainedModel, *, compute_dtype: torch.dtype | None = None, rows: RowMode = RowMode.PACKED
@@ -130,7 +132,7 @@ class PolicyValueModel(PolicyModel):
             compiled=policy.compiled,
             rows=policy.rows,
         )
-        self.stored, self.loading = policy.stored, policy.loading
+        self.stored, self.loading, self.lacks_gradients = policy.stored, policy.loading, policy.lacks_gradients
         self.value_head = ValueHead(self.lm.config.get_text_config().hidden_size)
 
     def head_outputs(
@@ -268,7 +270,7 @@ def _value_around(
     if config.compile:
         compile_blocks(lm)
     model = ValueModel(lm, compute_dtype=PRECISIONS[config.precision], rows=found.rows)
-    model.loading = joined([*notes, frozen, found.note])
+    model.loading, model.lacks_gradients = joined([*notes, frozen, found.note]), found.lacks_gradients
     return model
 
 

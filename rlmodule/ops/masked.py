@@ -11,6 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Spread, over the largest number, up to which numbers are equal but for rounding: parts of a reward that are added in
+# another order, and the mean of a group, are off by a few units of 2^-53.
+ROUNDING = 2.0**-48
+
+
+def are_equal(smallest: Tensor, largest: Tensor) -> Tensor:
+    """Whether float64 numbers, of which these are the smallest and the largest, differ by no more than rounding; bool.
+
+    Dividing such a spread by itself, or by the mean of its squares, would make advantages of size 1 of nothing.
+    """
+    return largest - smallest <= ROUNDING * torch.maximum(largest.abs(), smallest.abs())
+
 
 def select(x: Tensor, mask: Tensor) -> Tensor:
     """Entries under the mask as a flat tensor: ``[B, R]`` values and mask give the ``[N]`` loss tokens.
@@ -48,7 +60,7 @@ def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     Args:
         x: float tensor of any shape.
         mask: bool, same shape.
-        eps: added to the variance; entries that are all equal become 0.
+        eps: added to the variance; entries that are all equal but for rounding become 0.
 
     Returns:
         Shape and dtype of ``x``; ``x`` itself when the mask has fewer than two entries, which have no variance.
@@ -56,8 +68,9 @@ def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     valid = select(x, mask).double()
     if valid.numel() < 2:
         return x
-    # Counted from one of the entries, so that equal ones are exact zeros and not rounding noise times 1 / sqrt(eps).
-    valid = valid - valid[0]
+    if bool(are_equal(*valid.aminmax())):  # exact zeros, not rounding noise times 1 / sqrt(eps)
+        return torch.where(mask, torch.zeros_like(x), x)
+    valid = valid - valid[0]  # so that a large mean loses no digits
     scale = (valid.var(unbiased=True) + eps).rsqrt()
     whitened = torch.zeros_like(x).masked_scatter_(mask, ((valid - valid.mean()) * scale).to(x.dtype))
     return torch.where(mask, whitened, x)
@@ -80,7 +93,9 @@ def whiten_by_tokens(x: Tensor, tokens: Tensor, mask: Tensor, eps: float = 1e-8)
     count = weight.sum()
     if count < 2:
         return value
-    value = value - value[weight > 0][0]  # as in ``whiten``: equal values become exact zeros
+    if bool(are_equal(*value[weight > 0].aminmax())):
+        return torch.zeros_like(value)
+    value = value - value[weight > 0][0]  # as in ``whiten``
     centred = value - (value * weight).sum() / count
     scale = ((centred.square() * weight).sum() / (count - 1) + eps).rsqrt()
     return torch.where(mask, centred * scale, 0.0)
@@ -114,7 +129,7 @@ class GroupStatistics:
         counts: [G] valid members.
         means: [G] mean; 0 when no member is valid.
         stds: [G] unbiased standard deviation; 0 when fewer than two members are valid.
-        are_equal: [G] bool, all valid members are equal (also when there are fewer than two).
+        are_equal: [G] bool, all valid members are equal but for rounding (also when there are fewer than two).
     """
 
     group: Tensor
@@ -140,7 +155,7 @@ class GroupStatistics:
 
     @property
     def has_zero_std(self) -> Tensor:
-        """[B] bool, whether they are all equal."""
+        """[B] bool, whether they are all equal but for rounding."""
         return self.are_equal[self.group]
 
 
@@ -166,8 +181,8 @@ def group_statistics(value: Tensor, group: Tensor, valid: Tensor) -> GroupStatis
     std = (zeros.index_add(0, index, square) / (count - 1).clamp(min=1)).sqrt()
     del square
 
-    # Comparing largest and smallest is exact, while the std of equal decimals such as 0.1 is rounding noise, not 0.
+    # Largest and smallest are exact, while the std of equal decimals such as 0.1 is rounding noise, not 0.
     infinity = torch.full_like(zeros, torch.inf)
     largest = (-infinity).scatter_reduce(0, index, torch.where(valid, kept, -torch.inf), "amax")
     smallest = infinity.scatter_reduce(0, index, torch.where(valid, kept, torch.inf), "amin")
-    return GroupStatistics(index, count, mean, std, largest <= smallest)
+    return GroupStatistics(index, count, mean, std, are_equal(smallest, largest))

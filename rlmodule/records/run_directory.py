@@ -5,6 +5,7 @@ outputs/2026-11-29/15-04-05/
     metrics.jsonl metrics.csv summary.json curves.png train.log tensorboard/ rollouts/
     checkpoints/iteration_000010/      what resumes it
     warm_start/policy/  policy/         Hugging Face folders
+    starting_weights.txt                in the place of warm_start/: where several runs have theirs
 """
 
 from __future__ import annotations
@@ -69,6 +70,11 @@ class RunDirectory:
     def warm_start(self) -> Path:
         """The run that made the starting weights."""
         return self.root / "warm_start"
+
+    @property
+    def starting_weights(self) -> Path:
+        """Says where the starting weights lie that the run shares with others."""
+        return self.root / "starting_weights.txt"
 
     @property
     def policy(self) -> Path:

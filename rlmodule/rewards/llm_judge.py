@@ -76,13 +76,16 @@ class LLMJudge:
         more_than("highest", self.highest, self.lowest)
         _check_pattern(self.pattern)
         check_key_name(self.api_key_env)
-        key_in(self.api_key_env)
         assert self._template
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """One score per sample, in order; requests of several samples run at a time."""
         with ThreadPoolExecutor(self.num_requests) as threads:
             return list(threads.map(self._score, samples))
+
+    def check_here(self, section: str) -> None:
+        """Refuse a key that is not there, or cannot be sent."""
+        key_in(self.api_key_env, section=f"{section}.")
 
     def missing_fields(self, answer: str | None, columns: Mapping[str, Any]) -> str | None:
         """Nothing: a row without an answer has an empty one."""

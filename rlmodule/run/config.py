@@ -288,6 +288,11 @@ class RunConfig:
         return {DEMONSTRATIONS: 1, PREFERENCES: 2}.get(self.algorithm.source, self.sampling.n)
 
     @property
+    def compares_pairs(self) -> bool:
+        """Whether the loss is of pairs: which of two whole responses is better, whoever drew them."""
+        return "group" in self.loss.needs
+
+    @property
     def longest_sample(self) -> int:
         """Tokens that a prompt and its response can have together."""
         return self.data.max_prompt_length + self.sampling.max_response_length

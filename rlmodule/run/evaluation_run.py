@@ -41,7 +41,7 @@ from rlmodule.run.config import RunConfig
 from rlmodule.run.datasets import Prompts, TrainingDataset
 from rlmodule.run.offline_datasets import Demonstrations, Preferences
 from rlmodule.run.preflight.family import check_families, with_micro_batches_for
-from rlmodule.run.preflight.responses import check_reward
+from rlmodule.run.preflight.responses import check_reward, check_reward_server
 from rlmodule.run.run import Run
 
 
@@ -124,6 +124,7 @@ class EvaluationRun:
         self.run.check_strategy()
         self.run.check_models()
         check_reward(config)
+        check_reward_server(config)
         check_families(config, self.run.strategy.layout)
         dataset.check_held_out(self.run.strategy.layout)
         if not (dataset.val_prompts or dataset.val_demonstrations or dataset.val_pairs):

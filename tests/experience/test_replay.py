@@ -2,13 +2,20 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
 from rlmodule.core.types import Prompt, RewardResult, Sample, ScoredSample
+from rlmodule.data.stream import PromptStream
+from rlmodule.experience.collect import Collected
+from rlmodule.experience.gathering import gather_sample_info
 from rlmodule.experience.replay import ReplayMemory
+from rlmodule.experience.sources import RolloutSource, RowSampler
 from rlmodule.records.metrics_log import read_records
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.runs import (
@@ -20,6 +27,7 @@ from tests.helpers.runs import (
     run_small,
     small_run,
 )
+from tests.helpers.tiny import single
 
 STALE = ("rollout.staleness=2", "algorithm.rollout_correction.mode=truncate")
 SAMPLES = 16  # of an iteration
@@ -62,6 +70,59 @@ def test_any_number_of_ranks_takes_up_what_two_kept(ranks):
     kept = [ids_of(memory.with_earlier([], 1)) for memory in shares]
     assert sorted(i for part in kept for i in part) == list(range(6))
     assert max(map(len, kept)) - min(map(len, kept)) <= 1
+
+
+def drawn_by(source, iteration):
+    """This rank's responses of an iteration, as an engine would have drawn them."""
+    one = torch.ones(1, dtype=torch.int64)
+    return [
+        ScoredSample(Sample(r.sample_id, r.group_id, r.row, one, one.bool(), version=iteration), RewardResult(1.0))
+        for r in source.requests()
+    ]
+
+
+def part_of_run(seed, n, staleness, ranks):
+    """(stream, source, memory) of each rank."""
+    streams = [PromptStream(7, seed) for _ in range(ranks)]
+    draws = [RowSampler(stream, 4, partial(Layout, ranks, rank)) for rank, stream in enumerate(streams)]
+    prompts = [Prompt(i, (1,), "") for i in range(7)]
+    sources = [RolloutSource(prompts, draw, n, None, None, None, 0) for draw in draws]
+    return streams, sources, [ReplayMemory(staleness, n) for _ in range(ranks)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    staleness=st.integers(0, 3),
+    rounds=st.lists(st.integers(1, 3), min_size=2, max_size=6),
+    cut=st.integers(1, 5),
+    sizes=st.tuples(st.integers(1, 4), st.integers(0, 2)),
+    ranks=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+)
+def test_no_two_samples_of_an_iteration_have_the_same_id(staleness, rounds, cut, sizes, ranks):
+    """Fresh ones beside old ones, rounds that replace dropped groups, and a resume on other ranks with more each."""
+    n, more = sizes
+    streams, sources, memories = part_of_run(1, n, staleness, ranks[0])
+    for iteration, times in enumerate(rounds):
+        if iteration == cut:
+            kept, consumed = [m.state() for m in memories], streams[0].state_dict()
+            streams, sources, memories = part_of_run(1, n + more, staleness, ranks[1])
+            for rank, (stream, memory) in enumerate(zip(streams, memories, strict=True)):
+                stream.load_state_dict(consumed)
+                memory.load(kept if staleness else [], Layout(ranks[1], rank))
+        everyone = []
+        for source, memory in zip(sources, memories, strict=True):
+            fresh = [s for _ in range(times) for s in drawn_by(source, iteration)]
+            everyone += memory.with_earlier(fresh, iteration)
+        info = gather_sample_info(lambda found=everyone: found, single({}).collectives)[1]
+        assert len(set(info.metas.sample_id.tolist())) == len(everyone)
+        Collected([], info.where(info.reward > 2), {}, info)  # says the same of what stays and of what is left out
+
+
+def test_a_sample_that_comes_twice_is_no_iteration():
+    info = gather_sample_info(lambda: drawn(0), single({}).collectives)[1]
+    for stays, goes in (([0, 1, 0], []), ([1], [0, 1])):
+        with pytest.raises(AssertionError, match=f"have the id {stays[0]}"):
+            Collected([], info.take(np.array(stays)), {}, info.take(np.array(goes, int)))
 
 
 @pytest.fixture(scope="module")

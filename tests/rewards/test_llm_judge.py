@@ -8,8 +8,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from rlmodule import cli
+from rlmodule.commands.generate import Generate
+from rlmodule.commands.train import fit
 from rlmodule.core.errors import ConfigError
+from rlmodule.records.run_directory import RunDirectory
 from rlmodule.rewards.llm_judge import LLMJudge
+from rlmodule.run.evaluation_run import EvaluationRun
+from rlmodule.run.preflight.responses import check_reward_server
+from rlmodule.run.run import Run
+from rlmodule.run.saved.policy_source import Place
+from strategies.registry import STRATEGIES
+from tests.helpers.composing import compose
 from tests.rewards.samples import sample
 
 
@@ -144,7 +154,7 @@ def test_the_key_is_sent_and_never_said(monkeypatch):
 def test_a_key_that_cannot_be_sent_is_refused_and_not_repeated(monkeypatch, value):
     monkeypatch.setenv("GRADER_KEY", value)
     with pytest.raises(ConfigError, match="no HTTP header can") as caught:
-        LLMJudge(url="http://h/v1", model="m", api_key_env="GRADER_KEY")
+        LLMJudge(url="http://h/v1", model="m", api_key_env="GRADER_KEY").check_here("reward")
     assert "sk-123" not in str(caught.value)
 
 
@@ -238,7 +248,6 @@ def test_a_template_of_one_s_own_and_a_long_response(tmp_path):
         ({"pattern": "["}, "it is no regular expression"),
         ({"pattern": "[0-9]+"}, "it has no group"),
         ({"lowest": 5, "highest": 5}, "greater than 5"),
-        ({"api_key_env": "NOT_SET_ANYWHERE"}, "no such environment variable is set"),
         ({"template": "/nowhere"}, "it cannot be read"),
         ({"template": __file__[:-3] + "x"}, "it cannot be read"),
         ({"num_requests": 0}, "at least 1"),
@@ -248,6 +257,29 @@ def test_keys_are_checked(keys, says):
     with pytest.raises(ConfigError) as caught:
         LLMJudge(**{"url": "http://h/v1", "model": "m", **keys})
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("reward", "key"),
+    [("llm_judge", "reward.api_key_env"), ("[llm_judge,format]", "reward.llm_judge.api_key_env")],
+)
+def test_a_key_is_wanted_where_responses_are_scored_and_nowhere_else(tmp_path, reward, key):
+    """A run is read, checked, planned and exported without; whoever scores is told the key of the setting."""
+    section = key.rpartition(".")[0]
+    words = [f"reward={reward}", f"{section}.url=http://h/v1", f"{section}.model=m", f"{key}=NOT_SET_ANYWHERE"]
+    run = Run.read(compose(*cli.with_sums(words)), RunDirectory(tmp_path), STRATEGIES)
+    run.check()
+    scoring = (
+        lambda: check_reward_server(run.config),
+        lambda: EvaluationRun(run, run.run_dir).check(),
+        lambda: fit(run),
+        lambda: Generate(out="out.jsonl", score=True)._checked(Place(run, None, None)),
+    )
+    for score in scoring:
+        with pytest.raises(ConfigError, match="no such environment variable is set") as caught:
+            score()
+        assert caught.value.key == key
+    assert Generate(out="out.jsonl")._checked(Place(run, None, None)).run.config.reward is None
 
 
 def test_a_key_in_the_place_of_its_name_is_not_repeated():

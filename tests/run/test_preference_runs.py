@@ -95,6 +95,17 @@ def test_a_run_starts_at_its_reference_and_learns_to_tell_pairs_apart(tmp_path):
     assert not [name for r in records for name in r.metrics if name.startswith("reward/")], "nothing was judged"
 
 
+def test_pairs_of_own_answers_may_be_old_and_are_never_weighted(tmp_path):
+    """Which of two responses is better does not depend on who drew them: replay needs no correction, only numbers."""
+    online = ("algorithm.source=rollouts", "rollout.n=2", "rollout.staleness=1", "rollout_correction=observe")
+    records = run_small(tmp_path, *SMALL, *online, "trainer.max_epochs=2")
+    [first, second] = [r.metrics for r in records if r.kind == "iteration"]
+    assert second["rollout/staleness/replayed"] == 0.5, "as many pairs of the iteration before"
+    assert second["rollout_corr/k3_kl"] > 0, "the policy has learned since, and that is seen"
+    for metrics in (first, second):
+        assert metrics["rollout_corr/weight_min"] == metrics["rollout_corr/weight_max"] == 1, "and not made up for"
+
+
 def test_a_resumed_run_learns_what_it_would_have_learned(tmp_path):
     """The reference is the policy of the first start, not the one of the checkpoint; its scores are made once more."""
     whole = run_small(tmp_path / "whole", *SMALL, "trainer.max_epochs=4")

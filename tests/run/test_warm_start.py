@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from rlmodule.run import offline_datasets
+from rlmodule.run.run import Run
+from rlmodule.run.saved.policy_source import Place
 from rlmodule.run.warm_start import WarmStart
 from tests.helpers.runs import small_run
 
@@ -51,6 +53,10 @@ def test_a_file_that_was_changed_is_imitated_anew(tmp_path):
     assert places[0] != places[1]
 
 
+def resumed(run: Run) -> Run:
+    return replace(run, config=replace(run.config, general=replace(run.config.general, resume=str(run.run_dir.root))))
+
+
 def test_a_resumed_run_keeps_the_weights_that_it_began_with(tmp_path):
     words = ("warm_start.steps=2", "environment.train_size=16")
     start = WarmStart(small_run(tmp_path, *words))
@@ -58,6 +64,31 @@ def test_a_resumed_run_keeps_the_weights_that_it_began_with(tmp_path):
     (start.directory.root / "made_from.sha256").write_text(start._digest)
     changed = (*words, "environment.seed=1")
     assert WarmStart(small_run(tmp_path, *changed)).is_due
-    run = small_run(tmp_path, *changed)
-    resumed = replace(run, config=replace(run.config, general=replace(run.config.general, resume=str(tmp_path))))
-    assert not WarmStart(resumed).is_due
+    assert not WarmStart(resumed(small_run(tmp_path, *changed))).is_due
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+@pytest.mark.parametrize(
+    "later", ["environment.seed=1", "warm_start.steps=0 warm_start.cache_dir=null", "warm_start.cache_dir=elsewhere"]
+)
+def test_a_run_knows_where_its_weights_lie_whatever_its_settings_have_become(tmp_path, later, is_shared):
+    """Its reference is what it began with: evaluated on other rows, with another warm start, or resumed so."""
+    shared = [f"warm_start.cache_dir={tmp_path / 'warm'}"] if is_shared else []
+    words = ("warm_start.steps=2", "environment.train_size=16", *shared)
+    run = small_run(tmp_path / "run", *words)
+    start = WarmStart(run)
+    start.directory.policy.mkdir(parents=True)
+    run.run_dir.root.mkdir(exist_ok=True)
+    start.note()
+    changed = small_run(tmp_path / "run", *words, *later.split())
+    for begun in (WarmStart(changed, has_begun=True), WarmStart(resumed(changed))):
+        assert begun.is_needed
+        assert begun.directory == start.directory
+    assert Place(changed, tmp_path / "run", None).began_as.path == str(start.directory.policy)
+
+
+def test_a_run_of_a_model_that_was_given_began_with_that(tmp_path):
+    run = small_run(tmp_path, "warm_start.steps=2", "environment.train_size=16")
+    run.run_dir.warm_start.joinpath("policy").mkdir(parents=True)
+    other = replace(run, config=run.config.starting_from("folder"))
+    assert not WarmStart(other, has_begun=True).is_needed

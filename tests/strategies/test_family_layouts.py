@@ -7,6 +7,7 @@ Ids are those of public reports.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from rlmodule.models.description import ModelConfig
 from rlmodule.models.lora import LoraConfig
 from tests.helpers.ranks import run_on_ranks
 from tests.helpers.tiny import FAMILIES, architecture
-from tests.strategies.fixed_runs import FixedRun, relative_difference
+from tests.strategies.fixed_runs import ARCHITECTURE, FixedRun, check_equal, relative_difference
 
 pytestmark = [pytest.mark.ranks, pytest.mark.filterwarnings("ignore")]
 
@@ -42,6 +43,7 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
+DEPTH = {"layers": 2, "attention_heads": 2, "ffn_dim": 24}
 WITH_TOWER = {
     "model_type": "gemma3",
     "text_config": TEXT,
@@ -67,6 +69,48 @@ def test_t2a_13_a_vision_tower_is_frozen_and_training_is_that_of_one_process(bac
     towers = {name: weight for name, weight in alone.weights.items() if "vision_tower" in name}
     assert towers
     assert all(torch.equal(torch.from_numpy(weight), start[name]) for name, weight in towers.items())
+
+
+DECODER = {
+    "model_type": "bart",
+    "vocab_size": 96,
+    "d_model": 16,
+    **{f"{side}_{key}": value for side in ("decoder", "encoder") for key, value in DEPTH.items()},
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "forced_eos_token_id": None,
+}
+
+
+def test_attention_to_an_encoder_that_is_not_there_gets_no_gradient_and_training_is_that_of_one_process():
+    """A part of every block, so that what is reached of a small copy says nothing of which block of the real one."""
+    run = FixedRun(model=ModelConfig(architecture=DECODER, tokenizer="byte"), per_micro_batch=1)
+    start = build_policy(run.model, seed=0, temperature=1.0)
+    assert start.lacks_gradients
+    alone = run_on_ranks(1, lambda rank: run.fit())[0]
+    for outcome in run_on_ranks(2, lambda rank: run.with_options("ddp").fit(2, rank)):
+        assert outcome.norms == pytest.approx(alone.norms, rel=1e-5)
+        for name, weight in outcome.weights.items():
+            if not name.endswith("k_proj.bias"):  # its gradient is 0 but for rounding, of which Adam makes whole steps
+                assert weight == pytest.approx(alone.weights[name], rel=1e-5, abs=1e-6), name
+            if "encoder_attn" in name:
+                assert torch.equal(torch.from_numpy(weight), start.lm.state_dict()[name]), name
+
+
+def without_gradient(rank, world_size, is_said):
+    policy = build_policy(ModelConfig(architecture=ARCHITECTURE, tokenizer="byte"), seed=0, temperature=1.0)
+    policy.lm.extra = torch.nn.Linear(2, 3)
+    policy.lacks_gradients = is_said
+    return FixedRun("ddp" if world_size > 1 else "single", policy=policy).fit(world_size, rank)
+
+
+def test_ddp_names_weights_that_got_no_gradient_and_trains_a_model_that_says_so():
+    says = r"the loss gave no gradient to lm\.extra\.weight, lm\.extra\.bias of model policy.* lacks_gradients = True"
+    with pytest.raises(AssertionError, match=says):
+        run_on_ranks(2, partial(without_gradient, world_size=2, is_said=False))
+    [alone] = run_on_ranks(1, partial(without_gradient, world_size=1, is_said=False))
+    check_equal(alone, run_on_ranks(2, partial(without_gradient, world_size=2, is_said=True)))
 
 
 def test_t2a_30_a_plan_that_splits_nothing_is_refused():

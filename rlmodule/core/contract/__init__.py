@@ -15,6 +15,7 @@ from rlmodule.core.contract.environment import (
     MultiTurnEnvironment,
     Reward,
     SeparateReward,
+    ServedReward,
     TemplateEnvironment,
 )
 from rlmodule.core.contract.objective import (
@@ -72,6 +73,7 @@ __all__ = [
     "SelectingLoss",
     "SeparateReward",
     "SequenceRanks",
+    "ServedReward",
     "Snapshot",
     "StoredWeights",
     "Strategy",

@@ -37,6 +37,21 @@ class SeparateReward(Reward, Protocol):
 
 
 @runtime_checkable
+class ServedReward(Reward, Protocol):
+    """A reward function that asks a server, which commands that score nothing do without."""
+
+    def check_here(self, section: str) -> None:
+        """Asked where responses will be scored, before anything is trained or loaded.
+
+        Args:
+            section: dotted key of its section, for errors.
+
+        Raises:
+            ConfigError: what it needs to ask is not there.
+        """
+
+
+@runtime_checkable
 class AnswerReward(Reward, Protocol):
     """A reward function that reads an answer in a response, so that the answers to a prompt can be voted on."""
 

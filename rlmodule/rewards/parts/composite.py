@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any, ClassVar, Protocol
 
 from rlmodule.core.config import convert
-from rlmodule.core.contract import Reward, SeparateReward
+from rlmodule.core.contract import Reward, SeparateReward, ServedReward
 from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.registry import name_of
 from rlmodule.rewards import REWARDS
@@ -36,6 +36,12 @@ class CompositeReward:
         """Whether some of its parts do, and all may be asked in any thread."""
         apart = [isinstance(part, SeparateReward) and part.runs_apart for part in self.parts.values()]
         return any(apart) and all(isinstance(part, SeparateReward) for part in self.parts.values())
+
+    def check_here(self, section: str) -> None:
+        """Let each part that asks a server say what it lacks."""
+        for name, part in self.parts.items():
+            if isinstance(part, ServedReward):
+                part.check_here(f"{section}.{name}")
 
 
 def reward_of(node: Any, key: str = "reward") -> Reward:

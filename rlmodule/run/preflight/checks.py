@@ -15,6 +15,7 @@ from rlmodule.run.preflight.groups import check_components, check_groups, check_
 from rlmodule.run.preflight.lengths import check_budget, check_positions
 from rlmodule.run.preflight.responses import (
     check_ahead,
+    check_corrected_pairs,
     check_reward,
     check_rollout_weight,
     check_sampler_logprob,
@@ -40,6 +41,7 @@ OF_SETTINGS: tuple[Callable[[RunConfig], None], ...] = (
     check_reward_model,
     check_value,
     check_critic,
+    check_corrected_pairs,
     check_sampler_logprob,
     check_rollout_weight,
     check_stored,

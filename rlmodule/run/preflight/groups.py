@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
+from rlmodule.core.contract import Advantage
 from rlmodule.core.errors import ConfigError
+from rlmodule.core.registry import name_of
+from rlmodule.core.types import AdvantageInputs
 from rlmodule.run.config import STORED, RunConfig
+
+PAIRS = ((1.0, -1.0), (1.0, 0.0), (0.5, 0.25), (-1.0, -2.0), (9.0, 8.9))  # rewards of better and worse responses
 
 
 def check_groups(config: RunConfig) -> None:
@@ -52,9 +59,21 @@ def check_components(config: RunConfig) -> None:
             )
 
 
+def _tells_pairs_apart(advantage: Advantage) -> bool:
+    """Whether an estimator has opposite signs for the two of a pair, as asked of pairs of many kinds."""
+    if "parts" in advantage.needs:
+        return True  # by their parts, which are known once there are rewards
+    if advantage.per_token or advantage.needs != {"group"}:
+        return False  # tokens of one response may differ, and the two of a pair need not be compared
+    better, worse = torch.tensor(PAIRS, dtype=torch.float64).unbind(1)
+    pairs, lengths = torch.arange(len(PAIRS)), torch.arange(1, 2 * len(PAIRS) + 1)
+    given = advantage(AdvantageInputs(torch.cat([better, worse]), torch.cat([pairs, pairs]), lengths.flip(0)))
+    return bool((given[: len(PAIRS)] > 0).all() and (given[len(PAIRS) :] < 0).all())
+
+
 def check_pairs(config: RunConfig) -> None:
     """A loss that compares the two samples of a group must find both in its micro-batch."""
-    if "group" not in config.loss.needs:
+    if not config.compares_pairs:
         return
     name = type(config.loss).__name__
     if config.dataset == STORED:
@@ -70,6 +89,14 @@ def check_pairs(config: RunConfig) -> None:
             got=config.algorithm.source,
             because=f"{name} compares the two samples of a pair, and {config.group_size} samples come of one row",
             fix="Use algorithm.source=preferences, or rollouts with rollout.n=2",
+        )
+    if config.advantage is not None and not _tells_pairs_apart(config.advantage):
+        raise ConfigError(
+            key="advantage",
+            got=name_of(type(config.advantage)),
+            because=f"{name} reads in its sign which of the two samples of a pair is better, and it does not give "
+            "every better one a positive and every worse one a negative number",
+            fix="Use advantage=grpo",
         )
     if config.algorithm.mask_truncated:
         raise ConfigError(

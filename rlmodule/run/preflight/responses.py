@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rlmodule.algorithm.config import ROLLOUTS
+from rlmodule.core.contract import ServedReward
 from rlmodule.core.errors import ConfigError
 from rlmodule.core.registry import name_of
 from rlmodule.run.config import RunConfig
@@ -33,6 +34,12 @@ def check_reward(config: RunConfig) -> None:
         )
 
 
+def check_reward_server(config: RunConfig) -> None:
+    """Whoever scores responses here has what a server asks for; commands that score none do without."""
+    if isinstance(config.reward, ServedReward):
+        config.reward.check_here("reward")
+
+
 def check_sampler_logprob(config: RunConfig) -> None:
     """A sampler's log-probabilities stand for the policy's, or beside them, only where it draws from the whole of it.
 
@@ -44,13 +51,34 @@ def check_sampler_logprob(config: RunConfig) -> None:
         return
     readers = {"old_logprob": algorithm.old_logprob} if algorithm.uses_rollout_logprob else {}
     for key, got in (readers | algorithm.learns_from_comparisons).items():
-        instead = {"old_logprob": "recompute", "rollout_correction.mode": "observe"}.get(key, "none")
+        instead = _without(key)
         raise ConfigError(
             key=f"algorithm.{key}",
             got=got,
             because=f"with rollout.top_k={sampling.top_k} and rollout.top_p={sampling.top_p} the sampler draws from a "
             "part of the policy's distribution, so its log-probabilities are not the policy's",
             fix=f"Use algorithm.{key}={instead}, or rollout.top_k=0 rollout.top_p=1",
+        )
+
+
+def _without(key: str) -> str:
+    """The value of a key of the algorithm with which no log-probability of a sampler is learned from."""
+    return {"old_logprob": "recompute", "rollout_correction.mode": "observe"}.get(key, "none")
+
+
+def check_corrected_pairs(config: RunConfig) -> None:
+    """Weights and rejection make up for an expectation over what a policy draws, which a loss of pairs is not.
+
+    It asks which of two whole responses is better, as of pairs that were there already: half a response, or one that
+    counts less than the other, would be compared with nothing.
+    """
+    for key, got in config.algorithm.learns_from_comparisons.items() if config.compares_pairs else ():
+        raise ConfigError(
+            key=f"algorithm.{key}",
+            got=got,
+            because=f"{type(config.loss).__name__} compares two whole responses, whichever policy drew them, so there "
+            "is nothing to correct",
+            fix=f"Use algorithm.{key}={_without(key)}",
         )
 
 
@@ -69,7 +97,7 @@ def check_rollout_weight(config: RunConfig) -> None:
 def check_ahead(config: RunConfig) -> None:
     """Responses are drawn ahead where servers draw them, and something makes up for their age."""
     ahead, algorithm, engine = config.ahead, config.algorithm, name_of(type(config.rollout))
-    corrects = algorithm.rollout_correction.mode in ("truncate", "mask") or algorithm.uses_rollout_logprob
+    corrects = _makes_up_for_age(config) or algorithm.uses_rollout_logprob
     for is_wrong, because, fix in (
         (config.dataset != ROLLOUTS, "nothing is sampled here", "Use rollout.ahead=0"),
         (
@@ -105,6 +133,11 @@ def check_ahead(config: RunConfig) -> None:
         )
 
 
+def _makes_up_for_age(config: RunConfig) -> bool:
+    """Whether tokens are weighted for what was learned since they were drawn, or it does not matter who drew them."""
+    return config.compares_pairs or config.algorithm.rollout_correction.mode in ("truncate", "mask")
+
+
 def check_staleness(config: RunConfig) -> None:
     """Old responses are trained on again where somebody draws new ones, and weights make up for their age."""
     staleness, algorithm = config.replay.staleness, config.algorithm
@@ -114,7 +147,7 @@ def check_staleness(config: RunConfig) -> None:
     for is_wrong, because, fix in (
         (config.dataset != ROLLOUTS, "nothing is sampled here, so nothing grows old", "Use rollout.staleness=0"),
         (
-            mode not in ("truncate", "mask"),
+            not _makes_up_for_age(config),
             f"with algorithm.rollout_correction.mode={mode} nothing corrects for what was learned since",
             "Use algorithm.rollout_correction.mode=truncate",
         ),

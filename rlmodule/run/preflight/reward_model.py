@@ -13,7 +13,7 @@ def check_reward_model(config: RunConfig) -> None:
     if not config.model.is_reward_model:
         return
     reads_policy = config.loss.needs & {"old_logprob", "ref_logprob", "selected"}
-    if reads_policy or "group" not in config.loss.needs:
+    if reads_policy or not config.compares_pairs:
         raise ConfigError(
             key="model.kind",
             got=REWARD_MODEL_KIND,

@@ -180,7 +180,7 @@ class Place:
         Raises:
             ConfigError: the weights are of no run, or its starting weights are not there any more.
         """
-        run, warm = self.run, WarmStart(self.run)
+        warm = WarmStart(self.run, has_begun=True)
         if self.root is None:
             raise ConfigError(
                 key="command.run",
@@ -189,7 +189,7 @@ class Place:
                 "not know",
                 fix="Give the run that made it, python train.py evaluate RUN, or a folder in it, evaluate RUN/policy",
             )
-        if run.config.needs_warm_start and not warm.directory.policy.is_dir():
+        if warm.is_needed and not warm.directory.policy.is_dir():
             raise ConfigError(
                 key="command.run",
                 got=self.root,
@@ -197,8 +197,7 @@ class Place:
                 "not there any more",
                 fix="Put that folder back, or evaluate answers: algorithm=grpo reward=NAME",
             )
-        model = (warm.started() if run.config.needs_warm_start else run).config.model
-        return replace(model, lora=LoraConfig(), **PLAIN)
+        return replace(warm.started().config.model, lora=LoraConfig(), **PLAIN)
 
     def settled(self) -> Run:
         """The run whose ``model`` is what is loaded first: the exported folder, or what the checkpoint was begun from.
@@ -208,8 +207,8 @@ class Place:
         """
         run = self.run
         if self.is_checkpoint:
-            warm = WarmStart(run)
-            run = warm.started() if run.config.needs_warm_start and warm.directory.policy.is_dir() else run
+            warm = WarmStart(run, has_begun=True)
+            run = warm.started() if warm.is_needed and warm.directory.policy.is_dir() else run
         elif self.folder is not None:
             run = replace(run, config=run.config.starting_from(str(self.folder)))
             run = replace(run, config=replace(run.config, model=replace(run.config.model, lora=LoraConfig())))
