@@ -115,13 +115,17 @@ class DataConfig:
                 fix="Use data.system_prompt='', or data.apply_chat_template=true",
             )
 
-    def files_of(self, split: str) -> tuple[list[str], Origin, int | None]:
-        """Entries of ``train`` or ``test``, how they are understood, and how many of their rows to use (None: all)."""
+    def files_of(self, split: str) -> tuple[list[str], Origin]:
+        """Entries of ``train`` or ``test``, and how they are understood."""
         assert split in SPLITS, f"no split is called {split}"
         if split == "train":
-            return self.train_files, Origin("data.train_files", self.split, self.revision), None
+            return self.train_files, Origin("data.train_files", self.split, self.revision)
         entries = [entry for of_set in self.val_sets.values() for entry in of_set]
-        return entries, Origin("data.val_files", self.val_split, self.revision), self.val_max_rows
+        return entries, Origin("data.val_files", self.val_split, self.revision)
+
+    def limit_of(self, split: str) -> int | None:
+        """How many rows of ``train``, or of each validation set, to use; None for all."""
+        return None if split == "train" else self.val_max_rows
 
     @property
     def val_sets(self) -> dict[str, list[str]]:
