@@ -104,14 +104,14 @@ class Generate(PolicySource, Command):
     def _settings(self, run: Run, place: Place) -> dict[str, Any]:
         """Everything that the responses depend on, for a file that is gone on with."""
         config = run.config
-        files, _, _ = config.data.files_of(self.split)
+        files, _ = config.data.files_of(self.split)
         data = replace(config.data, train_files=files)
         of_rows: RunConfig = replace(config, data=data)
         sampling = {f"rollout.{name}": value for name, value in vars(config.sampling).items()}
         found = digests(of_rows, run.hf_config)
         return {
             "weights": weights_digest(place),
-            **{name: found[name] for name in ("rows", "environment", "reward")},
+            **{name: found[name] for name in ("rows", "environment", "reward", "tokenizer")},
             **sampling,
             "seed": config.general.seed,
             **{f"data.{name}": getattr(data, name) for name in ("max_prompt_length", "overlong_prompt")},

@@ -24,6 +24,7 @@ from rlmodule.data.preferences import Pair
 from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.rollouts import RolloutTable, load_rollouts
 from rlmodule.data.tables import MemoryTable
+from rlmodule.environments.parts.checked_rows import checked_rows
 from rlmodule.environments.parts.single_turn import SingleTurnEpisode
 from rlmodule.experience.episodes import EpisodeRunner, EpisodesConfig
 from rlmodule.experience.sources import RolloutSource, RowSampler, Source, StoredSource
@@ -191,7 +192,8 @@ class TrainingDataset(ABC):
         """
         environment, table = self.environment, None
         if environment is not None:
-            table = MemoryTable(f"environment {self.config.environment_name} ({split})", environment.rows(split))
+            name = self.config.environment_name
+            table = MemoryTable(f"environment {name} ({split})", checked_rows(environment.rows(split), name, split))
         return load_prompts(self.config.data, self.tokenizer, split, table)
 
     def check_prompts(self, prompts: PromptTable) -> None:
