@@ -90,6 +90,7 @@ class TrainingDataset(ABC):
             data.max_prompt_length,
             self.config.sampling.max_response_length,
             EpisodesConfig(max_turns=1) if environment is None else self.config.episodes,
+            gives_rewards=environment is not None and environment.gives_rewards,
         )
 
     @cached_property
@@ -193,7 +194,7 @@ class TrainingDataset(ABC):
         environment, table = self.environment, None
         if environment is not None:
             name = self.config.environment_name
-            table = MemoryTable(f"environment {name} ({split})", checked_rows(environment.rows(split), name, split))
+            table = MemoryTable(f"environment {name} ({split})", checked_rows(environment, name, split))
         return load_prompts(self.config.data, self.tokenizer, split, table)
 
     def check_prompts(self, prompts: PromptTable) -> None:
