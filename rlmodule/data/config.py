@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.config import at_least, more_than, one_of
 from rlmodule.core.errors import ConfigError
-from rlmodule.data.chat import ChatFormat
+from rlmodule.data.chat import OWN_ARGUMENTS, ChatFormat
 from rlmodule.data.files import Origin
 from rlmodule.data.formats import FORMATS, ColumnKeys
 from rlmodule.data.val_sets import check_val_files, sets_of
@@ -77,6 +77,13 @@ class DataConfig:
                 at_least(name, getattr(self, name), 1)
         for role in self.turn_marks.values():
             one_of("turn_marks", role, ROLES)
+        for name in sorted(OWN_ARGUMENTS & self.chat_template_args.keys()):
+            raise ConfigError(
+                key=f"chat_template_args.{name}",
+                got=self.chat_template_args[name],
+                because="rendering has an argument of this name, which is no variable of a template",
+                fix="Take it out; another template belongs into the tokenizer's folder (chat_template.jinja)",
+            )
         self._check_weights()
         self._check_pairs_of_keys()
 

@@ -218,7 +218,7 @@ def generation_end_tokens(config: ModelConfig) -> tuple[int, ...]:
             return ()
         found = in_one_line(error)
     ends = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(isinstance(end, int) and end >= 0 for end in ends):
+    if not all(isinstance(end, int) and not isinstance(end, bool) and end >= 0 for end in ends):
         raise ConfigError(
             key="model.path",
             got=config.path,
