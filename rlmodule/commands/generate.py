@@ -16,6 +16,7 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.run.config import RunConfig
 from rlmodule.run.datasets import Prompts
 from rlmodule.run.digests import digests
+from rlmodule.run.file_digests import of_texts
 from rlmodule.run.run import Run
 from rlmodule.run.saved.answering import Answering
 from rlmodule.run.saved.policy_source import EXPORTED, NEWEST, Place, PolicySource
@@ -111,7 +112,8 @@ class Generate(PolicySource, Command):
         found = digests(of_rows, run.hf_config)
         return {
             "weights": weights_digest(place),
-            **{name: found[name] for name in ("rows", "environment", "reward", "tokenizer")},
+            **{name: found[name] for name in ("rows", "environment", "reward")},
+            "chat template": of_texts(str(run.tokenizer.chat_template)),
             **sampling,
             "seed": config.general.seed,
             **{f"data.{name}": getattr(data, name) for name in ("max_prompt_length", "overlong_prompt")},
