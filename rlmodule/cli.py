@@ -371,7 +371,9 @@ def to_config_error(error: Exception) -> ConfigError:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return _unknown_choice(str(error.missing_cfg_file))
     if isinstance(error, OverrideParseException):
-        key, _, value = error.override.partition("=")
+        key, equals, value = error.override.partition("=")
+        if not equals:
+            return _no_setting(error.override)
         return ConfigError(
             key=key.removeprefix("++"),
             got=value,
@@ -395,6 +397,19 @@ def to_config_error(error: Exception) -> ConfigError:
         return _bad_override(text, error)
     fix = "`python train.py --help` shows how it is called" if text == first_line else text
     return ConfigError(key="configuration", got=first_line, because="Hydra cannot compose it", fix=fix)
+
+
+def _no_setting(word: str) -> ConfigError:
+    """A word without an equals sign that no command takes."""
+    known = ", ".join(menu("command"))
+    return ConfigError(
+        key="command",
+        got=word,
+        because="a setting is written KEY=VALUE, and there is no = in it",
+        fix=f"Name what is to be done with it first: evaluate {word}, or another of {known}"
+        if os.path.exists(word)
+        else f"Write {word}=VALUE, or one of these words first: {known}",
+    )
 
 
 def _unknown_choice(missing: str) -> ConfigError:

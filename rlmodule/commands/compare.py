@@ -60,7 +60,8 @@ class Compare(Command):
         """The curve of each run as text, all on one scale."""
         values = [run.series(metric)[1] for run in runs]
         everything = [value for of_run in values for value in of_run]
-        return [sparkline(of_run, self.width, min(everything), max(everything)) for of_run in values]
+        low, high = min(everything, default=0.0), max(everything, default=0.0)  # a metric may be NaN from end to end
+        return [sparkline(of_run, self.width, low, high) for of_run in values]
 
     def _drawn(self, runs: list[ComparedRun], metrics: list[str]) -> Path:
         path = Path(str(self.chart)).absolute()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rlmodule.commands import COMMANDS, Command, Invocation
@@ -120,7 +121,7 @@ def output_paths(directory: RunDirectory) -> dict[str, Path]:
 
 def table(metrics: Mapping[str, float], title: str) -> Table:
     """Every number, with its 95 % interval over prompts where it has one; those of sets and sources come last."""
-    grid = Table(title=title, title_justify="left", title_style="bold")
+    grid = Table(title=escape(title), title_justify="left", title_style="bold")
     grid.add_column("")
     grid.add_column("value", justify="right")
     grid.add_column("95 % interval", justify="right")
@@ -128,7 +129,7 @@ def table(metrics: Mapping[str, float], title: str) -> Table:
         interval = ""
         if name + CI_LOW in metrics:
             interval = f"{metrics[name + CI_LOW]:.3f} to {metrics[name + CI_HIGH]:.3f}"
-        grid.add_row(name.removeprefix("val/"), f"{metrics[name]:.4g}", interval)
+        grid.add_row(escape(name.removeprefix("val/")), f"{metrics[name]:.4g}", interval)
     return grid
 
 

@@ -16,6 +16,7 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.run.config import RunConfig
 from rlmodule.run.datasets import Prompts
 from rlmodule.run.digests import digests
+from rlmodule.run.file_digests import of_texts
 from rlmodule.run.preflight.responses import check_reward_server
 from rlmodule.run.run import Run
 from rlmodule.run.saved.answering import Answering
@@ -106,7 +107,7 @@ class Generate(PolicySource, Command):
     def _settings(self, run: Run, place: Place) -> dict[str, Any]:
         """Everything that the responses depend on, for a file that is gone on with."""
         config = run.config
-        files, _, _ = config.data.files_of(self.split)
+        files, _ = config.data.files_of(self.split)
         data = replace(config.data, train_files=files)
         of_rows: RunConfig = replace(config, data=data)
         sampling = {f"rollout.{name}": value for name, value in vars(config.sampling).items()}
@@ -114,6 +115,7 @@ class Generate(PolicySource, Command):
         return {
             "weights": weights_digest(place),
             **{name: found[name] for name in ("rows", "environment", "reward")},
+            "chat template": of_texts(str(run.tokenizer.chat_template)),
             **sampling,
             "seed": config.general.seed,
             **{f"data.{name}": getattr(data, name) for name in ("max_prompt_length", "overlong_prompt")},

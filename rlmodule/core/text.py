@@ -11,9 +11,11 @@ from typing import Any
 _EXACT_WHOLE_NUMBER = 2**53  # float64 holds every whole number up to here
 
 
-def plain_number(value: Decimal) -> int | float:
-    """The number as Python's own type: whole numbers as int."""
-    return int(value) if value == value.to_integral_value() else float(value)
+def plain_number(value: Decimal) -> int | float | str:
+    """The number as Python's own type: whole numbers as int; as text where a float has not all of its digits."""
+    if value == value.to_integral_value():
+        return int(value)
+    return float(value) if Decimal(repr(float(value))) == value else str(value)
 
 
 def as_text(value: Any) -> str | None:
@@ -22,10 +24,12 @@ def as_text(value: Any) -> str | None:
     Numbers are written out, whole ones without a decimal point: a column of whole numbers with gaps comes from many
     tools as floating-point numbers, or as decimals. Lists and mappings become JSON.
     """
-    if value is None or isinstance(value, str):
-        return value
+    if value is None:
+        return None
     if isinstance(value, Decimal):
         value = plain_number(value) if value.is_finite() else math.nan
+    if isinstance(value, str):
+        return value
     if isinstance(value, float):
         if math.isnan(value):
             return None

@@ -11,13 +11,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from inspect import signature
 from itertools import product
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rlmodule.core.errors import ConfigError
+from rlmodule.core.errors import ConfigError, DataError, in_one_line
 from rlmodule.data.control_tokens import ControlTokens
 from rlmodule.data.messages import (
     ChatError,
@@ -51,6 +52,9 @@ __all__ = [
 ]
 
 _OPENING: tuple[Message, ...] = ({"role": "user", "content": "x"},)
+# What rendering is told here, and what it is not to be told: another template, or that it encodes and cuts.
+_OF_TEMPLATES = ("self", "documents", "kwargs")
+OWN_ARGUMENTS = {"messages", *signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {*_OF_TEMPLATES}
 _TOOL_NAME = "\u241ename of a tool\u241e"  # a text that no template changes or writes by itself
 _A_TOOL: Tools = (
     {
@@ -67,7 +71,7 @@ class ChatFormat:
     Args:
         tokenizer: with a chat template unless ``template`` is False.
         template: False takes prompts as raw text.
-        arguments: more variables for the template, e.g. ``{"enable_thinking": False}``.
+        arguments: more variables for the template, e.g. ``{"enable_thinking": False}``; none of ``OWN_ARGUMENTS``.
         system_prompt: opens conversations that have no system turn; empty: none is added.
     """
 
@@ -84,6 +88,21 @@ class ChatFormat:
                 because="the tokenizer has no chat template",
                 fix="Use data.apply_chat_template=false for prompts as raw text, or a model with a template",
             )
+
+    def error_of(self, error: ChatError, location: str) -> ConfigError | DataError:
+        """The error for a row that cannot be put into tokens: of the row, or of a template that takes none at all."""
+        try:
+            if self.template:
+                self._render(_OPENING, asks_for_answer=True)
+        except ChatError as any_row:
+            return ConfigError(
+                key="data.apply_chat_template",
+                got=True,
+                because=f"the tokenizer's chat template takes no conversation at all ({any_row})",
+                fix="Correct chat_template.jinja (or chat_template in tokenizer_config.json) in the model's folder, or "
+                "data.chat_template_args",
+            )
+        return DataError(location=location, because=str(error), fix="Fix or delete the row")
 
     def encode_prompts(self, prompts: Sequence[Turns], tools: Sequence[Tools | None] = ()) -> list[Ids]:
         """Token ids of each prompt, the generation prompt included.
@@ -312,8 +331,10 @@ class ChatFormat:
                 add_generation_prompt=asks_for_answer,
                 **(self.arguments or {}),
             )
-        except (TemplateError, TypeError) as error:  # templates add strings, and fail on values of other types
+        except TemplateError as error:
             raise ChatError(f"the chat template refuses it: {error}") from error
+        except Exception as error:  # templates are programs: they add strings to numbers, and divide
+            raise ChatError(f"the chat template refuses it: {in_one_line(error)}") from error
         assert isinstance(texts, list)
         return texts
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlmodule.core.config import at_least, more_than, one_of
 from rlmodule.core.errors import ConfigError
-from rlmodule.data.chat import ChatFormat
+from rlmodule.data.chat import OWN_ARGUMENTS, ChatFormat
 from rlmodule.data.files import Origin
 from rlmodule.data.formats import FORMATS, ColumnKeys
 from rlmodule.data.val_sets import check_val_files, sets_of
@@ -77,6 +77,13 @@ class DataConfig:
                 at_least(name, getattr(self, name), 1)
         for role in self.turn_marks.values():
             one_of("turn_marks", role, ROLES)
+        for name in sorted(OWN_ARGUMENTS & self.chat_template_args.keys()):
+            raise ConfigError(
+                key=f"chat_template_args.{name}",
+                got=self.chat_template_args[name],
+                because="rendering has an argument of this name, which is no variable of a template",
+                fix="Take it out; another template belongs into the tokenizer's folder (chat_template.jinja)",
+            )
         self._check_weights()
         self._check_pairs_of_keys()
 
@@ -115,13 +122,17 @@ class DataConfig:
                 fix="Use data.system_prompt='', or data.apply_chat_template=true",
             )
 
-    def files_of(self, split: str) -> tuple[list[str], Origin, int | None]:
-        """Entries of ``train`` or ``test``, how they are understood, and how many of their rows to use (None: all)."""
+    def files_of(self, split: str) -> tuple[list[str], Origin]:
+        """Entries of ``train`` or ``test``, and how they are understood."""
         assert split in SPLITS, f"no split is called {split}"
         if split == "train":
-            return self.train_files, Origin("data.train_files", self.split, self.revision), None
+            return self.train_files, Origin("data.train_files", self.split, self.revision)
         entries = [entry for of_set in self.val_sets.values() for entry in of_set]
-        return entries, Origin("data.val_files", self.val_split, self.revision), self.val_max_rows
+        return entries, Origin("data.val_files", self.val_split, self.revision)
+
+    def limit_of(self, split: str) -> int | None:
+        """How many rows of ``train``, or of each validation set, to use; None for all."""
+        return None if split == "train" else self.val_max_rows
 
     @property
     def val_sets(self) -> dict[str, list[str]]:

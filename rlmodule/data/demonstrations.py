@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from rlmodule.core.errors import DataError
 from rlmodule.core.types import Sample
 from rlmodule.data.chat import ChatError, ChatFormat, Segment, as_turns
 from rlmodule.data.config import DataConfig
@@ -126,13 +125,14 @@ def encode_row(row: Row, chat: ChatFormat, location: str) -> list[Segment]:
 
     Raises:
         DataError: the row cannot be put into tokens.
+        ConfigError: no row can, for the chat template takes none.
     """
     try:
         segments = _encode(row, chat)
         if not segments[0].ids:
             raise ChatError("the prompt is empty")
     except ChatError as error:
-        raise DataError(location=location, because=str(error), fix="Fix or delete the row") from error
+        raise chat.error_of(error, location) from error
     return segments
 
 

@@ -96,6 +96,8 @@ FORMATS: dict[str, Format] = {
         marks=(frozenset({"problem"}),),
     ),
 }
+# Columns of what a model of texts cannot read, in the files of several projects.
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 # Of files of pairs, which no project's name stands for: a prompt, the context of an instruction, and what goes with it.
 PREFERENCES = Format(
     prompt=("prompt", "question", "instruction", "query", "input", "messages", "conversations"),
@@ -140,11 +142,12 @@ class Columns:
     tools: str | None = None
     answer_after: str = ""
     turn_marks: Mapping[str, str] = field(default_factory=dict)
+    media: tuple[str, ...] = ()  # of images and the like, which rows must leave empty
 
     @property
     def of_prompt(self) -> list[str]:
         """Columns of the file that the prompt is made of."""
-        named = (self.prompt, self.context, self.system, self.tools, *self.required)
+        named = (self.prompt, self.context, self.system, self.tools, *self.required, *self.media)
         return sorted({top_level(column) for column in named if column})
 
     def describe(self, roles: Sequence[str], present: Sequence[str], others: str) -> str:
@@ -212,6 +215,7 @@ def _columns(table: RowTable, chosen: Format, keys: ColumnKeys, required: frozen
         required=named if required is None else required,
         answer_after=keys.answer_after,
         turn_marks=keys.turn_marks,
+        media=tuple(column for column in MEDIA if column in table.columns and column not in named),
     )
 
 

@@ -18,12 +18,11 @@ from rlmodule.core.types import Sample
 from rlmodule.data.chat import ChatFormat, Tools, Turns
 from rlmodule.data.config import DataConfig
 from rlmodule.data.demonstrations import encode_row
-from rlmodule.data.files import open_entry
 from rlmodule.data.formats import Columns, choose_preference_columns
 from rlmodule.data.given_responses import Encoded, ResponseRows, ResponseTable
 from rlmodule.data.messages import without_prompt
 from rlmodule.data.row import Row, ends_with_assistant, read_prompt, read_row_tools, read_turns, with_system_turn
-from rlmodule.data.rows import TableRows
+from rlmodule.data.rows import TableRows, open_split
 from rlmodule.data.tables import LazyRows, RawRow, RowTable
 
 CONVERSATIONS = ("messages", "conversations")  # columns that may hold the chosen response as well
@@ -117,9 +116,8 @@ class PreferenceSource:
     """
 
     def __init__(self, config: DataConfig, split: str) -> None:
-        files, origin, limit = config.files_of(split)
         self._config = config
-        self.rows = TableRows([open_entry(entry, origin) for entry in files], limit)
+        self.rows = TableRows(open_split(config, split))
         self._columns = [_columns(table, config) for table in self.rows.chain.tables]
 
     def pairs(self, tokenizer: PreTrainedTokenizerBase, *, extended: bool = False) -> PairTable:

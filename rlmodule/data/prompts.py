@@ -234,4 +234,4 @@ def _encoded_alone(row: Row, chat: ChatFormat, location: str) -> Ids:
     try:
         return chat.encode_prompts([row.prompt], [row.tools])[0]
     except ChatError as error:
-        raise DataError(location=location, because=str(error), fix="Fix or delete the row") from error
+        raise chat.error_of(error, location) from error

@@ -15,7 +15,7 @@ from rlmodule.core.text import as_text
 from rlmodule.data.answers import find_answer
 from rlmodule.data.formats import Columns
 from rlmodule.data.json_text import load_json
-from rlmodule.data.messages import ChatError, Tools, Turns, as_turns, is_assistant, read_tools
+from rlmodule.data.messages import ChatError, Tools, Turns, as_turns, is_assistant, prompt_text, read_tools
 from rlmodule.data.tables import RawRow
 from rlmodule.data.turns import read_conversation
 
@@ -92,10 +92,23 @@ def read_prompt(raw: RawRow, columns: Columns, location: str) -> Turns | None:
     if value is None:
         return None
     prompt = read_turns(value, str(columns.prompt), location, columns.turn_marks)
+    _check_no_media(raw, prompt, columns, location)
     context = look_up(raw, columns.context)
     if context and isinstance(prompt, str):
         prompt = f"{prompt}\n{context}" if prompt else str(context)
     return with_system_turn(prompt, raw, columns, location)
+
+
+def _check_no_media(raw: RawRow, prompt: Turns, columns: Columns, location: str) -> None:
+    """Refuse images and the like; a text may also be the name of a container, unless the prompt has a place for it."""
+    for column in columns.media:
+        value, mark = raw.get(column), f"<{column.removesuffix('s')}>"
+        if value and (not isinstance(value, str) or mark in prompt_text(prompt)):
+            raise DataError(
+                location=location,
+                because=f"the row has something under '{column}', and models read nothing but text here",
+                fix="Take the column out of the file where the text is enough, or delete the row",
+            )
 
 
 def with_system_turn(turns: Turns, raw: RawRow, columns: Columns, location: str) -> Turns:

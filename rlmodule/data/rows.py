@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
@@ -12,10 +13,10 @@ from numpy.typing import NDArray
 
 from rlmodule.core.errors import DataError
 from rlmodule.data.config import DataConfig
-from rlmodule.data.files import open_entry
+from rlmodule.data.files import open_entry, open_files
 from rlmodule.data.formats import ColumnKeys, choose_columns, top_level
 from rlmodule.data.row import Row, look_up, read_row
-from rlmodule.data.tables import RawRow, RowTable, TableChain
+from rlmodule.data.tables import RawRow, RowTable, TableChain, first_rows
 
 _NUMBER = re.compile(r"(?:[^\W\d]+[\s:]+)?([-+]?\d+(?:\.\d+)?)")  # perhaps behind one word
 
@@ -25,16 +26,14 @@ class TableRows:
 
     Args:
         entries: the tables of each entry of ``data.train_files``.
-        limit: use no more than the first rows; None uses all.
     """
 
-    def __init__(self, entries: Sequence[Sequence[RowTable]], limit: int | None = None) -> None:
+    def __init__(self, entries: Sequence[Sequence[RowTable]]) -> None:
         self.chain = TableChain([table for entry in entries for table in entry])
-        self._size = min(len(self.chain), limit or len(self.chain))
         self.entry_ends = tuple(accumulate(sum(len(table) for table in entry) for entry in entries))
 
     def __len__(self) -> int:
-        return self._size
+        return len(self.chain)
 
     def numbers(self, column: str) -> NDArray[np.float64]:
         """[rows] the numbers of a column, which may stand behind a word (``Level 3``).
@@ -53,14 +52,14 @@ class TableRows:
                 )
             for batch in table.batches([column if column in table.columns else top_level(column)]):
                 found += [_number(raw, column, self.chain.location(len(found) + i)) for i, raw in enumerate(batch)]
-        return np.array(found[: len(self)])
+        return np.array(found)
 
 
 class RowSource(TableRows):
     """The rows of one split over all its files; columns are checked when it is made.
 
     Args:
-        entries, limit: as in ``TableRows``.
+        entries: as in ``TableRows``.
         format: a name in FORMATS, or ``auto``.
         keys: columns named by the user.
 
@@ -68,10 +67,8 @@ class RowSource(TableRows):
         DataError: a file lacks a column.
     """
 
-    def __init__(
-        self, entries: Sequence[Sequence[RowTable]], format: str, keys: ColumnKeys, limit: int | None = None
-    ) -> None:
-        super().__init__(entries, limit)
+    def __init__(self, entries: Sequence[Sequence[RowTable]], format: str, keys: ColumnKeys) -> None:
+        super().__init__(entries)
         self.name = self.chain.name
         self._columns = tuple(choose_columns(table, format, keys) for table in self.chain.tables)
 
@@ -86,16 +83,11 @@ class RowSource(TableRows):
 
     def prompts(self) -> Iterator[list[Row]]:
         """All rows in order, a batch at a time, with no more than their prompts and tools."""
-        left = len(self)
         for table, columns in zip(self.chain.tables, self._columns, strict=True):
             inside = 0
             for batch in table.batches(columns.of_prompt):
-                kept = batch[:left]
-                yield [read_row(raw, columns, table.location(inside + i)) for i, raw in enumerate(kept)]
-                inside += len(kept)
-                left -= len(kept)
-                if not left:
-                    return
+                yield [read_row(raw, columns, table.location(inside + i)) for i, raw in enumerate(batch)]
+                inside += len(batch)
 
     def check_completions(self) -> None:
         """Every file has a column with responses, or conversations that hold them.
@@ -136,22 +128,36 @@ def open_rows(config: DataConfig, split: str, table: RowTable | None = None) -> 
         ConfigError: a file is missing.
         DataError: a file has no rows, a bad line, or lacks a column.
     """
-    files, origin, limit = config.files_of(split)
     if table is not None:
-        return RowSource([[table]], "rlmodule", ColumnKeys(), limit)
+        return RowSource([first_rows([table], config.limit_of(split))], "rlmodule", ColumnKeys())
+    return RowSource(open_split(config, split), config.format, config.column_keys)
+
+
+def open_split(config: DataConfig, split: str) -> list[list[RowTable]]:
+    """The tables of each entry of ``split``; of a validation set no rows beyond its limit.
+
+    Raises:
+        ConfigError: a file is missing.
+        DataError: a file has no rows, or a bad line.
+    """
+    files, origin = config.files_of(split)
     assert files, f"{origin.key} is empty; ask has_validation first"
-    entries = [open_entry(entry, origin) for entry in files]
-    return RowSource(entries, config.format, config.column_keys, limit)
+    if split == "train":
+        return [open_entry(entry, origin) for entry in files]
+    sets = config.val_sets.values()
+    return [first_rows(open_files(entries, origin), config.limit_of(split)) for entries in sets]
 
 
 def _number(raw: RawRow, column: str, location: str) -> float:
     value: Any = look_up(raw, column)
     if isinstance(value, str) and (found := _NUMBER.fullmatch(value.strip())):
         value = float(found[1])
-    if isinstance(value, bool) or not isinstance(value, int | float) or not np.isfinite(value):
+    # The largest float, for whole numbers beyond it have no finite float either.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and abs(value) <= sys.float_info.max):
         raise DataError(
             location=location,
-            because=f"column '{column}', which orders rows, holds {value!r} and no number",
+            because=f"column '{column}', which orders rows, holds {value!r:.80} and no number",
             fix="Fill it in, delete the row, or set data.curriculum to another column",
         )
     return float(value)

@@ -96,6 +96,46 @@ class MemoryTable(RowTable):
         return [self._rows[row] for row in rows]
 
 
+class FirstRows(RowTable):
+    """The first rows of another table.
+
+    Args:
+        table: has at least ``count`` of them.
+    """
+
+    def __init__(self, table: RowTable, count: int) -> None:
+        self.name, self.columns = table.name, table.columns
+        self._table, self._count = table, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def location(self, row: int) -> str:
+        return self._table.location(row)
+
+    def select(self, rows: Sequence[int]) -> list[RawRow]:
+        return self._table.select(rows)
+
+    def batches(self, columns: Sequence[str]) -> Iterator[list[RawRow]]:
+        left = self._count
+        for batch in self._table.batches(columns):
+            yield batch[:left]
+            left -= len(batch)
+            if left <= 0:
+                return
+
+
+def first_rows(tables: Sequence[RowTable], limit: int | None) -> list[RowTable]:
+    """The first ``limit`` rows of tables end to end; None keeps all. Tables of which none are kept are left out."""
+    kept, left = list[RowTable](), limit
+    for table in tables:
+        count = len(table) if left is None else min(left, len(table))
+        if count:
+            kept.append(table if count == len(table) else FirstRows(table, count))
+        left = None if left is None else left - count
+    return kept
+
+
 class TableChain:
     """Tables end to end: rows are counted over all of them.
 

@@ -42,7 +42,7 @@ class Custom:
             environment: Any = convert(made, self.arguments, "environment.arguments")
         except RLModuleError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise self._error(f"it cannot be made: {type(error).__name__}: {error}", "Correct it") from None
         missing = [name for name in NEEDED if not hasattr(environment, name)]
         if missing:
@@ -58,7 +58,7 @@ class Custom:
             raise self._error(f"no file {Path(location).resolve()}", "Correct it")
         try:
             found = load_function(self.path)
-        except Exception:
+        except (Exception, SystemExit):
             raise self._error("it cannot be imported", f"Its own words:\n{traceback.format_exc(limit=-3)}") from None
         if not isinstance(found, type) or not dataclasses.is_dataclass(found):
             raise self._error("it is no dataclass", f"Write @dataclass(frozen=True) above class {name}")

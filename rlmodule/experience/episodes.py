@@ -118,6 +118,7 @@ class EpisodeRunner:
         max_prompt_length: tokens of a prompt at most.
         max_response_length: tokens of a sample after its prompt at most, observations included.
         config: further limits.
+        gives_rewards: whether every episode brings its own reward along.
     """
 
     start: Callable[[Prompt], Episode]
@@ -125,6 +126,7 @@ class EpisodeRunner:
     max_prompt_length: int
     max_response_length: int
     config: EpisodesConfig = field(default_factory=EpisodesConfig)
+    gives_rewards: bool = False
 
     def run(
         self,
@@ -191,18 +193,20 @@ class EpisodeBatch:
         Replies are waited for in the order in which they were asked for, so which requests come together does not
         depend on how long any of them takes.
         """
+        are_all_begun = False
         while True:
-            while len(self._replies) + len(self._next_turns) <= self.runner.config.num_workers:
+            while not are_all_begun and len(self._replies) + len(self._next_turns) <= self.runner.config.num_workers:
                 if (request := next(self.to_run, None)) is None:
-                    break
-                self._begin(request)
+                    are_all_begun = True
+                else:
+                    self._begin(request)
             while self._replies and not self._next_turns:
                 self._take()
             if self._next_turns:
                 yield self._next_turns.popleft()
             elif self._running:
                 yield None
-            else:
+            elif are_all_begun:  # else those that were begun have failed before their first response
                 return
 
     def receive(self, completion: Completion) -> None:
@@ -303,7 +307,7 @@ class RunningEpisode:
             return self._failed(reply)
         try:
             if isinstance(reply, Done) and self.completions:
-                return self._ended(self.completions[-1].finish_reason, checked_end(reply))
+                return self._ended(self.completions[-1].finish_reason, self._checked_end(reply))
             if not isinstance(reply, Observation):
                 raise WrongReplyError("an Observation or Done was due")
             reply = checked_observation(reply, len(self.runner.chat.tokenizer))
@@ -355,12 +359,25 @@ class RunningEpisode:
         """The end where a limit is reached."""
         assert self._episode is not None, "only an episode that runs can be cut"
         try:
-            end = checked_end(self._episode.cut())
+            end = self._checked_end(self._episode.cut())
         except RLModuleError:
             raise
+        except WrongReplyError as error:
+            return self._failed(Failure(f"cut() of the environment: {error}"))
         except Exception as error:
             return self._failed(Failure("".join(traceback.format_exception(error))))
         return self._ended(LENGTH, end)
+
+    def _checked_end(self, end: object) -> Done:
+        """An end with a reward, where the environment says that it gives them.
+
+        Raises:
+            WrongReplyError: it is none.
+        """
+        checked = checked_end(end)
+        if checked.reward is None and self.runner.gives_rewards:
+            raise WrongReplyError("there is no reward in it, though the environment says gives_rewards = True")
+        return checked
 
     def _append(self, ids: Tensor, logprobs: Tensor, *, versions: Tensor | None = None) -> None:
         """Add a response with the versions that drew it, or what the environment says."""

@@ -26,6 +26,7 @@ from rlmodule.core.errors import ConfigError, did_you_mean, in_one_line
 from rlmodule.core.hub import prefer_cache_if_unreachable
 from rlmodule.models.byte_tokenizer import byte_tokenizer
 from rlmodule.models.lora import LoraConfig, base_of
+from rlmodule.models.quantized import check_kind_of_weights
 from rlmodule.models.recompute import FULL, NONE
 from rlmodule.models.recompute import MODES as RECOMPUTE_MODES
 
@@ -138,6 +139,7 @@ def load_model_config(config: ModelConfig, section: str = "model") -> PreTrained
         found = _of_architecture(config.architecture, section)
     else:
         found = _of_files(config.path, config.trust_remote_code, section)
+    check_kind_of_weights(found, **source_of(config, section))
     if found.model_type in DRAWN_IN_TRAINING:
         raise ConfigError(
             key=f"{section}.path" if config.path else f"{section}.architecture.model_type",
@@ -216,7 +218,7 @@ def generation_end_tokens(config: ModelConfig) -> tuple[int, ...]:
             return ()
         found = in_one_line(error)
     ends = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(isinstance(end, int) and end >= 0 for end in ends):
+    if not all(isinstance(end, int) and not isinstance(end, bool) and end >= 0 for end in ends):
         raise ConfigError(
             key="model.path",
             got=config.path,
@@ -289,5 +291,10 @@ def source_of(config: ModelConfig, section: str = "model") -> dict[str, Any]:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message that is not empty; the error's class if there is none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    """The first line of an error's message that is not empty, and those that it announces; else the error's class."""
+    said = ""
+    for line in filter(None, map(str.strip, str(error).splitlines())):
+        said = f"{said} {line}".strip()
+        if not said.endswith(":"):
+            break
+    return said or type(error).__name__

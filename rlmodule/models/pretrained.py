@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +16,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from rlmodule.core.errors import ConfigError, RLModuleError
+from rlmodule.core.weight_files import BrokenFileError, check_weight_files
 from rlmodule.models.alone import RowMode
 from rlmodule.models.attention import ATTENTION
-from rlmodule.models.description import ModelConfig, first_line, source_of
+from rlmodule.models.description import ModelConfig, first_line, load_model_config, source_of
+from rlmodule.models.lora import base_of
+from rlmodule.models.quantized import as_plain_matrices
 from rlmodule.models.weights import NotByNameError
 
 EAGER = "eager"  # attention as transformers computes it, for comparisons
@@ -60,6 +64,7 @@ def load_whole(
     Raises:
         ConfigError: the files lack a tensor that is not in ``may_lack``, or hold one that does not fit.
     """
+    options |= as_plain_matrices(load_model_config(config, section))
     with silent_loading():
         lm, info = auto.from_pretrained(
             path, output_loading_info=True, ignore_mismatched_sizes=True, **options, **lm_options(config, attention)
@@ -132,16 +137,37 @@ def config_errors(config: ModelConfig, section: str = "model") -> Iterator[None]
         ConfigError: names the model and the reason.
     """
     try:
+        if config.path is not None:
+            check_files(config.path)
         yield
+    except BrokenFileError as error:
+        raise ConfigError(**source_of(config, section), because=error.because, fix=error.fix) from None
     except (RLModuleError, NotByNameError):
         raise
     except Exception as error:  # model code of some families fails with a KeyError or a TypeError
-        reason = first_line(error) if isinstance(error, ValueError | OSError | RuntimeError) else repr(error)
+        has_words = isinstance(error, ValueError | OSError | RuntimeError | ImportError)
+        reason = first_line(error) if has_words else repr(error)
         raise ConfigError(
-            **source_of(config, section),
-            because=f"the model cannot be built ({reason})",
-            fix="Choose a causal LM whose attention goes through transformers' attention interface",
+            **source_of(config, section), because=f"the model cannot be built ({reason})", fix=_what_to_do(error)
         ) from error
+
+
+def _what_to_do(error: Exception) -> str:
+    """About a model that cannot be built."""
+    if isinstance(error, ImportError):
+        return "Install what it asks for, or choose another model"
+    if isinstance(error, OSError):
+        return "Give a folder with all files of the model, as published or as it was saved"
+    return "Choose a causal LM whose attention goes through transformers' attention interface"
+
+
+def check_files(path: str) -> None:
+    """Refuse a folder whose files of weights are not all there and whole; of an adapter that of its base.
+
+    Raises:
+        BrokenFileError: names the file.
+    """
+    check_weight_files(Path(base_of(path)))
 
 
 def check_exists(hf_config: PreTrainedConfig, auto: Any, config: ModelConfig, section: str = "model") -> None:

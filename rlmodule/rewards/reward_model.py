@@ -28,8 +28,9 @@ from transformers import (
 )
 
 from rlmodule.core.config import at_least, one_of
-from rlmodule.core.errors import ConfigError, TrainingError
+from rlmodule.core.errors import ConfigError, TrainingError, in_one_line
 from rlmodule.core.types import RewardResult, Sample
+from rlmodule.core.weight_files import BrokenFileError, check_weight_files
 from rlmodule.rewards import REWARDS
 
 # The end of an architecture's name -> what loads it.
@@ -64,6 +65,11 @@ class RewardModel:
             at_least("max_length", self.max_length, 1)
         one_of("dtype", self.dtype, DTYPES)
         _kind(self.path, self.label)
+        try:
+            check_weight_files(Path(self.path))
+            assert self._tokenizer
+        except BrokenFileError as error:
+            raise ConfigError(key="path", got=self.path, because=error.because, fix=error.fix) from None
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardResult]:
         """One score per sample, in order."""
@@ -128,7 +134,15 @@ class RewardModel:
 
     @cached_property
     def _tokenizer(self) -> PreTrainedTokenizerBase:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        except Exception as error:  # damaged files fail in many ways: KeyError, AttributeError, the library's own
+            raise ConfigError(
+                key="path",
+                got=self.path,
+                because=f"no tokenizer can be read there ({in_one_line(error)})",
+                fix="Put the files of the model's tokenizer beside its weights",
+            ) from None
         return tokenizer
 
     @cached_property
@@ -160,7 +174,7 @@ def _kind(path: str, label: int) -> str:
             because=f"it is no folder with a model ({error})",
             fix="Give a folder that holds config.json",
         ) from None
-    kinds = config.get("architectures") or []
+    kinds = config.get("architectures") or [] if isinstance(config, dict) else []
     found = next((end for end in KINDS if any(str(kind).endswith(end) for kind in kinds)), None)
     if found is None:
         raise ConfigError(

@@ -24,6 +24,7 @@ from rlmodule.data.preferences import Pair
 from rlmodule.data.prompts import PromptTable, load_prompts
 from rlmodule.data.rollouts import RolloutTable, load_rollouts
 from rlmodule.data.tables import MemoryTable
+from rlmodule.environments.parts.checked_rows import checked_rows
 from rlmodule.environments.parts.single_turn import SingleTurnEpisode
 from rlmodule.experience.episodes import EpisodeRunner, EpisodesConfig
 from rlmodule.experience.sources import RolloutSource, RowSampler, Source, StoredSource
@@ -89,6 +90,7 @@ class TrainingDataset(ABC):
             data.max_prompt_length,
             self.config.sampling.max_response_length,
             EpisodesConfig(max_turns=1) if environment is None else self.config.episodes,
+            gives_rewards=environment is not None and environment.gives_rewards,
         )
 
     @cached_property
@@ -191,7 +193,8 @@ class TrainingDataset(ABC):
         """
         environment, table = self.environment, None
         if environment is not None:
-            table = MemoryTable(f"environment {self.config.environment_name} ({split})", environment.rows(split))
+            name = self.config.environment_name
+            table = MemoryTable(f"environment {name} ({split})", checked_rows(environment, name, split))
         return load_prompts(self.config.data, self.tokenizer, split, table)
 
     def check_prompts(self, prompts: PromptTable) -> None:

@@ -1,14 +1,14 @@
-"""What a resumed run must share with the run before: rows, seed, model, environment and reward, each as a digest.
+"""What a resumed run must share with the run before: rows, seed, model, environment, reward, each as a digest.
 
 Settings such as learning rates may change; what is trained on and judged by may not, unless ``resume_changed=true``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,12 @@ from rlmodule.core.errors import ConfigError
 from rlmodule.data.config import DataConfig
 from rlmodule.data.files import Origin, files_behind, path_of
 from rlmodule.data.readers.hub import DatasetPlace
+from rlmodule.models.description import ModelConfig
+from rlmodule.models.lora import base_of
 from rlmodule.records.metrics_log import atomic_write
 from rlmodule.records.run_directory import read_small
 from rlmodule.run.config import RunConfig
+from rlmodule.run.file_digests import named_place, of_contents, of_file, of_model, of_texts, of_weights
 
 FILE_NAME = "digests.json"
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")  # of a model's description
@@ -37,6 +40,11 @@ _READING_LATER = (
     "overlong_demonstration",
     "bad_demonstration",
 )
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("chat_template.json", "tokenizer.model", "vocab.json", "merges.txt", "generation_config.json"),
+)
+_PLACES = ("path", "template")  # keys of components that name a file, a folder or a module of the user's
 _ORDER = ("weights", "curriculum", "curriculum_stages")
 
 
@@ -46,9 +54,11 @@ def digests(config: RunConfig, hf_config: PreTrainedConfig) -> dict[str, str]:
         "rows": _of_rows(config),
         "validation rows": _of_validation_rows(config),
         "model": _of_model(config, hf_config),
+        "starting weights": _of_starting_weights(config.model, hf_config),
+        "tokenizer": _of_tokenizer(config.model),
         "environment": _of_component(config.environment),
         "reward": _of_component(config.reward),
-        "seed": _digest(str(config.general.seed), str(config.data.shuffle), *_order(config.data)),
+        "seed": of_texts(str(config.general.seed), str(config.data.shuffle), *_order(config.data)),
     }
 
 
@@ -90,16 +100,19 @@ def save(folder: Path, now: Mapping[str, str]) -> None:
 
 def _of_rows(config: RunConfig) -> str:
     data = config.data
-    entries, origin, _ = data.files_of("train")
+    entries, origin = data.files_of("train")
     files = [_of_entry(entry, origin) for entry in entries]
-    return _digest(_reading(data), *files, *([_contents(data.rollouts)] if data.rollouts else []))
+    stored = [_of_entry(data.rollouts, Origin("data.rollouts"))] if data.rollouts else []
+    return of_texts(_reading(data), *files, *stored)
 
 
 def _of_validation_rows(config: RunConfig) -> str:
-    entries, origin, limit = config.data.files_of("test")
+    entries, origin = config.data.files_of("test")
     if not entries:
         return ""
-    return _digest(_reading(config.data), str(limit), *(_of_entry(entry, origin) for entry in entries))
+    return of_texts(
+        _reading(config.data), str(config.data.val_max_rows), *(_of_entry(entry, origin) for entry in entries)
+    )
 
 
 def _reading(data: DataConfig) -> str:
@@ -122,56 +135,57 @@ def _of_entry(entry: str, origin: Origin) -> str:
     """Digest of what an entry of ``data.train_files`` names; where it lies does not count."""
     path = path_of(entry, origin.key)
     if path.exists():
-        return _contents(str(path))
+        return of_contents(path)
     split = DatasetPlace.read(entry, origin.split, origin.revision).split
-    return _digest(split, *(f"{path.name}:{_of_file(path)}" for path in files_behind(entry, origin)))
+    return of_texts(split, *(f"{path.name}:{of_file(path)}" for path in files_behind(entry, origin)))
 
 
 def _of_model(config: RunConfig, hf_config: PreTrainedConfig) -> str:
     described = {name: value for name, value in hf_config.to_dict().items() if name not in _VOLATILE}
     model = config.model
-    return _digest(json.dumps([described, asdict(model.lora), model.kind, model.value], sort_keys=True, default=str))
+    return of_texts(json.dumps([described, asdict(model.lora), model.kind, model.value], sort_keys=True, default=str))
+
+
+def _of_starting_weights(model: ModelConfig, hf_config: PreTrainedConfig) -> str:
+    """Those that training begins with: a reference and the base of adapters are read from them at every start."""
+    if model.path is None:
+        return ""
+    places = dict.fromkeys((model.path, base_of(model.path)))  # an adapter and its base
+    commit = str(getattr(hf_config, "_commit_hash", None))  # of a hub name
+    return of_texts(*(of_weights(Path(place)) if Path(place).is_dir() else commit for place in places))
+
+
+def _of_tokenizer(model: ModelConfig) -> str:
+    """The files that decide what is a token, how conversations are written and what ends a response."""
+    place = model.tokenizer or model.path
+    if place is None or not Path(place).is_dir():
+        return str(place)
+    found = (Path(place) / name for name in _TOKENIZER_FILES)
+    return of_texts(*(f"{path.name}:{of_file(path)}" for path in found if path.is_file()))
 
 
 def _of_component(component: Any) -> str:
     if component is None:
         return ""
     assert is_dataclass(component) and not isinstance(component, type), "components are dataclasses"
-    fields = asdict(component)
-    code = [Path(path.partition(":")[0]) for path in _paths(fields)]
+    fields, places = _without_places(asdict(component))
     if not type(component).__module__.startswith("rlmodule."):
-        code.append(Path(inspect.getsourcefile(type(component)) or ""))
+        with suppress(OSError, TypeError):  # a class that was typed in, as in a notebook, has no file
+            places.append(Path(inspect.getsourcefile(type(component)) or ""))
     name = f"{type(component).__module__}.{type(component).__qualname__}"
     text = json.dumps([name, fields], sort_keys=True, default=str)
-    return _digest(text, *(_contents(str(path)) for path in code if path.is_file()))
+    return of_texts(text, *(of_model(path) if path.is_dir() else of_contents(path) for path in places))
 
 
-def _paths(fields: Mapping[str, Any]) -> Iterator[str]:
-    """What a component and its parts name as ``path``: files of the user's."""
+def _without_places(fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path]]:
+    """The fields of a component and its parts without where files of the user's lie, and those files and folders."""
+    kept, places = dict[str, Any](), list[Path]()
     for name, value in fields.items():
-        if name == "path" and isinstance(value, str):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _paths(value)
-
-
-def _contents(path: str) -> str:
-    """Digest of a file, or of every file in a folder; where it lies does not count."""
-    root = Path(path)
-    files: Iterable[Path] = sorted(p for p in root.rglob("*") if p.is_file()) if root.is_dir() else [root]
-    return _digest(*(f"{p.relative_to(root) if root.is_dir() else ''}:{_of_file(p)}" for p in files))
-
-
-def _of_file(path: Path) -> str:
-    found = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                found.update(block)
-    except OSError:
-        return "missing"
-    return found.hexdigest()
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+        kept[name] = value
+        if isinstance(value, Mapping):
+            kept[name], below = _without_places(value)
+            places += below
+        elif name in _PLACES and isinstance(value, str) and (found := named_place(value)) is not None:
+            kept[name] = found[1]
+            places.append(found[0])
+    return kept, places

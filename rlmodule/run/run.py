@@ -62,6 +62,7 @@ from rlmodule.run.preflight.optimizers import check_optimizers
 from rlmodule.run.preflight.teacher import check_teacher
 from rlmodule.run.preflight.tokens import check_stop_tokens, check_tokenizer
 from rlmodule.run.preflight.value_model import check_value_model
+from rlmodule.run.preflight.weights import check_weights
 from rlmodule.run.resolve import packaged_path, resolved, with_budget
 from rlmodule.run.unread import unread
 
@@ -294,13 +295,14 @@ class Run:
         check_families_under(self.config, self.strategy.layout)
 
     def check_models(self) -> None:
-        """Refuse a model that the strategy cannot spread; asked once all models are known to be there.
+        """Refuse a model whose files are not whole, or that the strategy cannot spread.
 
         Raises:
             ConfigError: names what it cannot have, and what can.
         """
-        strategy = self.strategy.build()
-        for spec in model_specs(self.config, self.config.objective).values():
+        strategy, specs = self.strategy.build(), model_specs(self.config, self.config.objective)
+        check_weights(specs, self.config.model.path)
+        for spec in specs.values():
             hf_config = load_model_config(spec.config)
             strategy.check_model(spec, hf_config)
             check_layout(hf_config, self.strategy.layout)

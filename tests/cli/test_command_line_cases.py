@@ -108,6 +108,8 @@ def test_cli_03_the_keys_of_what_was_chosen_are_the_ones_suggested(tmp_path):
         (["strategy.tp_size=2"], r"^strategy\.tp_size=2: there is no such key\. It is a key of .*strategy=fsdp2"),
         (["optimizer.lr=${oc.env:NO_SUCH_VARIABLE}"], r"Environment variable 'NO_SUCH_VARIABLE' not found.*Set it, or write"),
         (["rollout.stop_token_ids=[99999]"], r"^rollout\.stop_token_ids=99999: the model knows ids 0 to"),
+        (["trainer.devices"], r"^command=trainer\.devices: .*there is no = in it\. Write trainer\.devices=VALUE, or one"),
+        (["tests"], r"^command=tests: .*there is no = in it\. Name what is to be done with it first: evaluate tests, or"),
         (["rollout.top_p=95"], r"^rollout\.top_p=95\.0: must be at most 1"),
     ],
 )  # fmt: skip

@@ -65,6 +65,12 @@ def test_a_sweep_stands_for_its_jobs_in_their_order_and_a_run_counts_once(tmp_pa
     assert [run.root.name for run in found] == ["0", "1", "2", "10"]
 
 
+def test_a_metric_that_was_nan_all_along_has_no_curve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_in(tmp_path / "a", [float("nan")] * 2, metric="critic/explained_variance")
+    assert compare(run, metrics=["critic/explained_variance"], chart=str(tmp_path / "c.png")) == 0
+    assert "critic/explained_variance" in capsys.readouterr().out
+
+
 def test_a_curve_as_text() -> None:
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8, 0, 7) == "▁▂▃▄▅▆▇█"
     assert sparkline([0, 0, 7, 7], 2, 0, 7) == "▁█", "means of stretches"

@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlmodule.core.errors import ConfigError
+from rlmodule.core.errors import ConfigError, DataError
 from rlmodule.data.chat import ChatError, ChatFormat, Segment, check_messages, join, prompt_text
+from rlmodule.data.config import DataConfig
+from rlmodule.data.demonstrations import file_demonstrations
+from rlmodule.data.prompts import load_prompts
 from rlmodule.models.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -313,3 +316,38 @@ def test_a_turn_that_the_template_leaves_out_is_refused(role):
     with pytest.raises(ChatError, match=f"leaves out turn 1, of role '{role}'"):
         chat.encode_conversation([*turns, turn("assistant", "Salut")])
     assert chat.encode_prompts([turns[1:]]), "spaces around a turn are no words"
+
+
+@pytest.mark.parametrize(
+    ("template", "because"),
+    [
+        ("{% for m in messages %}{{ m.content }", "unexpected '}'"),
+        ("{{ foo(messages) }}", "'foo' is undefined"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError: division by zero"),
+        ("{{ messages[0].content + 1 }}", "TypeError: can only concatenate str"),
+        ("{{ raise_exception('not today') }}", "not today"),
+    ],
+)
+@pytest.mark.parametrize("read", [load_prompts, file_demonstrations])
+def test_a_template_that_takes_no_conversation_is_to_blame_and_no_row(tmp_path, template, because, read):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "hi", "completion": "ho"}) + "\n")
+    with pytest.raises(ConfigError, match=r"data\.apply_chat_template=True") as caught:
+        read(DataConfig(train_files=[str(rows)]), with_template(template), "train")
+    assert because in str(caught.value)
+    assert "in the model's folder" in caught.value.fix
+
+
+def test_a_row_that_a_working_template_refuses_is_to_blame(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "hi"}) + "\n" + json.dumps({"prompt": "12"}) + "\n")
+    picky = with_template("{{ 1 / (messages[0].content != '12') | int }}{{ messages[0].content }}")
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: the chat template refuses it: ZeroDivisionError"):
+        load_prompts(DataConfig(train_files=[str(rows)]), picky, "train")
+
+
+@pytest.mark.parametrize("name", ["messages", "conversation", "tools", "tokenize", "chat_template", "max_length"])
+def test_a_variable_of_a_template_is_no_argument_of_rendering(name):
+    with pytest.raises(ConfigError, match=rf"chat_template_args\.{name}=1: rendering has an argument of this name"):
+        DataConfig(chat_template_args={name: 1})
+    DataConfig(chat_template_args={"enable_thinking": False, "documents": [], "date_string": "1 May"})

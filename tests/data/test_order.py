@@ -109,7 +109,7 @@ def test_numbers_may_stand_behind_a_word(value, number):
     assert rows.numbers("level").tolist() == [number]
 
 
-@pytest.mark.parametrize("value", [None, "easy", "49+97", "at 5 pm 3", True, [1], float("nan")])
+@pytest.mark.parametrize("value", [None, "easy", "49+97", "at 5 pm 3", True, [1], float("nan"), 10**400, "9" * 400])
 def test_a_row_without_a_number_is_named(value):
     rows, _ = rows_of([1], [2, value])
     with pytest.raises(DataError, match=r"1\.jsonl:2: column 'level', which orders rows, holds .* and no number"):

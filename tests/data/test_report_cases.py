@@ -277,6 +277,7 @@ def column(values, kind=None):
     [
         (column([Decimal(72)], pa.decimal128(10, 0)), ["72"]),
         (column([Decimal("72.00"), Decimal("0.50")], pa.decimal128(10, 2)), ["72", "0.5"]),
+        (column([Decimal("12345678901234567.25")], pa.decimal128(30, 2)), ["12345678901234567.25"]),
         (column([72.0, None], pa.float64()), ["72", None]),
         (column([0.1, 3.0], pa.float32()), ["0.1", "3"]),
         (column([72, -3], pa.int16()), ["72", "-3"]),
@@ -419,3 +420,23 @@ def test_a_raw_prompt_without_a_character_is_refused(lines):
         demonstrated(
             lines({"prompt": "q", "completion": "a"}, {"prompt": "", "completion": "b"}), apply_chat_template=False
         )
+
+
+@pytest.mark.parametrize("column", ["images", "image", "video", "audio"])
+@pytest.mark.parametrize("algorithm", ["grpo", "sft", "dpo"])
+def test_rows_with_images_are_refused_and_empty_columns_are_not(tmp_path, column, algorithm):
+    """As verl's geometry3k and LLaVA's files have them: the text alone would be trained on."""
+    row = {"prompt": "What is it?", "answer": "a cat", "completion": "a cat", "chosen": "a cat", "rejected": "a"}
+    read = {
+        "grpo": lambda config: load_prompts(config, PLAIN, "train"),
+        "sft": lambda config: file_demonstrations(config, PLAIN, "train"),
+        "dpo": lambda config: file_preferences(config, PLAIN, "train"),
+    }[algorithm]
+    path = tmp_path / "rows.jsonl"
+    for empty in (None, [], "", "registry/container:1"):
+        path.write_text(json.dumps({**row, column: empty}) + "\n")
+        assert len(read(DataConfig(train_files=[str(path)]))) == 1
+    for second in ({column: ["cat.png"]}, {column: "cat.png", "prompt": f"<{column.removesuffix('s')}>\nWhat is it?"}):
+        path.write_text("".join(json.dumps({**row, **more}) + "\n" for more in ({}, second)))
+        with pytest.raises(DataError, match=rf"rows\.jsonl:2: the row has something under '{column}'.*nothing but"):
+            read(DataConfig(train_files=[str(path)]))

@@ -78,11 +78,14 @@ def test_its_code_is_part_of_what_a_resumed_run_shares(file, tmp_path):
         ("nothing", {}, "which class of which module"),
         ("{folder}/none.py:Echo", {}, "no file"),
         ("{file}:Other", {}, "cannot be imported"),
+        ("{leaves}:Echo", {}, r"cannot be imported(.|\n)*SystemExit: 3"),
         ("{file}:Game", {}, "no dataclass"),
         ("{file}:Empty", {}, "has no 'rows'"),
         ("{file}:Echo", {"cuont": 3}, "cuont"),
     ],
 )
 def test_what_is_no_environment_is_refused(file, tmp_path, path, arguments, because):
+    leaves = tmp_path / "leaves.py"
+    leaves.write_text("import sys\nsys.exit(3)\n")
     with pytest.raises(ConfigError, match=rf"^environment\..*{because}"):
-        _ = Custom(path.format(folder=tmp_path, file=file), arguments).environment
+        _ = Custom(path.format(folder=tmp_path, file=file, leaves=leaves), arguments).environment

@@ -224,11 +224,12 @@ def test_a_warm_start_holds_nothing_of_the_run_s_files_out(tmp_path):
 
 
 def from_files(tmp_path, algorithm, *held_out, **overrides):
-    for name, rows in (("train", [{"prompt": "q", "chosen": "a", "rejected": "b"}]), ("val", held_out)):
+    train = {"prompt": "q", "chosen": "a", "rejected": "b", "completion": "a"}
+    for name, rows in (("train", [train]), ("val", held_out)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    named = [f"data.{split}_files=[{tmp_path / split}.jsonl]" for split in ("train", "val")]
-    more = [f"{key}={value}" for key, value in overrides.items()]
-    node = compose(f"algorithm={algorithm}", *FILES, *named, *more)
+    named = {f"data.{split}_files": f"[{tmp_path / split}.jsonl]" for split in ("train", "val")}
+    words = [f"{key}={value}" for key, value in {**named, **overrides}.items()]
+    node = compose(f"algorithm={algorithm}", *FILES, *words)
     run = Run.read(node, RunDirectory(tmp_path / "run"), STRATEGIES)
     run.check()
     return run
@@ -255,6 +256,23 @@ def test_held_out_rows_are_checked_before_a_model_is_loaded(tmp_path):
         from_files(tmp_path, "dpo", GOOD, {"prompt": "q", "chosen": "a"})
     with pytest.raises(ConfigError, match=r"held-out row 1 has \d+ tokens in 2 samples that stay together"):
         from_files(tmp_path, "dpo", {**GOOD, "chosen": "y" * 40}, **{"batching.max_token_len_per_gpu": 24})
+
+
+@pytest.mark.parametrize(("algorithm", "what"), [("dpo", "pairs"), ("sft", "demonstrations")])
+def test_the_limit_holds_for_each_set_and_all_sets_are_checked(tmp_path, algorithm, what):
+    """The first set had all rows of the limit, so that rows of the second were neither counted nor checked."""
+    row = {**GOOD, "completion": "yes"}
+
+    def checked(*second):
+        for name, rows in (("one", [row] * 3), ("two", [row, *second])):
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sets = f"{{a:[{tmp_path}/one.jsonl],b:[{tmp_path}/two.jsonl]}}"
+        return from_files(tmp_path, algorithm, row, **{"data.val_files": sets, "data.val_max_rows": 2})
+
+    assert checked(row, row).dataset.describe_held_out() == f"4 {what}"
+    with pytest.raises(DataError, match=r"two\.jsonl:2: "):
+        checked({"prompt": "ask"})
+    checked(row, {"prompt": "ask"})  # beyond the limit
 
 
 def test_an_environment_holds_out_a_pair_for_each_of_its_test_prompts(tmp_path):

@@ -433,6 +433,35 @@ def test_an_episode_that_fails_costs_itself_alone(finished, how):
             assert not f.sample.loss_mask.any() if how == "start" else ids == whole[f.sample.sample_id][0][: len(ids)]
 
 
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("which", [range(20), range(5), range(3, 20)])
+def test_episodes_that_fail_at_their_start_hide_none_behind_them(finished, which, workers):
+    """Those under way had all failed, and the others were never begun."""
+    made = replace(runner(failing("start", which)), config=EpisodesConfig(num_workers=workers))
+    found = made.run(engine(), requests())
+    assert [f.sample.sample_id for f in found if f.reward.failure] == list(which)
+    whole = plain(finished)
+    assert {k: v for k, v in plain(found).items() if k not in which} == {
+        k: v for k, v in whole.items() if k not in which
+    }
+
+
+def test_an_end_without_the_reward_that_is_promised_is_a_failure():
+    @dataclass
+    class Nothing(TwoTries):
+        def reply(self, completion):
+            return Done() if len(completion.token_ids) % 2 else super().reply(completion)
+
+        def cut(self):
+            return None if len(self.tries) > 1 else Done()
+
+    found = replace(runner(Nothing, limit=10), gives_rewards=True).run(engine(), requests())
+    words = {f.reward.failure.splitlines()[1] for f in found if f.reward.failure is not None}
+    assert any("the environment gave Done(reward=None" in said for said in words)
+    assert any(said.startswith("cut() of the environment: ") for said in words)
+    assert all("no reward in it, though the environment says gives_rewards" in said for said in words)
+
+
 def test_episodes_that_nobody_waits_for_any_more_are_let_go():
     """An engine that fails in the middle, or a run that stops, leaves no session of an environment open."""
     under_way, cut = set(), set()

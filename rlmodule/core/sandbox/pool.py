@@ -68,7 +68,7 @@ class Outcome:
     """The end of one call.
 
     Args:
-        result: what the function returned, as JSON knows it; numbers of other libraries are floats.
+        result: what the function returned, as JSON knows it; numbers and arrays of other libraries are plain ones.
         fault: traceback or reason when there is no result, else None.
         timed_out: it was killed for taking too long.
     """
@@ -374,9 +374,13 @@ def _answer(function: Callable[..., Any], message: bytes) -> bytes:
         result = function(**arguments)
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
-        reply = _reply(call, result=result)
     except BaseException as error:  # SystemExit too: the code of a reward is not ours
         return _reply(call, fault=_fault(error))
+    try:
+        reply = _reply(call, result=result)
+    except Exception as error:  # of a value's own code, too
+        # Without the value: the addresses that many show would give a policy other words in every run.
+        return _reply(call, fault=f"it returned {type(result).__name__}, which cannot be written as JSON ({error})")
     if len(reply) > RESULT_BYTES:
         return _reply(call, fault=f"it returned {len(reply)} bytes, and {RESULT_BYTES} at most are read")
     return reply
@@ -387,14 +391,19 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 def _reply(call: int, **content: Any) -> bytes:
-    return json.dumps({"call": call, **content}, default=_as_float).encode()
+    return json.dumps({"call": call, **content}, default=_plain).encode()
 
 
-def _as_float(value: Any) -> float:
-    """A number of another library; bytes would be read as the digits they spell."""
+def _plain(value: Any) -> Any:
+    """Numbers of other libraries, alone or in arrays; bytes would be read as the digits they spell."""
     if isinstance(value, bytes | bytearray):
         raise TypeError(f"{value!r:.80} is no number")
-    return float(value)
+    if callable(to_list := getattr(value, "tolist", None)):  # numpy, torch, pandas, ...
+        return to_list()
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise TypeError(f"{type(value).__name__} is no number, text, list or mapping") from None
 
 
 def _is_ours(file: str) -> bool:

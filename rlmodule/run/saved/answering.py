@@ -61,7 +61,7 @@ class Answering:
             RLModuleError: there are none, or one cannot be used.
         """
         config = run.config
-        files, origin, _ = config.data.files_of(self.split)
+        files, origin = config.data.files_of(self.split)
         if config.environment is None and not files:
             raise ConfigError(
                 key=origin.key,

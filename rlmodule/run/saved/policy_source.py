@@ -19,7 +19,7 @@ from rlmodule.core.errors import ConfigError, did_you_mean
 from rlmodule.core.types import CRITIC, POLICY, REWARD_MODEL
 from rlmodule.experience.live_engine import LiveEngine
 from rlmodule.models.description import SEPARATE, ModelConfig, generation_end_tokens
-from rlmodule.models.lora import LoraConfig
+from rlmodule.models.lora import LoraConfig, is_adapter
 from rlmodule.models.policy import PolicyModel
 from rlmodule.models.recompute import NONE
 from rlmodule.models.value import ValueModel
@@ -81,8 +81,8 @@ class PolicySource:
         if given.parent.name == CHECKPOINTS:
             verify(given)
             return Place(run, root, given)
-        if given != root:
-            return Place(run, root, given)
+        if given not in (root, root / CHECKPOINTS):
+            return Place(run, root, _model_in(given, root))
         for word in order if self.checkpoint == AUTO else (self.checkpoint,):
             found = _FINDERS[word](root) if word in _FINDERS else _named(root, word)
             if found is not None:
@@ -93,6 +93,22 @@ class PolicySource:
             because=f"the run has no weights to take ({self.checkpoint})",
             fix="Let it save a checkpoint first (callbacks.checkpoint), or give another run",
         )
+
+
+def _model_in(folder: Path, root: Path) -> Path:
+    """A folder in a run directory, which holds a model.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    if (folder / "config.json").is_file() or is_adapter(str(folder)):
+        return folder
+    raise ConfigError(
+        key="command.run",
+        got=folder,
+        because="it lies in the directory of a run and holds no model",
+        fix=f"Give the run ({root}), one of its checkpoints, or a folder in it with an exported model",
+    )
 
 
 def one_process(run: Run) -> Run:

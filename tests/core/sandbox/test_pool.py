@@ -37,6 +37,10 @@ def start_other():
     open(NOTE, "w").write(str(child.pid))
     time.sleep(1000)
 def unsayable(): return {1, 2}
+def arrays():
+    import numpy, torch
+    found = {"one": numpy.array([0.5]), "whole": numpy.int64(3), "yes": numpy.bool_(True), "half": numpy.float32(0.5)}
+    return found | {"tensor": torch.tensor(2.0), "rows": torch.ones(2, 2)}
 def forks(x):
     os.fork()
     return x
@@ -126,13 +130,20 @@ def test_neither_c_code_nor_swallowed_exceptions_survive_the_deadline(pool_of, f
     assert [outcome.timed_out for outcome in pool_of(function).map([{}, {}])] == [True, True]
 
 
+def test_numbers_and_arrays_of_other_libraries_are_plain(pool_of):
+    [outcome] = pool_of("arrays", timeout=60).map([{}])
+    whole = {"one": [0.5], "whole": 3, "yes": True, "half": 0.5, "tensor": 2.0, "rows": [[1.0, 1.0], [1.0, 1.0]]}
+    assert outcome.result == whole
+    assert [type(outcome.result[name]) for name in ("whole", "yes", "half")] == [int, bool, float]
+
+
 @pytest.mark.parametrize(
     ("function", "calls", "fault"),
     [
         ("vanish", {"code": 3}, "the process that ran it ended with exit code 3"),
         ("leave", {"code": 3}, "SystemExit: 3"),
         ("deaf", {}, "KeyboardInterrupt: not from the keyboard"),
-        ("unsayable", {}, "TypeError"),
+        ("unsayable", {}, "it returned set, which cannot be written as JSON (set is no number, text, list or mapping)"),
         ("echo", {"y": 1}, "unexpected keyword argument 'y'"),
     ],
 )

@@ -182,7 +182,7 @@ def test_two_tools_of_one_name_are_refused_and_none_can_be_called():
         ("print", "[1, 2]"),
         ("fork", "[1, 2]"),
         ("write", "error: PermissionError"),
-        ("object", "error: TypeError"),
+        ("object", "error: it returned object, which cannot"),
         ("deep", "error: "),
         ("not a number", "NaN"),
         ("half a pair", "?"),

@@ -2,11 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
+from rlmodule.core.errors import ConfigError
 from rlmodule.core.layout import Layout
 from rlmodule.run.config import RunConfig
-from rlmodule.run.saved.policy_source import Place
+from rlmodule.run.saved.policy_source import EXPORTED, Place, PolicySource
 from tests.helpers.runs import compose, small_run
 
 
@@ -27,3 +29,17 @@ def test_a_warm_start_samples_nothing_beside_training():
     config = RunConfig.read(compose(*words))
     assert config.ahead.ahead == 1
     assert config.for_warm_start().ahead.ahead == 0
+
+
+def test_a_folder_in_a_run_is_a_model_or_stands_for_the_run(tmp_path):
+    """The folder of checkpoints is the run's, and one of answers is no model."""
+    run = small_run(tmp_path / "run")
+    root = run.run_dir.root
+    for name in ("policy", "checkpoints", "rollouts"):
+        (root / name).mkdir(parents=True)
+    (root / "config.yaml").write_text("seed: 0\n")
+    (root / "policy" / "config.json").write_text("{}")
+    for given in (root, root / "checkpoints", root / "policy"):
+        assert PolicySource(run=str(given)).place_for(run, (EXPORTED,)).folder == root / "policy"
+    with pytest.raises(ConfigError, match=r"command\.run=.*rollouts: it lies in .* holds no model\. Give the run"):
+        PolicySource(run=str(root / "rollouts")).place_for(run, (EXPORTED,))
