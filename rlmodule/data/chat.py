@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property, partial
 from inspect import signature
 from itertools import product
@@ -35,6 +36,7 @@ from rlmodule.data.messages import (
     with_arguments_as_texts,
 )
 from rlmodule.data.rendering import MARK, Span, lost, render_conversation
+from rlmodule.data.template_day import on_day
 from rlmodule.data.tokens import Ids, Segment, encode, encode_behind, encode_spans, join, special_prefix
 
 __all__ = [
@@ -73,12 +75,14 @@ class ChatFormat:
         template: False takes prompts as raw text.
         arguments: more variables for the template, e.g. ``{"enable_thinking": False}``; none of ``OWN_ARGUMENTS``.
         system_prompt: opens conversations that have no system turn; empty: none is added.
+        day: that templates write as today; None: the clock's.
     """
 
     tokenizer: PreTrainedTokenizerBase
     template: bool = True
     arguments: Mapping[str, Any] | None = None
     system_prompt: str = ""
+    day: date | None = None
 
     def __post_init__(self) -> None:
         if self.template and not self.tokenizer.chat_template:
@@ -327,6 +331,7 @@ class ChatFormat:
             texts: Any = self.tokenizer.apply_chat_template(
                 [[dict(self._control.cut_in(message)) for message in messages] for messages in conversations],
                 tools=None if tools is None else [dict(self._control.cut_in_description(tool)) for tool in tools],
+                chat_template=self._text_of_template(tools),
                 tokenize=False,
                 add_generation_prompt=asks_for_answer,
                 **(self.arguments or {}),
@@ -337,6 +342,11 @@ class ChatFormat:
             raise ChatError(f"the chat template refuses it: {in_one_line(error)}") from error
         assert isinstance(texts, list)
         return texts
+
+    def _text_of_template(self, tools: Tools | None) -> str:
+        """A tokenizer may have several by name, one of them for tools."""
+        text = self.tokenizer.get_chat_template(tools=None if tools is None else list(map(dict, tools)))
+        return text if self.day is None else on_day(text, self.day)
 
 
 # What a generation prompt ends with where thinking is off; turns that others follow are written without it.

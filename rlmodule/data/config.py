@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -52,6 +53,7 @@ class DataConfig:
     )  # mark -> role, for conversations written as one text: system, user, assistant, tool
     apply_chat_template: bool = True  # False: prompts are raw text
     chat_template_args: dict[str, Any] = field(default_factory=dict)  # variables for the template
+    date: str | None = None  # YYYY-MM-DD that templates write as today; None: the day on which the run began
     system_prompt: str = ""  # put in front of conversations that have no system turn; empty: none
     max_prompt_length: int = 1024  # tokens, chat template included
     max_response_length: int = 1024  # tokens; what rollout.max_response_length is unless it is set itself
@@ -84,6 +86,8 @@ class DataConfig:
                 because="rendering has an argument of this name, which is no variable of a template",
                 fix="Take it out; another template belongs into the tokenizer's folder (chat_template.jinja)",
             )
+        if self.date is not None:
+            _check_date(self.date)
         self._check_weights()
         self._check_pairs_of_keys()
 
@@ -155,4 +159,14 @@ class DataConfig:
 
     def chat_format(self, tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
         """How prompts become tokens."""
-        return ChatFormat(tokenizer, self.apply_chat_template, self.chat_template_args, self.system_prompt)
+        day = None if self.date is None else date.fromisoformat(self.date)
+        return ChatFormat(tokenizer, self.apply_chat_template, self.chat_template_args, self.system_prompt, day)
+
+
+def _check_date(given: str) -> None:
+    try:
+        date.fromisoformat(given)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            key="date", got=given, because="it is no day", fix="Write it as YYYY-MM-DD, or null for the first day"
+        ) from None

@@ -26,6 +26,7 @@ from rlmodule.callbacks.parts.context import RunContext
 from rlmodule.checkpoint.state import STATE_FILE, newest_whole, read_manifest, verify
 from rlmodule.core.errors import CheckpointError, ConfigError
 from rlmodule.core.layout import Layout
+from rlmodule.data.template_day import asks_for_day
 from rlmodule.datamodule import RLDataModule
 from rlmodule.loggers import LoggedRun
 from rlmodule.models.building import parameter_count
@@ -64,6 +65,7 @@ from rlmodule.run.preflight.tokens import check_stop_tokens, check_tokenizer
 from rlmodule.run.preflight.value_model import check_value_model
 from rlmodule.run.preflight.weights import check_weights
 from rlmodule.run.resolve import packaged_path, resolved, with_budget
+from rlmodule.run.today import on_one_day, with_day
 from rlmodule.run.unread import unread
 
 AUTO_BACKEND = "auto"
@@ -132,6 +134,7 @@ class Run:
         Raises:
             ConfigError: not even one sample fits.
         """
+        config = with_day(config, run_dir)
         run = cls(config, run_dir, registry, strategy_node or {}, packaged=packaged_path(config))
         return replace(run, config=resolved(config, lambda settled: replace(run, config=settled).plan_with()))
 
@@ -150,7 +153,8 @@ class Run:
         """Full key -> value of what the configuration leaves to the model; what a run saves holds numbers."""
         budget = {"batching.max_token_len_per_gpu": self.config.batching.max_token_len_per_gpu}
         folder = {} if self.packaged is None else {"model.path": self.config.model.path}
-        return settled_keys(self.config) | budget | folder
+        day = {"data.date": self.config.data.date} if asks_for_day(self.tokenizer.chat_template) else {}
+        return settled_keys(self.config) | budget | folder | day
 
     @property
     def machine(self) -> Machine:
@@ -188,7 +192,7 @@ class Run:
         run_dir = init_distributed(self.machine, self.run_dir, alone_is_enough=reaches)
         # Free memory differs from machine to machine, and the plan must be the same on every rank.
         budget = smallest_of_ranks(self.config.batching.max_token_len_per_gpu)
-        return replace(self, run_dir=run_dir, config=with_budget(self.config, budget))
+        return replace(self, run_dir=run_dir, config=on_one_day(with_budget(self.config, budget)))
 
     # ---- before anything is loaded
 

@@ -114,7 +114,11 @@ class WarmStart:
     def _digest(self) -> str:
         config = self.run.config
         data = config.for_warm_start().data  # without the keys that do not touch the demonstrations
-        settings = [asdict(config.model), asdict(data), asdict(replace(config.warm_start, cache_dir=None))]
+        settings = [
+            asdict(config.model),
+            asdict(replace(data, date=None)),
+            asdict(replace(config.warm_start, cache_dir=None)),
+        ]
         shown = [self.run.digests[name] for name in ("rows", "environment")]
         text = json.dumps([*settings, config.general.seed, *shown], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()
