@@ -126,6 +126,7 @@ class EvaluationRun:
         check_reward(config)
         check_reward_server(config)
         check_families(config, self.run.strategy.layout)
+        self.run.check_weight_files()
         dataset.check_held_out(self.run.strategy.layout)
         if not (dataset.val_prompts or dataset.val_demonstrations or dataset.val_pairs):
             raise ConfigError(

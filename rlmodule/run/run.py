@@ -247,6 +247,7 @@ class Run:
         check_teacher(config, self.hf_config, self.tokenizer)
         self.check_models()
         check_families(config, layout)
+        self.check_weight_files()
         check_target_modules(config, self.hf_config)
         if config.model.compile:
             check_compiler(self.machine.device)
@@ -299,17 +300,24 @@ class Run:
         check_families_under(self.config, self.strategy.layout)
 
     def check_models(self) -> None:
-        """Refuse a model whose files are not whole, or that the strategy cannot spread.
+        """Refuse a model that the strategy cannot spread; asked once all models are known to be there.
 
         Raises:
             ConfigError: names what it cannot have, and what can.
         """
-        strategy, specs = self.strategy.build(), model_specs(self.config, self.config.objective)
-        check_weights(specs, self.config.model.path)
-        for spec in specs.values():
+        strategy = self.strategy.build()
+        for spec in model_specs(self.config, self.config.objective).values():
             hf_config = load_model_config(spec.config)
             strategy.check_model(spec, hf_config)
             check_layout(hf_config, self.strategy.layout)
+
+    def check_weight_files(self) -> None:
+        """Refuse a model whose files of weights are not there and whole.
+
+        Raises:
+            ConfigError: names the key and the file.
+        """
+        check_weights(model_specs(self.config, self.config.objective), self.config.model.path)
 
     def resume_from(self, say: Callable[[str], object] = lambda line: None) -> Path | None:
         """The checkpoint to go on from; None starts at the beginning.
