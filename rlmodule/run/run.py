@@ -153,8 +153,15 @@ class Run:
         """Full key -> value of what the configuration leaves to the model; what a run saves holds numbers."""
         budget = {"batching.max_token_len_per_gpu": self.config.batching.max_token_len_per_gpu}
         folder = {} if self.packaged is None else {"model.path": self.config.model.path}
-        day = {"data.date": self.config.data.date} if asks_for_day(self.tokenizer.chat_template) else {}
+        day = {"data.date": self.config.data.date} if self._writes_day else {}
         return settled_keys(self.config) | budget | folder | day
+
+    @property
+    def _writes_day(self) -> bool:
+        try:
+            return asks_for_day(self.tokenizer.chat_template)
+        except ConfigError:  # a plan needs no files
+            return False
 
     @property
     def machine(self) -> Machine:
