@@ -71,7 +71,7 @@ class DDPStrategy(DistributedStrategy):
             bucket_cap_mb=self.config.bucket_cap_mb,
             gradient_as_bucket_view=self.config.gradient_as_bucket_view,
             # Looks for them in the graph of every step, which other models need not pay for.
-            find_unused_parameters=bool(getattr(model, "lacks_gradients", False)),
+            find_unused_parameters=bool(model.lacks_gradients),
         )
 
     def micro_batch(self, name: str, is_last: bool) -> AbstractContextManager[None]:

@@ -307,6 +307,8 @@ class Theta(nn.Module):
     With one parameter the gradient norm is the gradient, and a whole step can be checked by hand.
     """
 
+    lacks_gradients = False
+
     def __init__(self) -> None:
         super().__init__()
         self.theta = nn.Parameter(torch.ones(()))
